@@ -6,7 +6,8 @@
 
 The teacher's texts are read as `saltus collect text` wrote them; they should be none that the drafter was trained on.
 With checkpoints of a training run, the same is counted for each, so that a plot shows when uniforms begin to pay.
-Drafts are chains: a call brings the leading right ones, and the target's own token.
+Drafts are chains: a call brings the leading right ones, and the target's own token. An adapter's first query makes no
+draft, since the target picks that token itself, but there uniforms are read first: its share is told, too.
 """
 
 from __future__ import annotations
@@ -158,12 +159,10 @@ class AdapterExamination(Examination):
         self.task.module.eval()
         self.states, self.curriculum = corpus, self.task.window_dataset
 
-    @torch.inference_mode()
-    def right(self, cut: Batch, uniforms: Tensor) -> Tensor:
-        return self.task.matching_drafts(replace(cut, uniforms=uniforms)).long().cumprod(-1)
-
     def report(self) -> dict[str, Any]:
+        """Tokens a call, and the share of tokens that each query predicts, the first one included."""
         found: dict[str, list[Tensor]] = {}
+        masks: dict[str, list[Tensor]] = {}
         for greedy in (True, False):
             for cut in self.cuts(
                 greedy, self.task.window_settings.batch_size, self.task.window_settings.windows_per_text
@@ -171,11 +170,29 @@ class AdapterExamination(Examination):
                 given = {"greedy texts": cut.uniforms} if greedy else query_uniforms(cut.uniforms, self.intervals(cut))
                 for name, uniforms in given.items():
                     if name != "none":  # its queries have always had uniforms
-                        found.setdefault(name, []).append(self.right(cut, uniforms))
-        counts = {name: torch.cat(parts) for name, parts in found.items()}
+                        found.setdefault(name, []).append(self.task.matching_queries(cut, uniforms))
+                        masks.setdefault(name, []).append(cut.loss_mask.flatten(0, 1))
+        matches = {name: torch.cat(parts) for name, parts in found.items()}
+        leading = self.task.num_undrafted_queries
+        counts = {name: each[:, leading:].long().cumprod(-1) for name, each in matches.items()}
         own, other = (counts[name].sum(-1).double() for name in ("the text's uniforms", "other uniforms"))
         gain = {"tokens": float((own - other).mean()), "error": float((own - other).std() / len(own) ** 0.5)}
-        return {**{name: summary(each) for name, each in counts.items()}, "the text's less other uniforms": gain}
+        first = {name: matches[name][:, 0].double() for name in ("the text's uniforms", "other uniforms")}
+        difference = first["the text's uniforms"] - first["other uniforms"]
+        error = float(difference.std() / len(difference) ** 0.5)
+        return {
+            **{
+                name: {**summary(each), "by_query": shares(matches[name], torch.cat(masks[name]))}
+                for name, each in counts.items()
+            },
+            "the text's less other uniforms": gain,
+            "the same, first query right": {"tokens": float(difference.mean()), "error": error},
+        }
+
+
+def shares(matches: Tensor, mask: Tensor) -> list[float]:
+    """The share of tokens that each query predicts."""
+    return [round(float(share), 3) for share in matches.double().sum(0) / mask.sum(0).clamp_min(1)]
 
 
 def examine_adapter(options: argparse.Namespace, model: Any, samples: Any) -> dict[str, Any]:
@@ -188,7 +205,8 @@ def examine_adapter(options: argparse.Namespace, model: Any, samples: Any) -> di
         student = saltus.load(name, "plain", dtype="float32", exact=False).network.model if options.student else model
         found = AdapterExamination(student, name, options.adapter, load_uniform_intervals(Path(temporary))).report()
     for name, one in found.items():
-        print(f"{name:44} {one.get('tokens_per_call', one.get('tokens')):+.3f} ± {one['error']:.3f}")
+        by_query = " ".join(f"{share:.2f}" for share in one.get("by_query", ()))
+        print(f"{name:44} {one.get('tokens_per_call', one.get('tokens')):+.3f} ± {one['error']:.3f}  {by_query}")
     return found
 
 

@@ -8,9 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_cli import lines, saltus_
 
+import saltus
 from conftest import byte_tokenizer, tiny_xlnet
 from jacobi_surface import SpeedupSurface
+from saltus.methods.shared.adapter_files import save_adapter
+from saltus.models.gated_lora import GatedLoraSettings, new_adapter
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.external, pytest.mark.slow]
@@ -34,6 +38,25 @@ def test_heads_are_measured_beside_plain_decoding_with_a_ceiling(run, tiny_folde
     rows = json.loads((tmp_path / "heads.json").read_text())["rows"]
     assert [row["rule"] for row in rows] == ["", "match", "reject"]
     assert all(row["ceiling"] > 0 for row in rows[1:])
+
+
+def test_what_an_adapter_makes_of_uniforms_is_told_of_every_query(run, tiny_folder, tmp_path):
+    """The first query too, which makes no draft, and where it starts from the last token."""
+    folder = tiny_folder()
+    texts = lines(tmp_path / "texts.jsonl", *({"prompt": f"the cat sat {number} times"} for number in range(6)))
+    saltus_("collect", "text", "-f", texts, "-m", folder, "-n", 24, "--out", tmp_path / "teacher")
+    model = saltus.load(str(folder), "plain", device="cpu").network.model
+    adapter = new_adapter(model, GatedLoraSettings(4, 4.0, window=5, query_start="last-token"))
+    save_adapter(adapter, tmp_path / "adapter", model, str(folder), {"form": "one-hot", "window": 5})
+    run(
+        "experiments/uniforms.py", "--model", folder, "--teacher", tmp_path / "teacher", "--adapter",
+        tmp_path / "adapter", "--coupling", "token-order", "--out", tmp_path / "uniforms.json",
+    )  # fmt: skip
+    found = json.loads((tmp_path / "uniforms.json").read_text())
+    own, other = found["the text's uniforms"], found["other uniforms"]
+    assert len(own["by_query"]) == len(own["right"]) + 1 == 5
+    assert own == other, "an untrained adapter reads none"
+    assert found["the same, first query right"] == {"tokens": 0.0, "error": 0.0}
 
 
 def test_a_model_that_cannot_end_a_hole_fills_stories_too(run, tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from test_gated_lora import adapter_for
+from test_gated_lora import adapter_for, each_start
 
 from architectures import tiny
 from saltus.core.batch import SequenceState, run_batch
@@ -26,7 +26,14 @@ from saltus.evaluation.benchmarks.call_recorder import CallRecorder, tokens_deci
 from saltus.methods.ptp.drafter import AdapterPtp, Ptp
 from saltus.methods.ptp.fused_drafter import FusedPtpDrafter, concave_steps, path_end_probabilities, query_chain_lengths
 from saltus.methods.shared import query_chains
-from saltus.methods.shared.query_chains import most_central, offset, query_uniforms, two_call_drafter, with_query_chains
+from saltus.methods.shared.query_chains import (
+    most_central,
+    offset,
+    query_uniforms,
+    two_call_drafter,
+    with_query_chains,
+    with_token_queries,
+)
 from saltus.models.causal import CausalNetwork
 from saltus.testing import ToyNetwork, perfect_adapter, random_adapter, text_probabilities, toy_network
 
@@ -117,6 +124,19 @@ def test_a_query_is_never_taken_for_a_token():
     assert inputs.matching_nodes([NO_TOKEN]) == []
     assert [inputs.children(node) for node in range(-1, 5)] == [[0], [1], [], [], [], []]
     assert (inputs.query_chain(-1), inputs.query_chain(0), inputs.query_chain(1)) == ([2, 3], [], [4])
+
+
+def test_queries_that_start_from_the_last_token_read_it_and_stand_one_position_earlier():
+    """Depths stay as they are, and a guess of Jacobi decoding has a token and a position of its own."""
+    tree = ForwardInputs(continuation([1, 2], 9), (3, 4), (-1, 0))
+    inputs = with_query_chains(tree, [(-1, [0.1, 0.2]), (1, [0.3])], 1.0)
+    tokens, offsets, has_token = inputs.node_rows("last-token")
+    assert (tokens, offsets.tolist(), has_token) == ([3, 4, 2, 0, 4], [0, 1, -1, 0, 1], (True, False, True))
+    tokens, offsets, has_token = inputs.node_rows()
+    assert (tokens, offsets.tolist(), has_token) == ([3, 4, 0, 0, 0], list(inputs.depths), (False, False, False))
+    guesses = with_token_queries(tree, [7, 8], 0.0)
+    assert guesses.node_rows("last-token").tokens == [3, 4, 7, 8]
+    assert guesses.node_rows("last-token").offsets.tolist() == [0, 1, 0, 1]
 
 
 def test_queries_are_told_no_uniform_where_none_chooses():
@@ -503,6 +523,26 @@ def test_what_cannot_be_exact_is_refused():
 
 
 # On a network
+
+
+@each_start
+@greedy_and_sampled
+@one_and_two_calls
+def test_texts_of_a_batch_with_an_adapter_are_those_of_plain_decoding(calls, sampling, query_start):
+    """Whatever the adapter's weights are, and where its queries stand."""
+    model = tiny("Qwen2")
+    bare, network = CausalNetwork(tiny("Qwen2")), CausalNetwork(model)
+    network.attach_adapter(adapter_for(model, query_start=query_start))
+    prompts, steps = [[3, 5, 7], [4], [9] * 11], [[], [], []]
+    seats = [
+        seat(20, written, sampling, calls=calls, prompt=prompt) for prompt, written in zip(prompts, steps, strict=True)
+    ]
+    for _ in run_batch(seats, {"target": network}):
+        pass
+    for prompt, written in zip(prompts, steps, strict=True):
+        found = [int(token) for step in written for token in step.tokens]
+        assert found == write(bare, 20, sampling=sampling, prompt=prompt)
+        assert any(step.inputs.tokens for step in written), "something was drafted"
 
 
 @pytest.mark.slow

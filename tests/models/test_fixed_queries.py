@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from test_fixed_shapes import replayed, small  # noqa: F401
-from test_gated_lora import adapter_for
+from test_gated_lora import adapter_for, each_start
 
 import saltus
 from architectures import random_tree, text, tiny
@@ -38,20 +38,21 @@ def logits(network: CausalNetwork, inputs: ForwardInputs) -> torch.Tensor:
     return network.forward([inputs], [network.new_kv_cache()])[0].logits
 
 
-def gated(name: str, dtype=torch.float32) -> tuple[CausalNetwork, CausalNetwork]:
+def gated(name: str, dtype=torch.float32, **settings) -> tuple[CausalNetwork, CausalNetwork]:
     """A network in fixed shapes and one by kernels, with one adapter."""
     fixed, ours = small(name, dtype), CausalNetwork(tiny(name).to(dtype))
     for network in (fixed, ours):
-        network.attach_adapter(adapter_for(ours.model))
+        network.attach_adapter(adapter_for(ours.model, **settings))
     return fixed, ours
 
 
 @pytest.mark.parametrize("chains", [CHAINS, LONG], ids=["short", "long"])
 @pytest.mark.parametrize("length", [28, 70])
 @pytest.mark.parametrize("name", NAMES)
-def test_queries_draft_what_they_draft_by_kernels(name, length, chains):
+@each_start
+def test_queries_draft_what_they_draft_by_kernels(name, length, chains, query_start):
     """Also across the border of an extent, in chains deeper than a call has rows, and beyond a sliding window."""
-    fixed, ours = gated(name)
+    fixed, ours = gated(name, query_start=query_start)
     inputs = with_queries(length, chains)
     torch.testing.assert_close(logits(fixed, inputs), logits(ours, inputs), rtol=1e-3, atol=1e-3)
 
@@ -63,9 +64,10 @@ def test_guesses_are_corrected_as_by_kernels():
 
 
 @each_pair
-def test_all_other_rows_keep_their_bits(name, dtype):
+@each_start
+def test_all_other_rows_keep_their_bits(name, dtype, query_start):
     """Those of the call with queries, and those that are decided afterwards from its memory."""
-    fixed, alone = gated(name, dtype)[0], small(name, dtype)
+    fixed, alone = gated(name, dtype, query_start=query_start)[0], small(name, dtype)
     for inputs in (with_queries(28), with_queries(70, LONG, output_hidden_states=True)):
         kv_cache, count = fixed.new_kv_cache(), 1 + inputs.num_draft_tokens
         assert torch.equal(fixed.forward([inputs], [kv_cache])[0].logits[:count], logits(alone, bare(inputs)))
@@ -77,9 +79,10 @@ def test_all_other_rows_keep_their_bits(name, dtype):
 
 
 @each_pair
-def test_queries_of_several_texts_share_calls_and_keep_their_bits(name, dtype):
+@each_start
+def test_queries_of_several_texts_share_calls_and_keep_their_bits(name, dtype, query_start):
     """Rows of queries as well as others, beside texts without queries, and again after accepted drafts."""
-    network = gated(name, dtype)[0]
+    network = gated(name, dtype, query_start=query_start)[0]
     guesses = with_token_queries(ForwardInputs(continuation(text(33, seed=4), 60), *TREE), [5, 6, 7, 8], 0.2)
     batch = [with_queries(28), guesses, bare(with_queries(40)), with_queries(70, LONG), with_queries(1)]
     caches = [network.new_kv_cache() for _ in batch]
@@ -139,23 +142,26 @@ def on_an_accelerator(monkeypatch):
     monkeypatch.setattr(checkpoints, "CausalNetwork", network)
 
 
-def adapter_folder(model_folder, folder, **training):
+def adapter_folder(model_folder, folder, settings=None, **training):
     model = saltus.load(str(model_folder), "plain", device="cpu").network.model
-    save_adapter(adapter_for(model), folder, model, str(model_folder), training)
+    save_adapter(adapter_for(model, **(settings or {})), folder, model, str(model_folder), training)
     return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "temperature"), [("ptp", 0.8), ("ptp+lookup", 0.0), ("jacobi", 0.8), ("two calls", 0.0)]
+    ("method", "temperature"),
+    [("ptp", 0.8), ("ptp+lookup", 0.0), ("jacobi", 0.8), ("two calls", 0.0), ("ptp, last token", 0.8)],
 )
 def test_texts_with_an_adapter_are_those_of_plain_decoding(
     method, temperature, tiny_folder, tmp_path, on_an_accelerator
 ):
     method, two_calls = ("ptp", True) if method == "two calls" else (method, False)
+    method, comma, _ = method.partition(",")
     name = method.partition("+")[0]
     training = {"form": "iterate" if name == "jacobi" else "one-hot", "window": 8, "coupling": "probability"}
-    folder = adapter_folder(tiny_folder(), tmp_path / "adapter", **training)
+    settings = {"query_start": "last-token"} if comma else {}
+    folder = adapter_folder(tiny_folder(), tmp_path / "adapter", settings, **training)
     options = {"model": str(folder)} | ({"two_calls": True} if two_calls else {})
     engine = saltus.load(str(tiny_folder()), method, device="cpu", options={name: options}, adaptive=False)
     assert engine.network.compute_path == "fixed shapes"

@@ -23,18 +23,23 @@ from saltus.models.gated_lora import (
     Adapter,
     Gate,
     GatedLoraSettings,
+    _output_layer,
     gated_adapter,
     linear_layers,
     new_adapter,
 )
+from saltus.models.uniform_embedding import KINDS, UniformEmbedding
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 0.06, torch.float16: 0.008}  # of the error's norm over the logits'
 STEPS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # between numbers near one
 NATIVE = ["Llama", "Qwen2", "Qwen3", "Mistral"]
 NAMES = [*NATIVE, "GPT2", "Gemma2", "OPT", "Phi3"]
+SLIDING = ["Mistral", "Gemma2", "Phi3"]
 TREE = random_tree(7)
 
+STARTS = ["blank", "last-token"]
+each_start = pytest.mark.parametrize("query_start", STARTS)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES[:2], ids=["float32", "bfloat16"])
 
 
@@ -78,14 +83,15 @@ GROUPS = ((-1, (0.1,)), (2, (0.9, 0.3)), (6, (0.5, 0.2, 0.8, float("nan"))), (-1
 
 
 @each_dtype
+@each_start
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("native_decoder", [True, False], ids=["native", "transformers"])
-def test_rows_that_are_no_queries_keep_the_bits_of_the_bare_model(name, dtype, native_decoder):
+def test_rows_that_are_no_queries_keep_the_bits_of_the_bare_model(name, dtype, native_decoder, query_start):
     if native_decoder and name not in NATIVE:
         pytest.skip(f"the native decoder does not run {name}; Transformers' layers do")
     model = tiny(name).to(dtype)
     network, alone = (
-        network_of(model, adapter_for(model), native_decoder),
+        network_of(model, adapter_for(model, query_start=query_start), native_decoder),
         network_of(tiny(name).to(dtype), None, native_decoder),
     )
     batch = [
@@ -106,7 +112,7 @@ def test_rows_that_are_no_queries_keep_the_bits_of_the_bare_model(name, dtype, n
 @torch.inference_mode()
 def reference(model, adapter: Adapter, tokens, uniforms, temperature: float) -> torch.Tensor:
     """Logits of a chain of queries behind a text, by merged weights where the gate is on, in float32."""
-    start, hooks = len(tokens), []
+    start, hooks, first = len(tokens), [], adapter.settings.query_start == "last-token"
     for path in linear_layers(model):
         part, layer = adapter.lora_layer(path), model.get_submodule(path)
         if part is None:
@@ -122,29 +128,36 @@ def reference(model, adapter: Adapter, tokens, uniforms, temperature: float) -> 
 
         hooks.append(layer.register_forward_hook(merge))
     u = torch.tensor(uniforms, dtype=torch.float64)
-    embedded = adapter.embed_queries(Gate(torch.arange(len(u)), u, torch.full_like(u, temperature)))
+    has_token = torch.arange(len(u)) < first
+    gate = Gate(torch.arange(len(u)), u, torch.full_like(u, temperature), has_token)
 
     def embed(module, inputs, out):
-        return torch.cat([out[:, :start], embedded[None]], 1)
+        return torch.cat([out[:, :start], adapter.embed_queries(gate, out[0, start:])[None]], 1)
 
     hooks.append(model.get_input_embeddings().register_forward_hook(embed))
     model.set_attn_implementation("eager")
     try:
-        ids = torch.tensor([[*tokens, *[0] * len(uniforms)]])
-        return model(ids, use_cache=False).logits[0, start:]
+        ids = torch.tensor([[*tokens, tokens[-1] if first else 0, *[0] * (len(uniforms) - 1)]])
+        positions = torch.arange(ids.shape[1])
+        positions[start:] -= int(first)
+        mask = torch.ones_like(ids)  # else repeated positions are taken for another text's
+        return model(ids, attention_mask=mask, position_ids=positions[None], use_cache=False).logits[0, start:]
     finally:
         for hook in hooks:
             hook.remove()
 
 
 @each_dtype
+@each_start
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("native_decoder", [True, False], ids=["native", "transformers"])
-def test_queries_get_the_logits_of_merged_weights_behind_their_own_context(name, dtype, native_decoder):
+def test_queries_get_the_logits_of_merged_weights_behind_their_own_context(name, dtype, native_decoder, query_start):
     if native_decoder and name not in NATIVE:
         pytest.skip(f"the native decoder does not run {name}; Transformers' layers do")
+    if query_start == "last-token" and name in SLIDING:
+        pytest.skip("Transformers' sliding window counts rows, not positions")
     model = tiny(name).to(dtype)
-    adapter = adapter_for(model)
+    adapter = adapter_for(model, query_start=query_start)
     network = network_of(model, adapter, native_decoder)
     decided, groups = text(33), ((2, (0.9, 0.3)), (6, (0.5, 0.2, 0.8, float("nan"))), (-1, (0.1, 0.7)))
     inputs = with_queries(decided, *TREE, groups)
@@ -251,6 +264,58 @@ def test_a_chosen_set_of_layers_is_the_set_that_is_adapted():
         new_adapter(model, GatedLoraSettings(targets=("c_proj",)))
 
 
+def test_a_first_query_with_the_last_token_is_that_token_again_and_its_uniform():
+    """Untrained it is the token's own row, which sees itself twice; the next query stands one position later."""
+    model = tiny("Llama")
+    settings = GatedLoraSettings(query_start="last-token")
+    network = network_of(model, new_adapter(model, settings))
+    inputs = with_queries(text(20), *TREE, ((-1, (0.3, 0.6)), (6, (0.9, 0.2))))
+    got = network.forward([inputs], [network.new_kv_cache()])[0].logits
+    for node in (-1, 6):
+        tokens = [*text(20), *inputs.path_tokens(node)]
+        with torch.inference_mode():
+            ids, positions = (
+                torch.tensor([[*tokens, tokens[-1]]]),
+                torch.tensor([[*range(len(tokens)), len(tokens) - 1]]),
+            )
+            twice = model(ids, attention_mask=torch.ones_like(ids), position_ids=positions, use_cache=False).logits[0]
+        first, second = inputs.query_chain(node)
+        torch.testing.assert_close(got[first + 1], twice[-1], rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(got[second + 1], twice[-1], atol=0.01)
+    drawn = network_of(model, new_adapter(model, settings, embedding_init="normal"))
+    other = with_queries(text(20), *TREE, ((-1, (0.4, 0.6)), (6, (0.9, 0.2))))
+    ours, theirs = (drawn.forward([each], [drawn.new_kv_cache()])[0].logits[8:] for each in (inputs, other))
+    assert (ours[:2] != theirs[:2]).any(1).all(), "it reads its uniform"
+    assert torch.equal(ours[2:], theirs[2:])
+
+
+@pytest.mark.parametrize("embedding", KINDS)
+def test_an_embedding_is_drawn_with_the_deviation_of_the_models_embeddings(embedding):
+    model = tiny("Llama")
+    settings = GatedLoraSettings(embedding=embedding, query_start="last-token")
+    zero, one, again, other = (
+        new_adapter(model, settings, seed, embedding_init=init).auxiliary
+        for seed, init in ((0, "zeros"), (0, "normal"), (0, "normal"), (1, "normal"))
+    )
+    embeddings = model.get_input_embeddings().weight
+    assert torch.equal(zero.blank, embeddings.mean(0))
+    last = [_output_layer(each).weight for each in (zero, one, again, other)]
+    assert not last[0].any()
+    assert torch.equal(last[1], last[2])
+    assert not torch.equal(last[1], last[3])
+    assert last[1].std().item() == pytest.approx(embeddings.std().item(), rel=0.35)
+
+
+def test_three_vectors_are_interpolated_by_a_uniform():
+    embedding = UniformEmbedding(8, "interpolated")
+    with torch.no_grad():
+        embedding.map.weight.normal_(generator=torch.Generator().manual_seed(0))
+    first, middle, last = embedding.map.weight.T
+    us = torch.tensor([0.0, 0.125, 0.5, 0.75, 1 - 2.0**-53, float("nan")], dtype=torch.float64)
+    expected = torch.stack([first, 0.75 * first + 0.25 * middle, middle, (middle + last) / 2, last, 0 * first])
+    torch.testing.assert_close(embedding(us, torch.ones(6)), expected)
+
+
 def test_a_new_adapter_adds_nothing_but_its_embedding():
     model = tiny("Llama")
     adapter = new_adapter(model)
@@ -261,10 +326,11 @@ def test_a_new_adapter_adds_nothing_but_its_embedding():
     assert torch.equal(got, network.forward([other], [network.new_kv_cache()])[0].logits[1:])
 
 
-def test_queries_leave_nothing_in_memory():
+@each_start
+def test_queries_leave_nothing_in_memory(query_start):
     """The text goes on behind them as if they had not been asked, also where the same ids follow."""
     model = tiny("Llama")
-    network = network_of(model, adapter_for(model))
+    network = network_of(model, adapter_for(model, query_start=query_start))
     kv_cache, inputs = network.new_kv_cache(), with_queries(text(20), *TREE, GROUPS)
     network.forward([inputs], [kv_cache])
     grown = np.array([*text(20), *inputs.path_tokens(6), 0, 0])
@@ -320,15 +386,20 @@ def load(folder, model=None):
     return load_adapter(folder, model or tiny("Llama"), "mine")
 
 
-@pytest.mark.parametrize("embedding", ["bits", "scalar+nn", "thermometer", "arithmetic"])
-@pytest.mark.parametrize("told", [True, False])
-def test_an_adapter_comes_back_as_it_was_saved(tmp_path, embedding, told):
+@pytest.mark.parametrize("embedding", ["bits", "scalar+nn", "thermometer", "arithmetic", "interpolated"])
+@pytest.mark.parametrize(("told", "query_start"), [(True, "blank"), (False, "last-token")])
+def test_an_adapter_comes_back_as_it_was_saved(tmp_path, embedding, told, query_start):
     model = tiny("GPT2")
-    adapter = adapter_for(model, embedding=embedding, embeds_temperature=told, targets=("c_attn", "c_fc"))
+    adapter = adapter_for(
+        model, embedding=embedding, embeds_temperature=told, targets=("c_attn", "c_fc"), query_start=query_start
+    )
     for _ in range(2):  # the second takes the place of the first
         save_adapter(adapter, tmp_path / "new" / "one", model, "mine")
     again = load(tmp_path / "new" / "one", model=model)
     assert again.settings == adapter.settings
+    stored = json.loads((tmp_path / "new" / "one" / "saltus.json").read_text())["settings"]
+    assert stored.get("query_start", "blank") == query_start
+    assert ("query_start" in stored) == (query_start != "blank"), "older versions refuse settings they do not know"
     assert os.listdir(tmp_path / "new") == ["one"]
     inputs = with_queries(text(20), *TREE, GROUPS)
     logits = [
@@ -386,10 +457,28 @@ def test_an_adapter_for_another_target_is_refused(folder):
         network_of(tiny("GPT2"), load(folder))
 
 
-@pytest.mark.parametrize("settings", [{"rank": 0}, {"window": 0}, {"alpha": 0.0}, {"dropout": 1.0}, {"embedding": "x"}])
-def test_settings_that_make_no_adapter_are_refused(settings):
+@pytest.mark.parametrize(
+    "settings",
+    [{"rank": 0}, {"window": 0}, {"alpha": 0.0}, {"dropout": 1.0}, {"embedding": "x"}, {"query_start": "first-token"}],
+)
+def test_settings_that_make_no_adapter_are_refused(settings, unchecked):
     with pytest.raises(ValueError, match=r"an adapter's .* must"):
         GatedLoraSettings(**settings)
+
+
+def test_a_folder_with_an_unknown_query_start_is_refused(tmp_path, unchecked):
+    model = tiny("Llama")
+    adapter = adapter_for(model, query_start="last-token")
+    object.__setattr__(adapter.settings, "query_start", "second-token")
+    save_adapter(adapter, tmp_path / "adapter", model, "mine")
+    with pytest.raises(ValueError, match=r"holds no adapter that fits together .*query_start") as error:
+        load(tmp_path / "adapter")
+    assert "\n" not in str(error.value)
+
+
+def test_token_queries_with_a_start_are_refused():
+    with pytest.raises(ValueError, match=r"query_start=last-token means nothing; leave it out"):
+        new_adapter(tiny("Llama"), GatedLoraSettings(query_start="last-token"), reads_tokens=True)
 
 
 def test_peft_reads_the_low_rank_parts(tmp_path):

@@ -115,9 +115,23 @@ def test_a_drafter_is_trained_saved_with_its_card_and_drafts(recipe, folder, tea
 def test_an_adapter_is_trained_saved_and_drafts(folder, teacher, tmp_path):
     file = tmp_path / "gated.toml"
     file.write_text(ADAPTER, encoding="utf-8")
-    saltus_(*training(file, folder, teacher, tmp_path / "work", "--set", "rank=2"))
+    changes = ("rank=2", "query_start=last-token", "embedding=interpolated", "embedding_init=normal")
+    changes = [*changes, "window_growth=0.5", "uniform_beta=0.3"]
+    given = [part for change in changes for part in ("--set", change)]
+    output = saltus_(*training(file, folder, teacher, tmp_path / "work", *given)).stderr
+    assert re.search(r"sampled [\d.]+ a call · first query right [\d.]+ by its own uniforms, [\d.]+ by other", output)
+    by_depth = scalars(tmp_path / "work")
+    assert [step for step, _ in by_depth["accuracy by depth, other uniforms/3"]] == [4, 8, 12]
     metadata = json.loads((tmp_path / "work" / "adapter" / METADATA_FILE).read_text())
     assert metadata["settings"]["rank"] == metadata["settings"]["alpha"] == 2
+    assert metadata["settings"]["query_start"] == "last-token"
+    recorded = metadata["training"]["recipe"]
+    assert (recorded["adapter"]["embedding_init"], recorded["adapter"]["window_growth"]) == ("normal", 0.5)
+    assert recorded["data"]["uniform_beta"] == 0.3
+    assert {name: len(each) for name, each in metadata["training"]["accuracy_by_depth"].items()} == {
+        "its own uniforms": 4,
+        "other uniforms": 4,
+    }
     assert metadata["training"]["steps"] == 12
     assert metadata["training"]["held_out_tokens_per_call"].keys() == {"greedy", "sampled"}
     engine = saltus.load(str(folder), "ptp", options={"ptp": {"model": str(tmp_path / "work" / "adapter")}})
@@ -207,6 +221,8 @@ def test_training_starts_with_the_weights_of_a_saved_result(kind, folder, teache
         "--steps",
         4,
     ]
+    if kind == "adapter":
+        given += ["--set", "window=6"]  # windows may differ
     saltus_(*given)
     metadata = json.loads((second / kind / METADATA_FILE).read_text())
     assert metadata["training"]["begun_with"] == str(first / kind)
@@ -219,7 +235,9 @@ def test_training_starts_with_the_weights_of_a_saved_result(kind, folder, teache
     assert "belongs to a run with other settings" in complaint(*bare)
     change = "intermediate=24" if kind == "drafter" else "rank=2"
     output = complaint(*given, "--set", change, "--work", tmp_path / "third")
-    assert re.search(f"the {kind} in .* has (another shape|other settings) than the recipe", output)
+    assert re.search(
+        f"the {kind} in .* has (another shape than the recipe|rank 4, but the recipe 2; set rank to that)", output
+    )
     assert not (tmp_path / "third").exists(), "that is said before texts are read"
 
 
@@ -436,6 +454,31 @@ def test_an_adapter_s_recipe_with_a_distillation_weight_is_refused(tmp_path):
         ADAPTER.replace("batch_size = 3", "distillation_weight = 0.3"), encoding="utf-8"
     )
     assert "leave distillation_weight out and set loss=kl" in complaint("train", "ptp", "-r", tmp_path / "gated.toml")
+
+
+@pytest.mark.parametrize(
+    ("change", "cure"),
+    [
+        ("query_start=first-token", "query_start"),
+        ("embedding_init=random", "embedding_init"),
+        ("window_growth=1.5", "window_growth is 1.5, but is a fraction of the steps"),
+        ("embedding=learned", "must be one of bits"),
+    ],
+)
+def test_a_wrong_override_of_an_adapter_is_one_line_with_the_cure(change, cure, tmp_path):
+    (tmp_path / "gated.toml").write_text(ADAPTER, encoding="utf-8")
+    said = complaint("train", "ptp", "-r", tmp_path / "gated.toml", "--set", change, "--teacher", tmp_path)
+    assert cure in said
+
+
+def test_settings_that_a_recipe_does_not_change_leave_its_identity_as_it_was(tmp_path):
+    """So that a run that began with an earlier version goes on."""
+    (tmp_path / "gated.toml").write_text(ADAPTER, encoding="utf-8")
+    rare = {"query_start", "embedding_init", "window_growth"}
+    assert not rare & set(recipes.read_recipe(tmp_path / "gated.toml").settings.identity)
+    changed = recipes.read_recipe(tmp_path / "gated.toml", ["query_start=last-token", "window_growth=0.5"])
+    assert rare & set(changed.settings.identity) == {"query_start", "window_growth"}
+    assert changed.settings.gating.query_start == "last-token"
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ class TrainingLog:
         self.summary: Any = None
         self.last_step, self.loss, self.queries_per_second = 0, 0.0, 0.0
         self.metrics: dict[str, float] = {}
+        self.accuracy_by_depth: dict[str, list[float]] = {}
 
     def step(self, step: int, loss: float) -> None:
         """Record a step. Records of a killed run for this and later steps are purged."""
@@ -44,6 +45,10 @@ class TrainingLog:
         self.metrics = {name: value for name, value in progress.metrics.items() if value == value}
         for name, value in self.metrics.items():
             self.summary.add_scalar(f"{self.task.metrics_name}/{name}", value, progress.step)
+        self.accuracy_by_depth = progress.accuracy_by_depth
+        for name, shares in self.accuracy_by_depth.items():
+            for depth, share in enumerate(shares):
+                self.summary.add_scalar(f"accuracy by depth, {name}/{depth}", share, progress.step)
         if self.task.queries_per_step:
             self.summary.add_scalar("query tokens per second", self.queries_per_second, progress.step)
         self.summary.flush()
@@ -51,6 +56,8 @@ class TrainingLog:
     @property
     def status_line(self) -> str:
         metrics = "".join(f" · {name} {value:.2f}{self.task.metrics_unit}" for name, value in self.metrics.items())
+        first = ", ".join(f"{shares[0]:.2f} by {name}" for name, shares in self.accuracy_by_depth.items())
+        metrics += f" · first query right {first}" if first else ""
         rate = f" · {self.queries_per_second:,.0f} query tokens/s" if self.task.queries_per_step else ""
         return f"loss {self.loss:.3f}{metrics}{rate}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -16,6 +17,10 @@ from saltus.core.sampling import Distribution
 NO_TOKEN = -1  # the token id of a node that has no token
 PLACEHOLDER_TOKEN = 0  # that a network reads in its place; its embedding is replaced by that of the query
 TARGET = "target"  # the name of the network whose text is decoded
+
+QueryStart = Literal["blank", "last-token"]
+"""What the first query of a chain reads. blank: no token; query i stands at the position of the token that it predicts.
+last-token: the token before the chain, at that token's own position; each query stands one position earlier."""
 
 
 class NodeKind(Enum):
@@ -29,6 +34,14 @@ class NodeKind(Enum):
     @property
     def has_token(self) -> bool:
         return self in (NodeKind.DRAFT_TOKEN, NodeKind.TOKEN_QUERY)
+
+
+class NodeRows(NamedTuple):
+    """What a causal network reads for the nodes of a tree."""
+
+    tokens: list[int]  # PLACEHOLDER_TOKEN for queries without one
+    offsets: Int[np.ndarray, "nodes"]  # of their positions from the first undecided one
+    has_token: tuple[bool, ...]  # of each query
 
 
 @dataclass(frozen=True)
@@ -85,6 +98,21 @@ class ForwardInputs:
         for parent in self.parents:
             depths.append(depths[parent] + 1 if parent >= 0 else 0)
         return tuple(depths)
+
+    def node_rows(self, query_start: QueryStart = "blank") -> NodeRows:
+        """What a causal network reads for the nodes. Token queries have tokens and positions of their own."""
+        tokens = [token if token != NO_TOKEN else PLACEHOLDER_TOKEN for token in self.tokens]
+        offsets, has_token = np.array(self.depths, dtype=np.int64), [self.kinds[q].has_token for q in self.query_nodes]
+        if query_start == "last-token":
+            for number, query in enumerate(self.query_nodes):
+                if has_token[number]:
+                    continue
+                offsets[query] -= 1
+                parent = self.parents[query]
+                if parent < self.num_draft_tokens:
+                    tokens[query] = self.tokens[parent] if parent >= 0 else int(self.canvas.decided_prefix[-1])
+                    has_token[number] = True
+        return NodeRows(tokens, offsets, tuple(has_token))
 
     @cached_property
     def _children(self) -> dict[int, list[int]]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from saltus.core.canvas import Canvas
-from saltus.core.forward import NO_TOKEN, PLACEHOLDER_TOKEN, ForwardInputs, ForwardOutputs
+from saltus.core.forward import ForwardInputs, ForwardOutputs, NodeRows, QueryStart
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode
 from saltus.models.cpu import attention
@@ -126,6 +126,11 @@ class CausalNetwork:
         """An empty KV cache for one text."""
         return KVCache() if self.fixed_shape_runner is None else self.fixed_shape_runner.new_kv_cache()
 
+    @property
+    def query_start(self) -> QueryStart:
+        """Of the attached adapter."""
+        return self.adapter.settings.query_start if self.adapter else "blank"
+
     def attach_adapter(self, adapter: Adapter | None) -> None:
         """Use this adapter, with its present weights, for query nodes. Errors: ValueError if it does not fit."""
         if adapter is not None:
@@ -217,7 +222,7 @@ class CausalNetwork:
 
     def _chunks(self, sequence: int, inputs: ForwardInputs, kv_cache: KVCache, past_length: int) -> Iterator[_Chunk]:
         """The chunks that one text still has to run."""
-        return _prefill_and_tree_chunks(sequence, inputs, kv_cache, past_length)
+        return _prefill_and_tree_chunks(sequence, inputs, kv_cache, past_length, query_start=self.query_start)
 
     def _evaluate(
         self, tokens: torch.Tensor, positions: torch.Tensor, num_logits: int, gate: StaticGate | None
@@ -321,7 +326,12 @@ def _decoder_layers(decoder: torch.nn.Module) -> torch.nn.ModuleList:
 
 
 def _prefill_and_tree_chunks(
-    sequence: int, inputs: ForwardInputs, kv_cache: KVCache, past_length: int, window: int | None = None
+    sequence: int,
+    inputs: ForwardInputs,
+    kv_cache: KVCache,
+    past_length: int,
+    window: int | None = None,
+    query_start: QueryStart = "blank",
 ) -> Iterator[_Chunk]:
     """Decided tokens in pieces of MAX_ROWS_PER_CALL, the tree with the last piece, whatever its size.
 
@@ -338,30 +348,32 @@ def _prefill_and_tree_chunks(
         yield _Chunk(
             sequence,
             decided[past_length : past_length + count].tolist(),
-            _sequence_rows(kv_cache, past_length, count, inputs, tree=False),
+            _sequence_rows(kv_cache, past_length, count),
             0,
             inputs.output_hidden_states,
         )
         past_length += count
-    tokens = decided[past_length:].tolist() + [
-        token if token != NO_TOKEN else PLACEHOLDER_TOKEN for token in inputs.tokens
-    ]
-    has_token = tuple(inputs.kinds[query].has_token for query in inputs.query_nodes)
-    part = _sequence_rows(kv_cache, past_length, unread, inputs, tree=True)
+    rows = inputs.node_rows(query_start)
+    part = _sequence_rows(kv_cache, past_length, unread, inputs.parents, rows)
     yield _Chunk(
-        sequence, tokens, part, nodes + 1, inputs.output_hidden_states, inputs.uniforms, has_token, inputs.temperature
-    )
+        sequence, decided[past_length:].tolist() + rows.tokens, part, nodes + 1, inputs.output_hidden_states,
+        inputs.uniforms, rows.has_token, inputs.temperature,
+    )  # fmt: skip
 
 
 def _sequence_rows(
-    kv_cache: KVCache, past_length: int, num_new_tokens: int, inputs: ForwardInputs, tree: bool
+    kv_cache: KVCache,
+    past_length: int,
+    num_new_tokens: int,
+    parents: Sequence[int] = (),
+    node_rows: NodeRows | None = None,
 ) -> SequenceRows:
-    nodes = len(inputs.tokens) if tree else 0
-    num_rows = num_new_tokens + nodes
+    """Rows of decided tokens, and perhaps of a tree's nodes after them."""
+    num_rows = num_new_tokens + len(parents)
     visible = np.zeros((num_rows, num_rows), dtype=np.uint8)
     visible[:, :num_new_tokens] = np.tri(num_rows, num_new_tokens) if num_new_tokens > 1 else 1
     positions = np.arange(past_length, past_length + num_rows)
-    if nodes:
-        visible[num_new_tokens:, num_new_tokens:] = ancestor_mask(inputs.parents[:nodes])
-        positions[num_new_tokens:] = past_length + num_new_tokens + np.array(inputs.depths)
+    if node_rows is not None and parents:
+        visible[num_new_tokens:, num_new_tokens:] = ancestor_mask(parents)
+        positions[num_new_tokens:] = past_length + num_new_tokens + node_rows.offsets
     return SequenceRows(kv_cache, past_length, positions, visible)

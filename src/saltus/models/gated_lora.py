@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from saltus.core.forward import QueryStart
 from saltus.core.noise import Noise
 from saltus.models.uniform_embedding import KINDS, UniformEmbedding
 
@@ -27,6 +28,7 @@ class GatedLoraSettings:
     embedding: str = "bits"  # of uniforms
     embeds_temperature: bool = True  # the temperature is embedded too
     window: int = 16  # queries of a chain in training, at most
+    query_start: QueryStart = "blank"  # what the first query of a chain reads, and where it stands
 
     def __post_init__(self) -> None:
         for name in ("rank", "window"):
@@ -38,15 +40,23 @@ class GatedLoraSettings:
             raise ValueError(f"an adapter's dropout is {self.dropout}, but must lie in [0, 1)")
         if self.embedding not in KINDS:
             raise ValueError(f"an adapter's embedding is {self.embedding!r}, but must be one of {', '.join(KINDS)}")
+        if self.query_start not in get_args(QueryStart):
+            known = ", ".join(get_args(QueryStart))
+            raise ValueError(f"an adapter's query_start is {self.query_start!r}, but must be one of {known}")
 
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
 
 
+EmbeddingInit = Literal["zeros", "normal"]
+"""The weights of an untrained embedding of uniforms: zero, so that uniforms say nothing, or random numbers with the
+standard deviation of the model's token embeddings."""
+
+
 @dataclass(frozen=True)
 class Gate:
-    """The query rows of a batched call and their conditioning. Token queries also have their token's embedding."""
+    """The query rows of a batched call and their conditioning. Queries with a token also have its embedding."""
 
     rows: Int[Tensor, "gated"]
     uniforms: Float[Tensor, "gated"]  # NaN: no uniform
@@ -113,7 +123,9 @@ class Adapter(nn.Module):
         self.settings, self.sizes = settings, dict(sizes)  # (inputs, outputs) of each layer
         self.folder = ""  # that it was loaded from
         self.parts = nn.ModuleList(LoraLayer(*size, settings) for size in sizes.values())
-        self.auxiliary = UniformEmbedding(hidden_size, settings.embedding, settings.embeds_temperature)
+        self.auxiliary = UniformEmbedding(
+            hidden_size, settings.embedding, settings.embeds_temperature, settings.query_start == "last-token"
+        )
         self._by_path = dict(zip(sizes, self.parts, strict=True))
 
     def lora_layer(self, path: str) -> LoraLayer | None:
@@ -133,11 +145,12 @@ class Adapter(nn.Module):
     def embed_queries(
         self, gate: Gate | StaticGate, tokens: Float[Tensor, "gated hidden"] | None = None
     ) -> Float[Tensor, "gated hidden"]:
-        """The input embeddings of queries; a token query's is added to its token's embedding."""
+        """The input embeddings of queries: the conditioning is added to that of the query's token, or of none."""
         conditioning = gate.embed(self.auxiliary)
+        blank = 0.0 if self.auxiliary.blank is None else self.auxiliary.blank
         if gate.has_token is None or tokens is None:
-            return conditioning
-        return conditioning + torch.where(gate.has_token[:, None], tokens.to(conditioning.dtype), 0.0)
+            return conditioning + blank
+        return conditioning + torch.where(gate.has_token[:, None], tokens.to(conditioning.dtype), blank)
 
     def check_fits(self, model: Any) -> None:
         """Raise ValueError unless the model has every layer that this adapter was made for, in its size."""
@@ -158,20 +171,34 @@ class Adapter(nn.Module):
 
 
 def new_adapter(
-    model: Any, settings: GatedLoraSettings | None = None, seed: int = 0, reads_tokens: bool = False
+    model: Any,
+    settings: GatedLoraSettings | None = None,
+    seed: int = 0,
+    reads_tokens: bool = False,
+    embedding_init: EmbeddingInit = "zeros",
 ) -> Adapter:
-    """An untrained adapter: B is zero, and a query's embedding is the mean of all embeddings.
+    """An untrained adapter: B is zero, and the embedding of a query without a token is the mean of all embeddings.
 
     With `reads_tokens` its rows are token queries, whose input is at first their token's embedding alone.
     Errors: ValueError for targets that name no linear layer of the model.
     """
     settings = settings or GatedLoraSettings()
+    if reads_tokens and settings.query_start != "blank":
+        raise ValueError(
+            f"token queries have a token each, so query_start={settings.query_start} means nothing; leave it out"
+        )
     sizes = linear_layers(model, settings.targets)
     every = _token_embeddings(model, slice(None))
     adapter = Adapter(sizes, every.shape[-1], settings)
     with torch.no_grad():
         if not reads_tokens:
-            _output_layer(adapter.auxiliary).bias.copy_(every.float().mean(0))
+            blank, mean = adapter.auxiliary.blank, every.float().mean(0)
+            (_output_layer(adapter.auxiliary).bias if blank is None else blank).copy_(mean)
+        if embedding_init == "normal":
+            weight = _output_layer(adapter.auxiliary).weight
+            drawn = torch.from_numpy(Noise(seed).uniforms("adapter/embedding", np.arange(weight.numel())))
+            normal = torch.special.ndtri(drawn.clamp_min(2.0**-54)).view(weight.shape)
+            weight.copy_(every.float().std().cpu() * normal)
         for number, part in enumerate(adapter.parts):
             assert isinstance(part, LoraLayer)
             bound = part.down.shape[1] ** -0.5  # Kaiming's uniform, as PEFT starts it

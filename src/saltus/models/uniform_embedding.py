@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-NUM_FEATURES = 32  # features of a uniform
-FEATURES = ("bits", "scalar", "thermometer", "arithmetic")
+NUM_FEATURES = 32  # features of a uniform, of most kinds
+FEATURES = ("bits", "scalar", "thermometer", "arithmetic", "interpolated")
+SIZES = {"scalar": 1, "interpolated": 3}  # of features that are not NUM_FEATURES
 KINDS = (*FEATURES, *(f"{name}+nn" for name in FEATURES))
 
 
@@ -16,17 +17,20 @@ class UniformEmbedding(nn.Module):
     """u → features → a linear map, or a small network where the kind ends in +nn (PTP, Eq. 14 and Table 5).
 
     `bits`: the 32 IEEE-754 bits of float32(u), highest first. `scalar` (the paper's FL): u itself. `thermometer` (TH):
-    1{u ≤ i/n}. `arithmetic` (AR): 1{u · 2^(i−1) mod 1 ≤ ½}, the digits of arithmetic coding. With
-    `embeds_temperature` the temperature is embedded too: whether it is zero (then u has no effect), and its value. All
-    maps start at zero, so training starts without u.
+    1{u ≤ i/n}. `arithmetic` (AR): 1{u · 2^(i−1) mod 1 ≤ ½}, the digits of arithmetic coding. `interpolated` (the
+    paper's code): mixtures of three vectors, those for u = 0, ½ and 1. With `embeds_temperature` the temperature is
+    embedded too: whether it is zero (then u has no effect), and its value. All maps start at zero, so training starts
+    without u. `has_blank` adds a vector that an adapter reads in place of a token's embedding.
     """
 
-    def __init__(self, hidden_size: int, kind: str = "bits", embeds_temperature: bool = False) -> None:
+    def __init__(
+        self, hidden_size: int, kind: str = "bits", embeds_temperature: bool = False, has_blank: bool = False
+    ) -> None:
         if kind not in KINDS:
             raise ValueError(f"the embedding of uniforms is {kind!r}, but must be one of {', '.join(KINDS)}")
         super().__init__()
         self.kind, self.embeds_temperature = kind, embeds_temperature
-        size = 1 if kind.startswith("scalar") else NUM_FEATURES
+        size = SIZES.get(kind.removesuffix("+nn"), NUM_FEATURES)
         self.map: nn.Module = nn.Linear(size, hidden_size)
         last = self.map
         if kind.endswith("+nn"):
@@ -37,6 +41,7 @@ class UniformEmbedding(nn.Module):
         if embeds_temperature:
             self.temperature = nn.Linear(2, hidden_size, bias=False)
             nn.init.zeros_(self.temperature.weight)
+        self.blank = nn.Parameter(torch.zeros(hidden_size)) if has_blank else None
 
     def forward(self, u: Float[Tensor, "*shape"], temperature: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape _"]:
         """Uniforms in [0, 1), float64 or float32, and the temperature of each; 0 is greedy.
@@ -64,6 +69,9 @@ def _encode_uniforms(u: Tensor, kind: str) -> Tensor:
     u = u.double()[..., None]
     if kind == "scalar":
         return u.float()
+    if kind == "interpolated":
+        knots = torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64, device=u.device)
+        return (1 - 2 * (u - knots).abs()).clamp_min(0).float()
     steps = torch.arange(1, NUM_FEATURES + 1, dtype=torch.float64, device=u.device)
     if kind == "thermometer":
         return (u <= steps / NUM_FEATURES).float()

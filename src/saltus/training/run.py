@@ -98,15 +98,18 @@ class TrainingRun(TrainingInputs):
             settings["begin"] = _weights_digest(self.initial_folder)
         training_loop.train(
             task.module, task.loss, self.schedule(task), self.checkpoint_path(task), settings, on_checkpoint,
-            task.evaluate, on_step, task.processes,
+            task.evaluate, on_step, task.processes, task.accuracy_by_depth,
         )  # fmt: skip
         state = load_checkpoint(self.checkpoint_path(task))
         assert state is not None
         evaluations = state["evaluations"]
-        last = evaluations[-1] if evaluations else {}
+        last = dict(evaluations[-1]) if evaluations else {}
+        by_depth = last.pop("accuracy by depth", {})
         metrics = {name: round(value, 3) for name, value in last.items() if name != "step" and value == value}
         minutes = round(state["seconds"] / 60, 1)
-        return {"loss": metrics.pop("loss", None), "metrics": metrics, "minutes": minutes}
+        by_depth = {name: [round(share, 3) for share in shares] for name, shares in by_depth.items()}
+        results = {"loss": metrics.pop("loss", None), "metrics": metrics, "minutes": minutes}
+        return results | ({"accuracy_by_depth": by_depth} if by_depth else {})
 
     def save(
         self, task: TrainingTask, folder: Path, name: str, results: Mapping[str, Any], environment: Mapping[str, Any]
@@ -126,6 +129,7 @@ class TrainingRun(TrainingInputs):
                 "seed": self.recipe.data.seed,
                 "loss": results["loss"],
                 **measured,
+                **{key: value for key, value in results.items() if key == "accuracy_by_depth"},
                 "minutes": results["minutes"],
                 **environment,
             },

@@ -62,6 +62,10 @@ class TrainingTask(ABC):
         """Correct leading drafts of a chain, plus the verifier's own token; NaN without such texts."""
         raise NotImplementedError
 
+    def accuracy_by_depth(self) -> dict[str, list[float]]:
+        """By what queries are conditioned on, the share of held-out tokens that each predicts; empty if unknown."""
+        return {}
+
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self.autocast)
 

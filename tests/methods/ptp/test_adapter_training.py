@@ -40,6 +40,7 @@ KINDS = [
     ("independent", "ce"), ("independent", "kl"),
 ]  # fmt: skip
 EXPERTS = ["DeepseekV3", "Mixtral", "Qwen2Moe", "Qwen3Moe"]  # Transformers multiplies them in no float64
+each_start = pytest.mark.parametrize("query_start", ["blank", "last-token"])
 every_kind = pytest.mark.parametrize(("form", "loss"), KINDS)
 
 
@@ -84,9 +85,16 @@ def one_by_one(task: AdapterTrainingTask, step: int) -> torch.Tensor:
             whole = torch.cat([batch.tokens[row, :split], known])[None]
             inputs = torch.cat([whole[:, :split], torch.zeros(1, WINDOW, dtype=torch.long)], 1)
             queries = torch.arange(split, split + WINDOW)
+            positions, first = torch.arange(split + WINDOW), task.gating.query_start == "last-token"
+            if first:
+                inputs[0, split], positions[split:] = whole[0, split - 1], positions[split:] - 1
             uniforms = query_uniforms(batch.uniforms[row, window], task.distillation.form)
-            with gated_adapter(task.model, task.module, Gate(queries, uniforms, temperature.expand(WINDOW))):
-                logits = task.model(inputs, use_cache=False).logits[0, split:]
+            gate = Gate(queries, uniforms, temperature.expand(WINDOW), torch.arange(WINDOW) < first)
+            with gated_adapter(task.model, task.module, gate):
+                one_text = torch.ones_like(inputs)  # else positions that repeat are taken for another text's
+                logits = task.model(
+                    inputs, attention_mask=one_text, position_ids=positions[None], use_cache=False
+                ).logits[0, split:]
             distributions = task.model(whole, use_cache=False).logits[0, split - 1 : -1].detach()
             warm = 1.0 if temperature == 0 else float(temperature)
             if task.distillation.form != "one-hot":
@@ -129,8 +137,10 @@ def test_packed_windows_have_the_loss_and_gradients_of_separate_forwards(name, t
 
 
 @every_kind
-def test_packed_windows_equal_separate_ones_for_every_form_and_loss(form, loss, tmp_path):
-    assert_same_as_one_by_one(make_task(tiny("Llama"), tmp_path, form=form, loss=loss))
+@each_start
+def test_packed_windows_equal_separate_ones_for_every_form_and_loss(form, loss, query_start, tmp_path):
+    gating = GatedLoraSettings(rank=4, alpha=4.0, query_start=query_start)
+    assert_same_as_one_by_one(make_task(tiny("Llama"), tmp_path, form=form, loss=loss, gating=gating))
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])
@@ -170,10 +180,14 @@ def test_autocast_computes_nearly_the_same(tmp_path):
 # What windows are
 
 
-def test_queries_are_those_of_decoding(tmp_path):
+@each_start
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Mistral"])
+def test_queries_are_those_of_decoding(name, query_start, tmp_path):
     """A window's logits equal those of a query window at decoding, with the same text and uniforms."""
+    gating = GatedLoraSettings(rank=4, alpha=4.0, query_start=query_start)
     for greedy in (0.0, 1.0):
-        task = make_task(tiny("Llama"), tmp_path, window_settings=replace(WINDOW_SETTINGS, greedy_fraction=greedy))
+        window_settings = replace(WINDOW_SETTINGS, greedy_fraction=greedy)
+        task = make_task(tiny(name), tmp_path, window_settings=window_settings, gating=gating)
         batch = task.window_dataset.training_batch(1)
         packed, rows = task._pack(batch)
         logits = packed_logits(task.model, packed, rows.flatten(), task.module, batch.temperatures).view(
@@ -246,10 +260,72 @@ def test_tokens_per_call_are_the_correct_drafts_behind_the_first_query_and_one(t
             answers = batch.targets.clone()
             answers[..., 0] += 1
             answers[..., right + 1 :] += 1
-            monkeypatch.setattr(task, "_drafted_tokens", lambda batch, answers=answers: answers)
+            monkeypatch.setattr(task, "_drafted_tokens", lambda *_, answers=answers: answers)
             known = batch.loss_mask[..., 1:].sum(-1)
             assert task.evaluate()["sampled"] == float((1 + known.clamp_max(right)).double().mean())
         break
+
+
+def test_windows_grow_by_the_same_factor_every_step(tmp_path, monkeypatch):
+    """From two queries; the texts and the places of the windows are those of a run without growth."""
+    task, whole = (make_task(tiny("Llama"), tmp_path, growth_steps=steps) for steps in (8, 0))
+    task.distillation = replace(task.distillation, window=64)
+    lengths = [task.window_at(step) for step in range(12)]
+    assert lengths == sorted(lengths)
+    assert (lengths[0], lengths[4], lengths[8], lengths[-1]) == (2, round(2 * 32**0.5), 64, 64)
+    task.distillation = replace(task.distillation, window=WINDOW)
+    packed: list = []
+    for each in (task, whole):
+        pack = each._pack
+        monkeypatch.setattr(each, "_pack", lambda batch, pack=pack: packed.append(batch) or pack(batch))
+    for step in (0, 8):
+        losses = [each.loss(step) for each in (task, whole)]
+        grown, full = packed[-2:]
+        assert torch.equal(grown.window_starts, full.window_starts)
+        assert torch.equal(grown.uniforms.nan_to_num(), full.uniforms[..., : 2 if step == 0 else WINDOW].nan_to_num())
+        assert torch.equal(*losses) == (step == 8)
+
+
+@pytest.mark.parametrize(("form", "loss"), [("categorical", "kl"), ("categorical", "ce")])
+@pytest.mark.parametrize("more", [{}, {"inverse": True}, {"student_windows": 1.0}], ids=["given", "inverse", "student"])
+def test_every_kind_of_window_grows_and_starts_from_the_last_token(form, loss, more, tmp_path):
+    if more.get("inverse") and loss != "ce":
+        pytest.skip("inverse training has the loss ce")
+    gating = GatedLoraSettings(4, 4.0, query_start="last-token")
+    task = make_task(tiny("Llama"), tmp_path, form=form, loss=loss, gating=gating, growth_steps=4, **more)
+    for step in (0, 4):
+        loss_of_step = task.loss(step)
+        assert loss_of_step.isfinite()
+        assert loss_of_step > 0
+        assert gradients(task, loss_of_step)["auxiliary.blank"].any()
+
+
+def test_accuracy_by_depth_counts_every_query_and_compares_with_other_uniforms(tmp_path, monkeypatch):
+    """Whatever the queries are conditioned on, tokens are picked by the text's own uniforms."""
+    task = make_task(tiny("Llama"), tmp_path)
+    batches = {id(batch): batch for batch in task.window_dataset.validation_batches(False)}
+    masks = torch.cat([batch.loss_mask.flatten(0, 1) for batch in batches.values()])
+
+    def drafted(batch, given):
+        """The first query is always right, the others where they are conditioned on the text's uniforms."""
+        right = (given.uniforms == batch.uniforms) | (torch.arange(WINDOW) == 0)
+        return torch.where(right, batch.targets, batch.targets + 1)
+
+    monkeypatch.setattr(task, "_drafted_tokens", drafted)
+    own, other = task.accuracy_by_depth().values()
+    assert own == [float(any_counted) for any_counted in masks.any(0)]
+    assert other == [1.0, *[0.0] * (WINDOW - 1)]
+    assert make_task(tiny("Llama"), tmp_path, form="independent").accuracy_by_depth() == {}
+
+
+def test_own_uniforms_pick_the_tokens_of_queries_that_are_conditioned_on_others(tmp_path):
+    """So that a query of C-PTP that reads no uniforms is as often right with others."""
+    task = make_task(tiny("Llama"), tmp_path, form="categorical")
+    with torch.no_grad():
+        task.module.auxiliary.map.weight.zero_()
+    for batch in task.window_dataset.validation_batches(False):
+        others = torch.full_like(batch.uniforms, 0.25)
+        assert torch.equal(task.matching_queries(batch), task.matching_queries(batch, others))
 
 
 # What is learned

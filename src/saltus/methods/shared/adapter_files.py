@@ -61,8 +61,11 @@ def _write(adapter: Adapter, folder: Path, target: Any, target_name: str, traini
     embedding = {key: value.detach().cpu().contiguous() for key, value in adapter.auxiliary.state_dict().items()}
     save_file(embedding, folder / EMBEDDING_FILE, {"format": "pt"})
     files = {file: sha256_of_file(folder / file) for file in (ADAPTER_CONFIG_FILE, WEIGHTS_FILE, EMBEDDING_FILE)}
+    stored = asdict(settings)
+    if settings.query_start == "blank":  # what it is in files without it, which older versions read too
+        del stored["query_start"]
     metadata = DrafterMetadata(
-        "adapter", target_name, model_fingerprint(target), embedding_signs(target), asdict(settings), training, files
+        "adapter", target_name, model_fingerprint(target), embedding_signs(target), stored, training, files
     )
     write_metadata(folder, metadata)
 
@@ -124,12 +127,13 @@ def layer_sizes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
     return sizes
 
 
-def load_initial_adapter(
-    folder: Path, model: Any, model_name: str, settings: GatedLoraSettings, ignore_window: bool = False
-) -> Adapter:
-    """A saved adapter of this model. Errors: ValueError if its settings are others."""
+def load_initial_adapter(folder: Path, model: Any, model_name: str, settings: GatedLoraSettings) -> Adapter:
+    """A saved adapter of this model. Errors: ValueError if its settings are others; windows may differ."""
     adapter = load_adapter(folder, model, model_name)
-    saved_settings = replace(adapter.settings, window=settings.window) if ignore_window else adapter.settings
-    if saved_settings != settings:
-        raise ValueError(f"the adapter in {folder} has other settings than the recipe; take the one it was made by")
+    saved, wanted = (asdict(replace(each, window=1)) for each in (adapter.settings, settings))
+    if differing := [name for name in saved if saved[name] != wanted[name]]:
+        name = differing[0]
+        raise ValueError(
+            f"the adapter in {folder} has {name} {saved[name]!r}, but the recipe {wanted[name]!r}; set {name} to that"
+        )
     return adapter

@@ -88,9 +88,9 @@ class QueryInputs:
         groups, rows = shape.num_groups, shape.num_rows
         self.gate = StaticGate(zeros(rows), zeros(rows), zeros(rows, hidden_size, dtype=dtype))
         self.visible_nodes = zeros(rows, MAX_TREE_NODES + 1)  # the last column is never visible
-        # of each group's text: its decided tokens, all of which a query attends to, and its nodes' depths
+        # of each group's text: its decided tokens, which every query attends to, and its nodes' positions after them
         self.num_decided = zeros(groups, dtype=torch.long)
-        self.node_depths = zeros(groups, MAX_TREE_NODES + 1, dtype=torch.long)
+        self.node_offsets = zeros(groups, MAX_TREE_NODES + 1, dtype=torch.long)
 
     def fill(self, call: Call, adapter: Adapter) -> None:
         """Write the queries of a call."""
@@ -98,22 +98,24 @@ class QueryInputs:
         is_query, has_token = np.zeros((2, rows), dtype=bool)
         visible = np.zeros(self.visible_nodes.shape, dtype=bool)
         uniforms, temperatures = np.full(rows, np.nan), np.zeros(rows)
-        num_decided, depths = np.ones(groups, dtype=np.int64), np.zeros(self.node_depths.shape, dtype=np.int64)
+        num_decided, offsets = np.ones(groups, dtype=np.int64), np.zeros(self.node_offsets.shape, dtype=np.int64)
         for start, part in call.placed():
             inputs, span = part.inputs, slice(start // by, -(-(start + len(part)) // by))
             assert inputs is not None, "drafters have no queries of adapters"
             num_decided[span] = len(inputs.canvas.decided_prefix)
-            depths[span, : len(inputs.depths)] = inputs.depths
+            node_rows = inputs.node_rows(adapter.settings.query_start)
+            offsets[span, : len(node_rows.offsets)] = node_rows.offsets
             temperatures[start : start + len(part)] = inputs.temperature
             for row in part.query_rows.tolist():
                 query = int(part.output_rows[row]) - 1
-                is_query[start + row], has_token[start + row] = True, inputs.kinds[query].has_token
-                uniforms[start + row] = inputs.uniforms[query - inputs.num_draft_tokens]
+                number = query - inputs.num_draft_tokens
+                is_query[start + row], has_token[start + row] = True, node_rows.has_token[number]
+                uniforms[start + row] = inputs.uniforms[number]
                 visible[start + row, inputs.path(query)] = True
         device = self.num_decided.device
         for tensor, array in (
             (self.gate.is_query, is_query), (self.gate.has_token, has_token), (self.visible_nodes, visible),
-            (self.num_decided, num_decided), (self.node_depths, depths),
+            (self.num_decided, num_decided), (self.node_offsets, offsets),
         ):  # fmt: skip
             tensor.copy_(torch.from_numpy(array))
         with BatchInvariantMode() if device.type == "cpu" else contextlib.nullcontext():
@@ -134,8 +136,8 @@ class QueryInputs:
         visible = visible_nodes.gather(-1, nearest[:, None].expand(*positions.shape[:2], -1))
         hidden = (node >= 0)[:, None] & ~visible
         if window is not None:
-            depths = self.node_depths.gather(-1, nearest)
-            position = torch.where(node >= 0, self.num_decided[:, None] + depths, entries)
+            offsets = self.node_offsets.gather(-1, nearest)
+            position = torch.where(node >= 0, self.num_decided[:, None] + offsets, entries)
             hidden |= position[:, None] <= positions - window
         return hidden
 

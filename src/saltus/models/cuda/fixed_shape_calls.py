@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from saltus.core.forward import NO_TOKEN, PLACEHOLDER_TOKEN, ForwardInputs
+from saltus.core.forward import ForwardInputs, QueryStart
 from saltus.models.cpu.kv_cache import KVCache
 
 BASE_TREE_DEPTH = 32
@@ -266,7 +266,12 @@ def _call(
 
 
 def make_rows(
-    text: int, inputs: ForwardInputs, kv_cache: FixedShapeKVCache, past_length: int, settings: FixedShapeSettings
+    text: int,
+    inputs: ForwardInputs,
+    kv_cache: FixedShapeKVCache,
+    past_length: int,
+    settings: FixedShapeSettings,
+    query_start: QueryStart = "blank",
 ) -> TextRows:
     """The rows of a forward pass: decided tokens that are not in the cache, then the nodes.
 
@@ -275,8 +280,8 @@ def make_rows(
     decided, nodes, depth = inputs.canvas.decided_prefix, len(inputs.tokens), settings.max_tree_depth
     base, prompt, chunk = len(decided), int(inputs.canvas.order[0]) - 1, settings.prefill_chunk
     start = past_length // chunk * chunk if past_length < prompt else past_length
-    unread = np.arange(start, base)
-    positions = np.concatenate([unread, base + np.array(inputs.depths, dtype=np.int64)])
+    unread, node_rows = np.arange(start, base), inputs.node_rows(query_start)
+    positions = np.concatenate([unread, base + node_rows.offsets])
     entries = np.arange(start, base + nodes)
     ancestors = np.zeros((len(positions), max(inputs.depths, default=-1) + 2), dtype=np.int64)  # entries by depth
     for node, (parent, at) in enumerate(zip(inputs.parents, inputs.depths, strict=True)):
@@ -289,8 +294,7 @@ def make_rows(
     visible = np.where(recent < base, recent, visible)
     visible = np.where(recent > positions[:, None], entries[:, None], visible)  # hidden columns
     output_rows = np.concatenate([np.where(unread == base - 1, 0, -1), 1 + np.arange(nodes)])
-    known = [token if token != NO_TOKEN else PLACEHOLDER_TOKEN for token in inputs.tokens]
-    tokens = np.concatenate([decided[start:], known]).astype(np.int64)
+    tokens = np.concatenate([decided[start:], node_rows.tokens]).astype(np.int64)
     return TextRows(text, inputs, kv_cache, max(prompt - start, 0), tokens, positions, entries, visible, output_rows)
 
 

@@ -169,9 +169,9 @@ class FixedShapeRunner:
     ) -> list[CallOutputs]:
         """The output rows of each text, nodes + 1 of them. Waits for the device."""
         self._copy_accepted_nodes(kv_caches)
-        settings = self.active_settings
+        settings, query_start = self.active_settings, self.adapter.settings.query_start if self.adapter else "blank"
         texts = [
-            make_rows(number, inputs, kv_cache, past, settings)
+            make_rows(number, inputs, kv_cache, past, settings, query_start)
             for number, (inputs, kv_cache, past) in enumerate(zip(batch, kv_caches, past_lengths, strict=True))
         ]
         pieces: list[list[CallOutputs]] = [[] for _ in batch]

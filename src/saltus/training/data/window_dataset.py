@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -86,6 +86,11 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         return Batch(*(part.to(device) for part in vars(self).values()))
+
+    def leading(self, window: int) -> Batch:
+        """The first tokens of each window, `window` of them."""
+        names = ("targets", "target_rows", "uniforms", "loss_mask", "inside")
+        return replace(self, **{name: getattr(self, name)[..., :window] for name in names})
 
     def select(self, texts: slice) -> Batch:
         """The windows of some of the texts."""

@@ -1,7 +1,8 @@
 """Many windows of a text in one forward: the context once, and for each window the queries that it would have alone.
 
 The query at depth d of a window that starts at s predicts token s + d and stands at that token's position. It attends
-to the context before s and to the queries of its own window up to itself.
+to the context before s and to the queries of its own window up to itself. With the query start `last-token` it stands
+one position earlier, and the first query has the token before the window.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from saltus.core.forward import NO_TOKEN
+from saltus.core.forward import NO_TOKEN, QueryStart
 from saltus.methods.shared.query_chains import UniformConditioning
 
 
@@ -69,6 +70,7 @@ def pack_windows(
     window_starts: Int[Tensor, "batch windows"],
     uniforms: Float[Tensor, "batch windows window"],
     context_length: int | None = None,
+    query_start: QueryStart = "blank",
 ) -> PackedBatch:
     """Each window attends to the context before its start. A query whose uniform is NaN is conditioned on none.
 
@@ -89,11 +91,15 @@ def pack_windows(
     mask[:, :length, :length] = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     mask[:, length:, :length] = torch.arange(length, device=device) < window_starts[:, numbers, None]
     mask[:, length:, length:] = (numbers[:, None] == numbers) & (depths[:, None] >= depths)
+    tokens, positions = torch.full((batch, queries), NO_TOKEN, device=device), window_starts[:, numbers] + depths
+    if query_start == "last-token":
+        tokens[:, :windows] = context_tokens.gather(1, window_starts - 1)
+        positions = positions - 1
     return pack_rows(
         context_tokens,
         mask,
-        torch.full((batch, queries), NO_TOKEN, device=device),
-        window_starts[:, numbers] + depths,
+        tokens,
+        positions,
         uniforms.transpose(1, 2).flatten(1),
         num_windows=windows,
         window_size=window,

@@ -59,6 +59,7 @@ class TrainingProgress:
     seconds: float  # of training, including those before an interruption
     seconds_left: float
     metrics: dict[str, float] = field(default_factory=dict)  # of the evaluation
+    accuracy_by_depth: dict[str, list[float]] = field(default_factory=dict)  # as of `TrainingTask`
 
 
 def train(
@@ -71,6 +72,7 @@ def train(
     evaluate: Callable[[], dict[str, float]] = dict,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
     processes: Processes = ONE_PROCESS,
+    accuracy_by_depth: Callable[[], dict[str, list[float]]] = dict,
 ) -> list[float]:
     """Train in place; returns the mean losses between checkpoints.
 
@@ -115,8 +117,10 @@ def train(
                     raise ValueError(
                         f"the loss is {curve[-1]} at step {step}; take a lower rate than {schedule.learning_rate}"
                     )
-                metrics = evaluate()
+                metrics, by_depth = evaluate(), accuracy_by_depth()
                 evaluations.append({"step": step, "loss": curve[-1], **metrics})
+                if by_depth:
+                    evaluations[-1]["accuracy by depth"] = by_depth
                 seconds = time.perf_counter() - began
                 state = {
                     "module": module.state_dict(),
@@ -128,7 +132,7 @@ def train(
                     save_checkpoint(checkpoint_path, state)
                 processes.wait()
                 left = seconds / step * (schedule.steps - step)
-                on_checkpoint(TrainingProgress(step, schedule.steps, curve[-1], seconds, left, metrics))
+                on_checkpoint(TrainingProgress(step, schedule.steps, curve[-1], seconds, left, metrics, by_depth))
                 saved, total = step, 0.0
             raise_if_interrupted()
     module.eval()

@@ -109,9 +109,7 @@ class JacobiTrainingTask(TrainingTask):
         """Start with a saved adapter. Errors: ValueError if its settings are others, or where a model is trained."""
         if self.adapter is None:
             raise ValueError("--from is for adapters; give a trained model by --model")
-        self.adapter.copy_weights_from(
-            load_initial_adapter(folder, self.model, self.name, self.adapter.settings, ignore_window=True)
-        )
+        self.adapter.copy_weights_from(load_initial_adapter(folder, self.model, self.name, self.adapter.settings))
 
     def loss(self, step: int) -> Float[Tensor, ""]:
         """The mean over the rows that attend to wrong tokens, plus that over the text."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from saltus.methods.ptp.training.own_uniforms import find_own_uniforms
 from saltus.methods.ptp.training.student_windows import choose_windows, window_logits, with_student_windows
 from saltus.methods.shared.adapter_files import load_initial_adapter, save_adapter
-from saltus.models.gated_lora import Adapter, GatedLoraSettings, new_adapter
+from saltus.models.gated_lora import Adapter, EmbeddingInit, GatedLoraSettings, new_adapter
 from saltus.training import losses
 from saltus.training.data.packed_forward import pack_causal, packed_logits, prepare_model
 from saltus.training.data.seeded_generator import ShareOfDraws, seeded_generator
@@ -25,21 +25,24 @@ from saltus.training.data.window_packing import PackedBatch, pack_windows, query
 from saltus.training.losses import DistillationSettings, token_loss
 from saltus.training.training_task import WindowTrainingTask
 
+FIRST_WINDOW = 2  # queries of the first windows, where they grow
+
 
 @dataclass(eq=False)
 class AdapterTrainingTask(WindowTrainingTask):
     """An adapter, on windows whose uniforms pick the tokens that the model wrote.
 
-    At decoding `FusedPtpDrafter` appends a window of queries to an accepted path. The *first* query stands at the
-    position of the token that the verifier itself produces, so it drafts nothing. It is trained to predict that token
-    all the same, so that later queries can attend to it: it is conditioned on this token's uniform (O-PTP; in C-PTP
-    the second query is). The second query makes the first draft, and the loss is discounted from there.
+    At decoding `FusedPtpDrafter` appends a window of queries to an accepted path. The *first* query predicts the token
+    that the verifier itself produces, so it drafts nothing. It is trained all the same, so that later queries can
+    attend to it: it is conditioned on this token's uniform (O-PTP; in C-PTP the second query is). The second query
+    makes the first draft, and the loss is discounted from there.
 
     The model is frozen and uses our attention from now on. With a `teacher` it is a student model that learns to
     draft the teacher's texts; then the first query makes a draft too. With `inverse` the uniforms are those under which
     the adapter itself writes the texts, so that it learns the texts' own distribution, without a teacher (PTP, Alg. 3
-    and Eq. 13); the target's intervals serve to evaluate it. The recipe's `max_length` is the longest context,
-    in tokens. `recompute` saves memory for time; `autocast` computes in bfloat16.
+    and Eq. 13); the target's intervals serve to evaluate it. In the first `growth_steps` steps windows have fewer
+    queries. The recipe's `max_length` is the longest context, in tokens. `recompute` saves memory for time; `autocast`
+    computes in bfloat16.
     """
 
     model: Any  # of Hugging Face
@@ -55,6 +58,8 @@ class AdapterTrainingTask(WindowTrainingTask):
     inverse: bool = False
     student_windows: float = 0.0  # share of the sampled windows whose tokens the adapter drafts
     truncation: Truncation | None = None  # of the teacher's distributions for these
+    embedding_init: EmbeddingInit = "zeros"
+    growth_steps: int = 0  # in which windows grow to their length
     module: Adapter = field(init=False)
     window_dataset: WindowDataset = field(init=False)
 
@@ -66,7 +71,9 @@ class AdapterTrainingTask(WindowTrainingTask):
         self.window_dataset = WindowDataset(
             self.corpus, self.window_settings, self.distillation.window, True, self.predicts_distributions
         )
-        self.module = new_adapter(prepare_model(self.model), self.gating, self.window_settings.seed)
+        self.module = new_adapter(
+            prepare_model(self.model), self.gating, self.window_settings.seed, embedding_init=self.embedding_init
+        )
         if self.teacher is not None:
             prepare_model(self.teacher)
 
@@ -74,8 +81,14 @@ class AdapterTrainingTask(WindowTrainingTask):
         """Start with a saved adapter. Errors: ValueError if its settings are others."""
         self.module.copy_weights_from(load_initial_adapter(folder, self.model, self.name, self.gating))
 
+    def window_at(self, step: int) -> int:
+        """The queries of a window at a step: more of them every step, by the same factor."""
+        if step >= self.growth_steps:
+            return self.distillation.window
+        return round(FIRST_WINDOW * (self.distillation.window / FIRST_WINDOW) ** (step / self.growth_steps))
+
     @property
-    def _num_undrafted_queries(self) -> int:
+    def num_undrafted_queries(self) -> int:
         """The number of leading queries that make no draft."""
         return int(self.teacher is None)
 
@@ -86,15 +99,16 @@ class AdapterTrainingTask(WindowTrainingTask):
 
     def loss(self, step: int) -> Float[Tensor, ""]:
         """The mean over the windows' valid tokens, later ones discounted."""
-        batch = self._with_uniforms(self.training_batch(step).to(self.model.device), step)
+        batch = self.training_batch(step).leading(self.window_at(step)).to(self.model.device)
+        batch = self._with_uniforms(batch, step)
         packed, rows = self._pack(batch)
         with self._dropout(step), self._autocast():
             logits = packed_logits(
                 self.model, packed, rows[batch.loss_mask], self.module, batch.temperatures, self.recompute
             )
-        depths = torch.arange(self.distillation.window, device=logits.device)
+        depths = torch.arange(batch.targets.shape[-1], device=logits.device)
         depths = depths.expand(batch.loss_mask.shape)[batch.loss_mask]
-        weights = self.window_settings.discount ** (depths - self._num_undrafted_queries).clamp_min(0)
+        weights = self.window_settings.discount ** (depths - self.num_undrafted_queries).clamp_min(0)
         return self.processes.weighted_mean(self._token_losses(logits, batch), weights, floor=1.0)
 
     def _with_uniforms(self, batch: Batch, step: int) -> Batch:
@@ -137,7 +151,8 @@ class AdapterTrainingTask(WindowTrainingTask):
 
     def _pack(self, batch: Batch) -> tuple[PackedBatch, Int[Tensor, "batch windows window"]]:
         """The windows in one forward, and the index of each query's row, counted through the batch."""
-        packed = pack_windows(batch.tokens, batch.window_starts, query_uniforms(batch.uniforms, self.distillation.form))
+        uniforms = query_uniforms(batch.uniforms, self.distillation.form)
+        packed = pack_windows(batch.tokens, batch.window_starts, uniforms, query_start=self.gating.query_start)
         numbers = torch.arange(packed.tokens.numel(), device=batch.tokens.device)
         return packed, packed.queries_by_window(numbers.view(packed.tokens.shape))
 
@@ -163,22 +178,51 @@ class AdapterTrainingTask(WindowTrainingTask):
                 return window_logits(self._distilled_model, batch)[batch.loss_mask]
         batch_size, slots = batch.tokens.shape
         device = batch.window_starts.device
-        before = batch.window_starts[..., None] + torch.arange(-1, self.distillation.window - 1, device=device)
+        before = batch.window_starts[..., None] + torch.arange(-1, batch.targets.shape[-1] - 1, device=device)
         rows = torch.arange(batch_size, device=device)[:, None, None] * slots + before
         with self._autocast():
             return packed_logits(self._distilled_model, pack_causal(batch.tokens), rows[batch.loss_mask])
 
     def matching_drafts(self, batch: Batch) -> Bool[Tensor, "all_windows drafts"]:
-        batch = batch.to(self.model.device)
-        matches = batch.loss_mask & (self._drafted_tokens(batch) == batch.targets)
-        return matches[..., self._num_undrafted_queries :].flatten(0, 1)
+        return self.matching_queries(batch)[:, self.num_undrafted_queries :]
 
-    def _drafted_tokens(self, batch: Batch) -> Int[Tensor, "batch windows window"]:
+    @torch.no_grad()
+    def matching_queries(
+        self, batch: Batch, uniforms: Float[Tensor, "batch windows window"] | None = None
+    ) -> Bool[Tensor, "all_windows window"]:
+        """The same for all queries, those included that make no draft. They may be conditioned on other `uniforms`.
+
+        The tokens that uniforms pick are picked by the text's own in any case.
+        """
+        batch = batch.to(self.model.device)
+        given = batch if uniforms is None else replace(batch, uniforms=uniforms.to(self.model.device))
+        return (batch.loss_mask & (self._drafted_tokens(batch, given) == batch.targets)).flatten(0, 1)
+
+    def accuracy_by_depth(self) -> dict[str, list[float]]:
+        """For held-out texts that were sampled: by the uniforms that wrote them, and by others. Without dropout."""
+        batches = [*self.window_dataset.validation_batches(False)]
+        if self.distillation.form == "independent" or self.corpus.coupling == "gumbel" or not batches:
+            return {}
+        training = self.module.training
+        self.module.eval()
+        masks = torch.cat([batch.loss_mask.flatten(0, 1) for batch in batches])
+        generator = seeded_generator(1, "other uniforms")
+        others = [torch.from_numpy(generator.random(tuple(batch.uniforms.shape))) for batch in batches]
+        given = {"its own uniforms": [None] * len(batches), "other uniforms": others}
+        found = {}
+        for name, uniforms in given.items():
+            matches = [self.matching_queries(*pair).cpu() for pair in zip(batches, uniforms, strict=True)]
+            found[name] = (torch.cat(matches).double().sum(0) / masks.sum(0).clamp_min(1)).tolist()
+        self.module.train(training)
+        return found
+
+    def _drafted_tokens(self, batch: Batch, given: Batch) -> Int[Tensor, "batch windows window"]:
         """Each query's draft: the argmax (Eq. 5), or the token that its uniform picks (Eq. 7).
 
-        The argmax also under Gumbel noise: which noise wrote a text is not known.
+        The argmax also under Gumbel noise: which noise wrote a text is not known. Queries are conditioned on the
+        uniforms of `given`.
         """
-        packed, rows = self._pack(batch)
+        packed, rows = self._pack(given)
         with self._autocast():
             logits = packed_logits(self.model, packed, rows.flatten(), self.module, batch.temperatures)
         likeliest = logits.argmax(-1).view(rows.shape)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from saltus.core.forward import QueryStart
 from saltus.methods.ptp.network import DrafterShape
 from saltus.methods.ptp.training.adapter import AdapterTrainingTask
 from saltus.methods.ptp.training.drafter import DrafterTrainingTask
 from saltus.methods.ptp.training.text_intervals import collect_uniform_intervals, load_uniform_intervals
 from saltus.methods.shared.adapter_files import load_initial_adapter
 from saltus.methods.shared.query_chains import UniformConditioning
-from saltus.models.gated_lora import GatedLoraSettings
+from saltus.models.gated_lora import EmbeddingInit, GatedLoraSettings
 from saltus.models.memory_use import layer_sizes
 from saltus.models.uniform_embedding import KINDS
 from saltus.training.losses import DistillationSettings, Loss
@@ -32,7 +33,7 @@ class DrafterSettings:
     hidden_state_layers: tuple[int, ...] = ()  # numbers of target layers whose states are inputs, besides the last
     window: int = 6  # tokens of a draft
     vocabulary: int = 8192  # the most frequent tokens, which are drafted; 0: all of the target's
-    embedding: str = "bits"  # of uniforms: bits, scalar, thermometer or arithmetic
+    embedding: str = "bits"  # of uniforms: bits, scalar, thermometer, arithmetic or interpolated
     embeds_temperature: bool = True  # conditioned on the temperature
     reads_uniforms: bool = True  # conditioned on uniforms; False: queries learn the target's distributions
     correction: int = 0  # width of the correction of each draft by the two tokens before it; 0: none
@@ -63,11 +64,14 @@ class AdapterSettings:
     alpha: float | None = None  # default: the rank
     dropout: float = 0.0
     targets: tuple[str, ...] = ()  # last names of linear layers; empty: all
-    embedding: str = "bits"  # of uniforms: bits, scalar, thermometer or arithmetic
+    embedding: str = "bits"  # of uniforms: bits, scalar, thermometer, arithmetic or interpolated
+    embedding_init: EmbeddingInit = "zeros"  # its weights: zeros, or normal with the deviation of token embeddings
     embeds_temperature: bool = True  # conditioned on the temperature
+    query_start: QueryStart = "blank"  # last-token: the first query reads the last token, at that token's position
     form: UniformConditioning = "one-hot"
     loss: Loss = "ce"
     window: int = 16  # queries of a window; the first drafts nothing
+    window_growth: float = 0.0  # fraction of the steps in which windows grow to that, from two queries
     inverse: bool = False  # uniforms of the adapter's own distributions, not of the target's (PTP, Alg. 3)
     student_windows: float = 0.0  # share of the sampled windows whose tokens the adapter drafts (PTP, Alg. 2)
     recompute: bool = False  # checkpoint activations: less memory, more time
@@ -79,6 +83,8 @@ class AdapterSettings:
             raise ValueError("an adapter's window is 1, but a group's first query drafts nothing; take 2 or more")
         if self.inverse and (self.form, self.loss) != ("categorical", "ce"):
             raise ValueError("inverse training is for the form categorical and the loss ce; set form=categorical")
+        if not 0 <= self.window_growth <= 1:
+            raise ValueError(f"window_growth is {self.window_growth}, but is a fraction of the steps, in [0, 1]")
         if not 0 <= self.student_windows <= 1:
             raise ValueError(f"student_windows is {self.student_windows}, but is a share, in [0, 1]")
         if self.inverse and self.student_windows:
@@ -88,8 +94,9 @@ class AdapterSettings:
     def gating(self) -> GatedLoraSettings:
         alpha = float(self.rank) if self.alpha is None else self.alpha
         return GatedLoraSettings(
-            self.rank, alpha, self.dropout, self.targets, self.embedding, self.embeds_temperature, self.window
-        )
+            self.rank, alpha, self.dropout, self.targets, self.embedding, self.embeds_temperature, self.window,
+            self.query_start,
+        )  # fmt: skip
 
     def distillation(self, beta: float) -> DistillationSettings:
         return DistillationSettings(self.form, self.loss, self.window, beta)
@@ -97,8 +104,9 @@ class AdapterSettings:
     @property
     def identity(self) -> Mapping[str, Any]:
         """The settings that can change the result; those of rare kinds only where they are given."""
-        given = {"inverse": self.inverse, "student_windows": self.student_windows}
-        return {name: value for name, value in asdict(self).items() if given.get(name, True)}
+        rare = "inverse", "student_windows", "query_start", "embedding_init", "window_growth"
+        defaults = {each.name: each.default for each in fields(self) if each.name in rare}
+        return {name: value for name, value in asdict(self).items() if name not in rare or value != defaults[name]}
 
 
 class DrafterObjective(CachedStateObjective):
@@ -167,6 +175,7 @@ class AdapterObjective(Objective):
             model, load_uniform_intervals(self.cache_folder(inputs)), settings.gating,
             settings.distillation(windows.uniform_beta), windows, name, settings.recompute, settings.autocast, teacher,
             inputs.model_name, settings.inverse, settings.student_windows, inputs.recipe.truncation,
+            settings.embedding_init, round(settings.window_growth * inputs.recipe.schedule.steps),
         )  # fmt: skip
 
 

@@ -34,7 +34,8 @@ def find_own_uniforms(
     shape = batch.targets.shape
     uniforms = torch.full(shape, torch.nan, dtype=torch.float64, device=batch.tokens.device)
     valid = torch.ones(shape, dtype=torch.bool, device=batch.tokens.device)
-    packed = pack_windows(batch.tokens, batch.window_starts, uniforms)
+    query_start = adapter.settings.query_start
+    packed = pack_windows(batch.tokens, batch.window_starts, uniforms, query_start=query_start)
     memory, windows = PackedMemory(packed.positions), packed.num_windows
     rows = torch.arange(shape[0] * windows, device=batch.tokens.device)
     packed_logits(model, slice_rows(packed, 0, packed.context_length), rows[:1], memory=memory)

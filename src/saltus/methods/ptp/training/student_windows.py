@@ -83,7 +83,9 @@ def _draft(
     coupling: Coupling,
 ) -> Int[Tensor, "batch windows window"]:
     """The argmax of each query (Eq. 5), or the token that its uniform picks (Eq. 7)."""
-    packed = pack_windows(batch.tokens, batch.window_starts, query_uniforms(uniforms, form))
+    packed = pack_windows(
+        batch.tokens, batch.window_starts, query_uniforms(uniforms, form), query_start=adapter.settings.query_start
+    )
     rows = torch.arange(packed.tokens.numel(), device=packed.tokens.device).view(packed.tokens.shape)
     rows = packed.queries_by_window(rows)
     logits = packed_logits(model, packed, rows.flatten(), adapter, batch.temperatures).view(*rows.shape, -1)
