@@ -101,7 +101,7 @@ def test_a_folder_without_a_model_says_what_is_missing(model, tmp_path):
     (tmp_path / "aside").rename(model / "model-00001-of-00002.safetensors")
     assert "lacks model-00002-of-00002.safetensors" in complaint(model)
     (tmp_path / "adapter_config.json").touch()
-    assert "adapter, not a model" in complaint(tmp_path)
+    assert "adapter_config.json is damaged" in complaint(tmp_path)
 
 
 @pytest.mark.parametrize("kept", [0, 5, 100, 10_000])
