@@ -4,7 +4,23 @@ import gzip
 
 import pytest
 
-from saltus.engine.text_files import read_jsonl, read_text
+from saltus.engine.prompts import Conversation, read_prompts
+from saltus.engine.text_files import read_jsonl, read_text, typed_text
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("h\udcc3\udca9 \udcf0\udc9f\udc98\udc80", "hé 😀"),  # as Python has it where the locale is C
+        ("hé 😀", "hé 😀"),
+        ("\udcff", "\udcff"),  # no UTF-8: refused later
+    ],
+)
+def test_words_of_a_command_line_are_utf_8_in_any_locale(word, text):
+    assert typed_text(word) == text
+    prompts = read_prompts([word], None)
+    assert prompts[0].turns == (text,)
+    assert next(Conversation(prompts[0], system=word).turns()).prompt[0]["content"] == text
 
 
 def test_a_text_is_read_with_a_mark_compressed_and_with_other_line_ends(tmp_path):

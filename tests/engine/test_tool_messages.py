@@ -84,9 +84,19 @@ def test_results_and_what_follows_are_one_message_where_roles_must_alternate(tok
     tokenizer.chat_template = ALTERNATING
     _, answer, results = readable_messages([USER, ANSWER, *RESULTS, USER], (), tokenizer)
     assert answer["content"].count("<tool_call>") == 2
-    assert results["content"].index("waited") < results["content"].index("a cat")
+    assert results["content"].index("a cat") < results["content"].index("waited")  # no ids: in the order of the calls
     assert results["content"].endswith("\n?")
     assert readable_messages([SYSTEM, USER, ANSWER, *RESULTS], TOOLS, tokenizer)[0]["role"] == "user"
+
+
+def test_results_written_without_ids_follow_the_order_of_their_calls(tokenizer):
+    tokenizer.chat_template = TEMPLATE  # it knows no tools
+    unknown = {"role": "tool", "tool_call_id": "call_c", "content": "unknown"}
+    found = readable_messages([USER, ANSWER, unknown, *RESULTS, USER, *RESULTS], (), tokenizer)
+    texts = [message["content"] for message in found]
+    assert texts[1].index("look") < texts[1].index("wait")
+    assert texts[2].index("a cat") < texts[2].index("waited") < texts[2].index("unknown")
+    assert texts[4].index("waited") < texts[4].index("a cat")  # of no calls: as they came
 
 
 def test_ids_are_as_short_as_the_template_asks_for(tokenizer):

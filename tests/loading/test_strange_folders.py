@@ -78,6 +78,20 @@ def test_a_pointer_of_git_lfs_is_called_so(folder, name):
         saltus.load(str(folder), "plain")
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", "<html>"])
+def test_end_tokens_that_cannot_be_read_are_not_dropped(folder, content):
+    (folder / "generation_config.json").write_text(content)
+    with refused("generation_config.json is no JSON object"):
+        saltus.load(str(folder))
+
+
+@pytest.mark.parametrize("name", ["model-q8_0.gguf", "MODEL.GGUF"])
+def test_the_gguf_files_of_a_folder_are_named(tmp_path, name):
+    (tmp_path / name).write_bytes(b"GGUF")
+    with refused(f"holds GGUF files; name the file, such as {tmp_path / name}"):
+        saltus.load(str(tmp_path))
+
+
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
 def test_a_folder_without_tokenizer_files_is_called_so(tmp_path, kind):
     tiny(kind).save_pretrained(tmp_path)

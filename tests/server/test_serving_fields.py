@@ -186,6 +186,27 @@ def test_parts_that_are_no_text_are_named(server, kind):
     assert "input_image" in httpx.post(server[1] + RESPONSE, json=body).json()["error"]["message"]
 
 
+@pytest.mark.parametrize("kind", ["text", "input_text", "output_text", "refusal", None])
+def test_texts_of_messages_in_parts(server, engine, kind):
+    part = "the dog" if kind is None else {"type": kind, "refusal" if kind == "refusal" else "text": "the dog"}
+    if kind == "text":
+        part["cache_control"] = {"type": "ephemeral"}
+    plain = [*MESSAGES, {"role": "assistant", "content": "the dog"}, *MESSAGES]
+    said = [*MESSAGES, {"role": "assistant", "content": [part]}, *MESSAGES]
+    assert httpx.post(server[1] + "/tokenize", json={"messages": said}).json()["tokens"] == engine.encode(plain)
+    assert text_of(post(server, RESPONSE, input=said)) == alone(engine, plain, seed=3).text
+    said[1] = {"role": "assistant", "content": None, "refusal": "the dog"}
+    assert httpx.post(server[1] + "/tokenize", json={"messages": said}).json()["tokens"] == engine.encode(plain)
+
+
+@pytest.mark.parametrize("form", [
+    {"type": "json_object", "schema": {"const": 17}}, {"type": "json_schema", "schema": {"const": 17}},
+    {"type": "json_schema", "json_schema": {"schema": {"const": 17}}},
+])  # fmt: skip
+def test_the_schema_of_a_format_may_stand_where_llama_cpp_has_it(server, form):
+    assert text_of(post(server, CHAT, response_format=form)) == "17"
+
+
 def events_of(response):
     for line in response.iter_lines():
         if line.startswith("data: ") and line != "data: [DONE]":

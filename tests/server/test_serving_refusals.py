@@ -68,6 +68,28 @@ def test_what_cannot_be_done_is_refused_by_name(server, changed, field):
     assert "\n" not in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"messages": [{"role": "user", "content": {"type": "text"}}]},
+            "messages.0.content: Input should be a valid s",
+        ),
+        ({"messages": [5]}, "messages.0: Input should be a valid object"),
+        ({"response_format": {}}, "response_format: the field 'type' is missing"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs has several forms; give one"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
+    ],
+)
+def test_a_refusal_says_what_is_wrong_in_words_of_json(server, changed, message):
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4, **changed}
+    error = httpx.post(server[1] + "/v1/chat/completions", json=body).json()["error"]
+    assert error["message"].startswith(message), error
+    if "tools" in changed:
+        error = httpx.post(server[1] + "/v1/responses", json={"input": "a", **changed}).json()["error"]
+        assert error["message"].startswith(message), error
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[" * 100_000, b"null", b'{"messages": 5}', b"\xff\xfe"])
 def test_broken_bodies_are_refused_and_hurt_nobody(server, client, body):
     answer = httpx.post(server[1] + "/v1/chat/completions", content=body, headers=JSON)

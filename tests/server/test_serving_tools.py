@@ -114,6 +114,40 @@ def test_a_conversation_goes_on_with_the_calls_of_an_answer(client, template, te
     assert client.chat.completions.create(messages=messages, **{**asked, "max_tokens": 4}).choices[0].finish_reason
 
 
+def test_calls_in_openais_older_form(server):
+    """`function_call` and the role `function`: a call without an id, and its result."""
+
+    def tokens(call, result):
+        said = {"role": "assistant", "content": None, **call}
+        messages = [*MESSAGES, said, {"content": "a cat", **result}]
+        answer = httpx.post(server[1] + "/tokenize", headers=JSON, json={"messages": messages})
+        return answer.json().get("tokens", answer.json())
+
+    function = {"name": "look", "arguments": '{"at": "it"}'}
+    newer = tokens({"tool_calls": [{"id": "1", "function": function}]}, {"role": "tool", "tool_call_id": "1"})
+    assert tokens({"function_call": function}, {"role": "function", "name": "look"}) == newer
+    refused = tokens({"function_call": {"name": 5}}, {"role": "function", "name": "look"})
+    assert "messages[1].tool_calls" in refused["error"]["message"]
+
+
+def test_tools_as_other_clients_describe_them(server, template):
+    """Names of MCP servers, hints for caches, and what Transformers writes of a function's result."""
+    template("{{ tools }}" + TEMPLATE)
+    function = {"name": "files/read:2", "return": {"type": "string"}, "parameters": {}}
+    tools = [{"type": "function", "function": function, "cache_control": {"type": "ephemeral"}}]
+    answer = httpx.post(server[1] + "/tokenize", json={"messages": MESSAGES, "tools": tools}).json()
+    text = httpx.post(server[1] + "/detokenize", json={"tokens": answer["tokens"]}).json()["prompt"]
+    assert "files/read:2" in text
+    assert "'return'" in text
+    assert "cache_control" not in text
+    flat = [{"type": "function", **function}]
+    for route, body in (
+        ("chat/completions", {"messages": MESSAGES, "max_tokens": 2, "tools": tools}),
+        ("responses", {"input": "a", "max_output_tokens": 2, "tools": flat}),
+    ):
+        assert httpx.post(f"{server[1]}/v1/{route}", timeout=100, json=body).status_code == 200
+
+
 @pytest.mark.parametrize("calls", [[{"id": "x"}], [5], "x", {}, [{"id": 1, "function": {"name": "a"}}]])
 def test_calls_of_another_form_are_refused_by_their_field(server, calls):
     messages = [*MESSAGES, {"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "3"}]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from saltus.cli import options as o
+from saltus.engine.text_files import typed_text
 
 COMMANDS_HELP = """/help          this list
 /reset         forget the conversation
@@ -70,7 +71,7 @@ class Chat:
         self._reset()
         while not self.ended:
             try:
-                line = input(_input_prompt() if live else "").strip()
+                line = typed_text(input(_input_prompt() if live else "")).strip()
             except EOFError:
                 if live:
                     print()
@@ -131,7 +132,7 @@ class Chat:
     def _reset(self) -> None:
         if self.history:
             self._print_note("The conversation is forgotten.")
-        self.history = [{"role": "system", "content": self.system}] if self.system else []
+        self.history = [{"role": "system", "content": typed_text(self.system)}] if self.system else []
 
     def _change_method(self, value: str) -> None:
         from saltus.methods import available_methods, make_methods

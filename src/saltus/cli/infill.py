@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,9 +67,9 @@ def infill(
     """
     if (text is None) == (file is None):
         raise ValueError("give one text with holes: in quotes, by --file, or - for stdin")
-    from saltus.engine.text_files import read_text
+    from saltus.engine.text_files import read_stdin, read_text, typed_text
 
-    inputs = read_text(file) if file is not None else sys.stdin.read() if text == "-" else str(text)
+    inputs = read_text(file) if file is not None else read_stdin() if text == "-" else typed_text(str(text))
     from saltus.cli.answers import print_note
     from saltus.cli.open_engine import open_with_options
     from saltus.cli.shipped_infill_models import check_model, choose_model

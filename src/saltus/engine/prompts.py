@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from saltus.engine.text_files import parse_jsonl, read_text
+from saltus.engine.text_files import parse_jsonl, read_stdin, read_text, typed_text
 
 Message = dict[str, Any]
 
@@ -40,7 +39,7 @@ class Conversation:
 
     def __init__(self, prompt: Prompt, system: str | None = None) -> None:
         self.prompt = prompt
-        self.history: list[Message] = [{"role": "system", "content": system}] if system else []
+        self.history: list[Message] = [{"role": "system", "content": typed_text(system)}] if system else []
         self.history += prompt.messages
 
     def turns(self) -> Iterator[ConversationTurn]:
@@ -63,7 +62,7 @@ def read_prompts(arguments: Sequence[str], file: Path | None, limit: int | None 
         raise ValueError("there is no prompt; give one in quotes, a file of them with --prompts, or - for stdin")
     if file:
         return read_prompts_file(file)[:limit]
-    prompts = [Prompt((_read_stdin() if word == "-" else word,)) for word in arguments]
+    prompts = [Prompt((read_stdin() if word == "-" else typed_text(word),)) for word in arguments]
     if any(not prompt.turns[0].strip() for prompt in prompts):
         raise ValueError("the prompt is empty; give a text to answer or to continue")
     return prompts
@@ -75,7 +74,7 @@ def read_prompts_file(file: Path) -> list[Prompt]:
     An error names the file and the line.
     """
     if str(file) == "-":
-        name, text = "stdin", _read_stdin()
+        name, text = "stdin", read_stdin()
     else:
         name, text = str(file), read_text(file)
     if file.suffix == ".txt":
@@ -116,10 +115,3 @@ def _parse_prompt(record: Any, location: str) -> Prompt:
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
-
-
-def _read_stdin() -> str:
-    try:
-        return sys.stdin.buffer.read().decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise ValueError("stdin is not UTF-8 text; convert it first, for instance with iconv -t utf-8") from None

@@ -4,10 +4,28 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+
+def typed_text(word: str) -> str:
+    """A word of the command line as UTF-8, also where the locale knows ASCII only: there Python escapes its bytes."""
+    try:
+        return os.fsencode(word).decode("utf-8") if any("\udc80" <= letter <= "\udcff" for letter in word) else word
+    except UnicodeError:
+        return word
+
+
+def read_stdin() -> str:
+    """The text of stdin, which is UTF-8 whatever the locale is. Errors: ValueError."""
+    try:
+        return sys.stdin.buffer.read().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError("stdin is not UTF-8 text; convert it first, for instance with iconv -t utf-8") from None
 
 
 def read_text(file: Path) -> str:

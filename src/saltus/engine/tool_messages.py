@@ -11,6 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from saltus.engine.template_limits import render_chat
@@ -75,6 +76,7 @@ def readable_messages(
 def _as_texts(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
     """The conversation without fields for tools: they stand in a system message, calls and results in texts."""
     written: list[Message] = []
+    messages = _in_order_of_calls(messages)
     for place, message in enumerate(messages):
         text = _as_text(message)
         if message.get("role") == "tool" and place and messages[place - 1].get("role") == "tool":
@@ -88,6 +90,19 @@ def _as_texts(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str
         else:
             written.insert(0, {"role": "system", "content": prompt})
     return written
+
+
+def _in_order_of_calls(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Results in the order of their calls: a text has no ids, so that a result's place says which call it is of."""
+    made: list[Message] = []
+    places: dict[str, int] = {}  # of the calls of the answer before
+    for is_result, group in groupby(map(dict, messages), lambda message: message.get("role") == "tool"):
+        if is_result:
+            made += sorted(group, key=lambda result: places.get(str(result.get("tool_call_id")), len(places)))
+            continue
+        made += group
+        places = {str(call.get("id")): place for place, call in enumerate(made[-1].get("tool_calls") or ())}
+    return made
 
 
 def _as_text(message: Mapping[str, Any]) -> Message:

@@ -34,10 +34,13 @@ def check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise SourceError(f"{folder} is a file; give the folder that holds config.json and the weights")
     if not (folder / "config.json").is_file():
+        if ggufs := sorted(file for file in folder.iterdir() if file.suffix.lower() == ".gguf"):
+            raise SourceError(f"{folder} holds GGUF files; name the file, such as {ggufs[0]}")
         raise SourceError(f"{folder} holds no model (config.json is missing): give a folder that save_pretrained wrote")
     for file in folder.iterdir():
         if file.is_file() and is_lfs_pointer(file):
             raise SourceError(f"{file} is a pointer of git-lfs, not the file itself; run git lfs pull in its folder")
+    _check_generation_config(folder / "generation_config.json")
     if (folder / INDEX_FILE).is_file():
         return
     weights = weight_files(folder)
@@ -53,6 +56,16 @@ def check_folder(folder: Path) -> None:
             )
         if file.suffix == ".safetensors":
             _read_safetensors_header(file)
+
+
+def _check_generation_config(file: Path) -> None:
+    """Raise SourceError for a damaged one: Transformers would go on without the end tokens that it names."""
+    try:
+        whole = not file.is_file() or isinstance(json.loads(file.read_bytes()), dict)
+    except (ValueError, RecursionError):
+        whole = False
+    if not whole:
+        raise SourceError(f"{file} is no JSON object; fetch it again, or remove it to end texts as config.json says")
 
 
 def is_lfs_pointer(file: Path) -> bool:

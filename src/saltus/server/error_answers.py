@@ -31,9 +31,16 @@ async def _invalid_request(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
     of_field = [detail for detail in errors if detail["loc"][:2] == errors[0]["loc"][:2]]
-    # where a value may have several forms, the one that fits most: but for its length, or in its outer parts
-    first = max(of_field, key=lambda detail: (detail["type"].endswith("too_long"), len(detail["loc"])))
-    names = _names_in(error.body, first["loc"])
+    # where a value may have several forms, the one that fits most: but for its length, or in its outer parts; an
+    # unknown type says more than the fields that others have
+    first = max(
+        of_field,
+        key=lambda detail: (
+            detail["type"].endswith("too_long"), len(detail["loc"]), detail["type"] != "missing" and
+            detail["loc"][-1] == "type",
+        ),
+    )  # fmt: skip
+    names = _names_in(error.body, first["loc"], first["type"] == "missing")
     if first["type"] == "extra_forbidden":
         message = f"the field {names[-1]!r} is not supported; leave it out"
     elif first["type"] == "value_error":
@@ -41,20 +48,27 @@ async def _invalid_request(_: Request, error: Exception) -> Response:
     elif first["type"] == "json_invalid" or not names:
         message, names = "the body is not a JSON object (of content type application/json)", []
     else:
-        message = f"{'.'.join(names) or 'the body'}: {first['msg']}"
+        message = f"{'.'.join(names) or 'the body'}: {_in_words_of_json(first['msg'])}"
     refused = ApiError(400, message, ".".join(names) or None, "unsupported" if "not supported" in message else None)
     return JSONResponse(refused.body(), 400)
 
 
-def _names_in(body: Any, place: Sequence[str | int]) -> list[str]:
-    """The names on the way to a value that is wrong, without those of the types that were tried on it."""
+def _in_words_of_json(message: str) -> str:
+    """A message of Pydantic without Python's names of types."""
+    message = message.replace("valid dictionary or object to extract fields from", "valid object")
+    message = message.replace("valid dictionary", "valid object")
+    return message.replace("Unable to extract tag using discriminator 'type'", "the field 'type' is missing")
+
+
+def _names_in(body: Any, place: Sequence[str | int], missing: bool) -> list[str]:
+    """The names on the way to a value that is wrong or missing, without those of the types that were tried on it."""
     names: list[str] = []
     value = body
     for number, part in enumerate(place[1:], start=2):
         try:
             value = value[part]
         except (LookupError, TypeError):
-            if number < len(place) or not isinstance(value, dict):  # a field that is missing is the last part
+            if number < len(place) or not missing:  # a field that is missing is the last part
                 continue
         names.append(str(part))
     return names

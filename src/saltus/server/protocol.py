@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -34,6 +34,7 @@ MAX_BIASES = 1024  # tokens of logit_bias
 MAX_ITEMS = 4096  # messages of a conversation with their parts, or prompts of a request
 MAX_TOKENS = 2**20  # of a prompt that is given as token ids
 
+TextKind = Literal["text", "input_text", "output_text", "refusal"]  # of the parts of messages
 StopString = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
 TokenIds = Annotated[Items[int], Field(max_length=MAX_TOKENS)]
 StopTokenIds = Annotated[Items[int], Field(max_length=MAX_STOP_TOKENS)]
@@ -124,16 +125,28 @@ class SharedFields(SamplingFields, GrammarFields):
 
 
 def _of_text(kind: Any) -> Any:
-    if isinstance(kind, str) and not kind.endswith("text"):
+    if isinstance(kind, str) and kind not in get_args(TextKind):
         raise ValueError(f"a message has a part of the type {kind!r}, but this model reads text alone; leave it out")
     return kind
 
 
 class ContentPart(Fields):
-    """A piece of a message: text only."""
+    """A piece of a message: text only. A part may be a bare text, or an earlier refusal."""
 
-    type: Annotated[Literal["text"], BeforeValidator(_of_text)]
+    type: Annotated[TextKind, BeforeValidator(_of_text)]
     text: str
+    # accepted and ignored
+    annotations: list[Any] | None = None
+    cache_control: JsonObject | None = None  # Anthropic's hint, which agents send to any server
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_object(cls, given: Any) -> Any:
+        if isinstance(given, str):
+            return {"type": "text", "text": given}
+        if isinstance(given, dict) and given.get("type") == "refusal":
+            return {"text": given.get("refusal"), **{name: value for name, value in given.items() if name != "refusal"}}
+        return given
 
 
 class ChatFields(Fields):
@@ -159,6 +172,7 @@ class Message(BaseModel):
 
     role: str
     content: str | Items[ContentPart] | None = None
+    refusal: str | None = None  # of an earlier answer, in place of a content
 
 
 class Prediction(Fields):
@@ -222,12 +236,9 @@ class DetokenizeRequest(Fields):
     tokens: TokenIds
 
 
-class ResponseContentPart(Fields):
+class ResponseContentPart(ContentPart):
     """A piece of a message in a response's input, or of an earlier answer."""
 
-    type: Annotated[Literal["input_text", "output_text", "text"], BeforeValidator(_of_text)]
-    text: str
-    annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
 
 
@@ -348,7 +359,8 @@ class ResponsesRequest(SamplingFields, ChatFields):
     def tool_fields(self) -> ToolFields:
         """The tools as chat completions describe them. Errors: ValueError."""
         tools = [
-            Tool(function=Function(**tool.model_dump(exclude={"type"}, exclude_none=True))) for tool in self.tools or ()
+            Tool(function=Function(**tool.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)))
+            for tool in self.tools or ()
         ]
         choice: Any = self.tool_choice
         if isinstance(choice, ResponseNamedTool):

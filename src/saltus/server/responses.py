@@ -16,12 +16,11 @@ from saltus.server.errors import ApiError
 from saltus.server.protocol import (
     ResponseCall,
     ResponseCallOutput,
-    ResponseContentPart,
     ResponseReasoning,
     ResponsesRequest,
 )
 from saltus.server.structured import Tools
-from saltus.server.translation import ROLES, speculation_metrics
+from saltus.server.translation import ROLES, joined_text, speculation_metrics
 
 REASONING_PLACE = {"output_index": 0, "content_index": 0}
 
@@ -50,15 +49,13 @@ def response_messages(body: ResponsesRequest) -> list[dict[str, Any]]:
             else:
                 messages.append({**said, "tool_calls": [call]})
         elif isinstance(item, ResponseCallOutput):
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": joined_text(item.output)})
         else:
             role = ROLES.get(item.role, item.role)
-            messages.append({**(said if role == "assistant" else {}), "role": role, "content": _text(item.content)})
+            messages.append(
+                {**(said if role == "assistant" else {}), "role": role, "content": joined_text(item.content)}
+            )
     return messages
-
-
-def _text(content: str | list[ResponseContentPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class ResponseAnswer(Answer):

@@ -201,7 +201,7 @@ class Service:
                 names = ("add_generation_prompt", "continue_final_message", "add_special_tokens")
                 tokens = engine.encode(
                     messages,
-                    tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+                    tools=[tool.model_dump(by_alias=True, exclude_none=True) for tool in body.tools or ()],
                     chat_template_kwargs=body.chat_template_kwargs or {},
                     parse_special=bool(body.parse_special),
                     **{name: getattr(body, name) for name in names},

@@ -23,9 +23,12 @@ class TextFormat(Fields):
 
 
 class JsonObjectFormat(Fields):
-    """Any JSON object."""
+    """Any JSON object, or as llama.cpp's server and others have it, JSON of a schema."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
     type: Literal["json_object"]
+    definition: JsonObject | None = Field(None, alias="schema")
 
 
 class JsonSchema(Fields):
@@ -40,10 +43,17 @@ class JsonSchema(Fields):
 
 
 class JsonSchemaFormat(Fields):
-    """JSON that follows a schema, as chat completions ask for it."""
+    """JSON that follows a schema, as chat completions ask for it; llama.cpp's server has the schema beside the type."""
 
     type: Literal["json_schema"]
     json_schema: JsonSchema
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nested(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "schema" in given and "json_schema" not in given:
+            return {"type": given.get("type"), "json_schema": {k: v for k, v in given.items() if k != "type"}}
+        return given
 
 
 class FlatJsonSchemaFormat(JsonSchema):
@@ -87,7 +97,11 @@ class GrammarFields(Fields):
         grammars.append(("response_format", format_grammar, self.response_format))
         grammars = [entry for entry in grammars if entry[2] is not None and not isinstance(entry[2], TextFormat)]
         if len(grammars) > 1:
-            raise ApiError(400, f"give {grammars[0][0]} or {grammars[1][0]}, not both", grammars[1][0])
+            (first, *_), (second, *_) = grammars[:2]
+            message = (
+                f"give {first} or {second}, not both" if first != second else f"{first} has several forms; give one"
+            )
+            raise ApiError(400, message, second)
         return checked_grammar(engine, *grammars[0]) if grammars else None
 
 
@@ -97,6 +111,8 @@ def format_grammar(given: TextFormat | JsonObjectFormat | JsonSchemaFormat | Fla
         return Grammar.json_schema(given.json_schema.definition, bool(given.json_schema.strict))
     if isinstance(given, FlatJsonSchemaFormat):
         return Grammar.json_schema(given.definition, bool(given.strict))
+    if isinstance(given, JsonObjectFormat) and given.definition is not None:
+        return Grammar.json_schema(given.definition, False)
     return Grammar.json_object() if isinstance(given, JsonObjectFormat) else None
 
 
@@ -113,10 +129,12 @@ def checked_grammar(engine: Engine, field: str, make: Callable[[Any], Grammar | 
 class Function(Fields):
     """A function that the model may call."""
 
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    name: str = Field(pattern=r"^[a-zA-Z0-9_./:-]{1,128}$")  # OpenAI's, and those of MCP servers
     description: str | None = None
     parameters: JsonObject | None = None  # a JSON schema
     strict: bool | None = None
+    return_: JsonObject | None = Field(None, alias="return")  # for the chat template, as Transformers describes tools
+    response: JsonObject | None = None  # for the chat template, as Gemini's tools describe it
 
 
 class Tool(Fields):
@@ -124,6 +142,7 @@ class Tool(Fields):
 
     type: Literal["function"] = "function"
     function: Function
+    cache_control: JsonObject | None = Field(default=None, exclude=True)  # accepted and ignored, as in messages
 
 
 class FunctionName(Fields):
@@ -199,10 +218,10 @@ class Tools:
         tools, choice = body.tools or [], body.tool_choice
         if choice == "none":
             tools = []
-        self.offered = [tool.model_dump(exclude_none=True) for tool in tools]
+        self.offered = [tool.model_dump(by_alias=True, exclude_none=True) for tool in tools]
         if (names := chosen_names(choice)) is not None:
             tools = [tool for tool in tools if tool.function.name in names]
-        self._callable = [tool.model_dump(exclude_none=True) for tool in tools]
+        self._callable = [tool.model_dump(by_alias=True, exclude_none=True) for tool in tools]
         self.engine, self.form = engine, tool_format(engine.tokenizer)
         must = isinstance(choice, AllowedTools) and choice.allowed_tools.mode == "required"
         self.required = choice == "required" or isinstance(choice, NamedTool) or must

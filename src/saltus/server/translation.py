@@ -27,7 +27,7 @@ from saltus.server.protocol import (
 )
 
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
-ROLES = {"developer": "system"}  # as chat templates name them
+ROLES = {"developer": "system", "function": "tool"}  # as chat templates name them
 
 
 def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -36,7 +36,10 @@ def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
     for message in messages:
         given = message.model_dump(exclude_none=True)
         role = ROLES.get(message.role, message.role)
-        chat.append({**given, "role": role, "content": joined_text(message.content or "")})
+        said = joined_text(message.content or "") or given.pop("refusal", "")
+        if "function_call" in given and not given.get("tool_calls"):  # OpenAI's older form: one call without an id
+            given["tool_calls"] = [{"type": "function", "function": given.pop("function_call")}]
+        chat.append({**given, "role": role, "content": said})
         if "reasoning" in given:  # vLLM's newer name; templates know the older one
             chat[-1].setdefault("reasoning_content", given["reasoning"])
     return chat
