@@ -25,6 +25,8 @@ from typing import Any
 
 import httpx
 import jsonschema
+from rich.console import Console
+from rich.progress import Progress
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 WORD = {"type": "string", "maxLength": 12}
@@ -246,8 +248,11 @@ def main() -> None:
         threads = [threading.Thread(target=load.client) for _ in range(options.clients)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        with Progress(console=Console(stderr=True)) as progress:
+            answers = progress.add_task("answers", total=options.requests)
+            while any(thread.is_alive() for thread in threads):
+                progress.update(answers, completed=sum(load.outcomes.values()))
+                time.sleep(0.2)
     print(f"{options.requests} requests of {options.clients} clients, {time.perf_counter() - started:.0f} s")
     outcomes = ("valid", "cut off", "invalid")
     print(f"{'kind':16} {outcomes[0]:>8} {outcomes[1]:>8} {outcomes[2]:>8}")
