@@ -36,7 +36,7 @@ def test_a_schema_that_cannot_be_followed_names_its_tool(engine):
     tools[-1]["function"]["strict"] = True
     with pytest.raises(ValueError, match=r"'other' .*uniqueItems"):
         tool_grammar(tools, "auto", True, engine.tokenizer)
-    tools[-1]["function"] = {"name": "third", "parameters": {"type": "x"}}
+    tools[-1]["function"] = {"name": "third", "parameters": {"enum": []}}
     with pytest.raises(ValueError, match="'third'"):
         tool_grammar(tools, "auto", True, engine.tokenizer)
 

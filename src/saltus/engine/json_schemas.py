@@ -23,6 +23,7 @@ SCHEMAS = {
     "items", "additionalItems", "prefixItems", "additionalProperties", "allOf", "anyOf", "oneOf", "not", "if", "then",
     "else", "contains", "propertyNames", "unevaluatedItems", "unevaluatedProperties",
 }  # fmt: skip
+TYPES = {"null", "boolean", "object", "array", "number", "integer", "string"}
 VALUES = {"const", "default", "enum", "example", "examples"}  # keywords whose null is a value
 
 
@@ -31,7 +32,7 @@ def followed_schema(schema: Mapping[str, Any], strict: bool) -> dict[str, Any]:
 
     What restricts nothing is left out: fields that are null, `uniqueItems: false`, references to unknown dialects. With
     `strict` any other keyword that llguidance cannot follow is an error. Without, it is ignored: keywords and formats
-    that it does not know, patterns that are no regular expression, and references to other documents.
+    and types that it does not know, patterns that are no regular expression, references to other documents.
     Errors: ValueError of one line that names the keyword.
     """
     try:
@@ -121,4 +122,8 @@ def _without_effect(keyword: str, value: Any) -> bool:
 def _cannot_be_followed(keyword: str, value: Any) -> bool:
     if keyword == "pattern" and isinstance(value, str):
         return bool(schema_problem({"type": "string", "pattern": value}))
+    if keyword == "type":  # such as "any" and "float", which some clients write
+        return not TYPES.issuperset(value if isinstance(value, list) else [str(value)])
+    if keyword in NAMED_SCHEMAS:  # PHP writes an empty object as a list
+        return value == []
     return keyword == "$ref" and not str(value).startswith("#")
