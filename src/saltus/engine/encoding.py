@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from saltus.engine.control_tokens import control_tokens
+from saltus.engine.message_parts import template_reads_parts, with_parts
 from saltus.engine.results import PromptLike
 from saltus.engine.template_limits import render_chat
 from saltus.engine.text_bounds import require_fits
@@ -162,6 +163,8 @@ def _render(tokenizer: Any, given: _Rendered, settings: PromptSettings, continue
         raise ValueError("add_generation_prompt and continue_final_message exclude each other; leave one out")
     if tools or has_tools(messages):
         messages = readable_messages(messages, tools, tokenizer)
+    if template_reads_parts(tokenizer, str(tokenizer.chat_template)):
+        messages = with_parts(messages)
     try:
         return render_chat(
             tokenizer, messages, add_generation_prompt=not continues if begins is None else begins,

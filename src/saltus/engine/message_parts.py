@@ -1,0 +1,36 @@
+"""Give contents of messages as lists of parts to the chat templates that read nothing else, as vision models' do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from saltus.engine.template_limits import render_chat
+
+PROBE = "saltus_probe"
+
+
+@lru_cache(maxsize=8)
+def template_reads_parts(tokenizer: Any, template: str) -> bool:
+    """True if the tokenizer's template loses a content that is a text, and writes one that is a list of parts."""
+    return bool(template) and not _writes(tokenizer, PROBE) and _writes(tokenizer, _parts(PROBE))
+
+
+def with_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, with contents that are texts as lists of one part."""
+    return [
+        {**message, "content": _parts(message["content"])} if isinstance(message.get("content"), str) else dict(message)
+        for message in messages
+    ]
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+def _writes(tokenizer: Any, content: Any) -> bool:
+    try:
+        return PROBE in render_chat(tokenizer, [{"role": "user", "content": content}])
+    except ValueError:
+        return False
