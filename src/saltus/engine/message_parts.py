@@ -8,13 +8,13 @@ from typing import Any
 
 from saltus.engine.template_limits import render_chat
 
-PROBE = "saltus_probe"
+PROBE = "saltus_probe"  # a word that no template writes by itself
 
 
 @lru_cache(maxsize=8)
 def template_reads_parts(tokenizer: Any, template: str) -> bool:
     """True if the tokenizer's template loses a content that is a text, and writes one that is a list of parts."""
-    return bool(template) and not _writes(tokenizer, PROBE) and _writes(tokenizer, _parts(PROBE))
+    return bool(template) and not writes_probe(tokenizer, PROBE) and writes_probe(tokenizer, _parts(PROBE))
 
 
 def with_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -29,8 +29,9 @@ def _parts(text: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text}]
 
 
-def _writes(tokenizer: Any, content: Any) -> bool:
+def writes_probe(tokenizer: Any, content: Any, tools: Sequence[Mapping[str, Any]] | None = None) -> bool:
+    """True if the chat template takes a message of this content, and PROBE is in what it writes."""
     try:
-        return PROBE in render_chat(tokenizer, [{"role": "user", "content": content}])
+        return PROBE in render_chat(tokenizer, [{"role": "user", "content": content}], tools=tools)
     except ValueError:
         return False

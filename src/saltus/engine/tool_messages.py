@@ -11,9 +11,11 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
+from saltus.engine.message_parts import PROBE, writes_probe
 from saltus.engine.template_limits import render_chat
 from saltus.engine.tool_calls import HERMES
 
@@ -37,14 +39,11 @@ def has_tools(messages: Sequence[Mapping[str, Any]]) -> bool:
     return any(message.get("tool_calls") not in (None, []) or message.get("role") == "tool" for message in messages)
 
 
-def template_knows_tools(tokenizer: Any) -> bool:
-    """True if the chat template writes the tools that it is given."""
-    messages = [{"role": "user", "content": "?"}]
-    tool = {"type": "function", "function": {"name": "saltus_probe", "description": "", "parameters": {}}}
-    try:
-        return "saltus_probe" in render_chat(tokenizer, messages, tools=[tool])
-    except ValueError:
-        return False
+@lru_cache(maxsize=8)
+def template_knows_tools(tokenizer: Any, template: str) -> bool:
+    """True if the tokenizer's chat template writes the tools that it is given."""
+    tool = {"type": "function", "function": {"name": PROBE, "description": "", "parameters": {}}}
+    return bool(template) and writes_probe(tokenizer, "?", [tool])
 
 
 def readable_messages(
@@ -56,7 +55,7 @@ def readable_messages(
     field of a message that is wrong.
     """
     parsed = [_with_parsed_arguments(message, place) for place, message in enumerate(messages)]
-    knows_tools = template_knows_tools(tokenizer)
+    knows_tools = template_knows_tools(tokenizer, str(tokenizer.chat_template))
     first = written = parsed if knows_tools else _as_texts(messages, tools)
     steps: list[Callable[[list[Message]], list[Message]]] = [
         list, _with_short_ids, _with_single_calls, _merged, _without_system_messages,

@@ -108,14 +108,14 @@ class NativeDecoder:
         self.new_rows = [x.transpose(0, 1) for x in (self.k, self.v)]  # [kv_heads, rows, dim] each
         buffers = self.q, self.k, self.v, self.out
         self.row_bytes = [x.stride(0) * x.element_size() for x in buffers]
-        self.attention_constants = native.Attention(
+        attention = native.Attention(
             **{name: x.data_ptr() for name, x in zip(("query", "key", "value", "out"), buffers, strict=True)},
             **{f"{name}_row": x.stride(0) for name, x in zip(("query", "key", "value"), buffers, strict=False)},
             **{f"{name}_head": x.stride(1) for name, x in zip(("query", "key", "value"), buffers, strict=False)},
             heads=self.heads, kv_heads=self.kv_heads, dim=self.dim, value_dim=self.dim, scale=first.scaling,
             same_everywhere=uses_integers(model),
         )  # fmt: skip
-        self.attention_bytes = bytes(self.attention_constants)
+        self.attention_bytes = bytes(attention)  # what is the same in every call
         self.constants = self._constants()
         self.has_rope_table = self.base.rotary_emb.rope_type in STATIC_ROPE_TYPES
         self.no_layers_kept = (native.POINTER * self.num_layers)()
