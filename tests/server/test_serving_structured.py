@@ -117,13 +117,19 @@ def test_a_conversation_with_calls_goes_on(client):  # noqa: F811
     [
         ({"guided_regex": "("}, "guided_regex"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, "grammar"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}, "strict": True}}},
+            "type",
+        ),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "tools"),
         ({"tools": [*TOOLS, TOOLS[0]]}, "two tools"),
         ({"tool_choice": "required"}, "no tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "run"}}}, "run"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "x"}}}]}, "grammar"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "strict": True, "parameters": {"type": "x"}}}]},
+            "type",
+        ),
         ({"guided_choice": ["b"], "ignore_eos": True}, "grammar"),
     ],
 )
@@ -236,7 +242,10 @@ def test_a_response_that_contradicts_itself_is_refused(server):  # noqa: F811
         ({"tool_choice": "required"}, "no tools"),
         ({"tools": [flat(TOOLS[0])], "tool_choice": {"type": "function", "name": "run"}}, "run"),
         ({"tools": [flat(TOOLS[0])], "text": {"format": {"type": "json_object"}}}, "tools"),
-        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "x"}}}}, "text.format"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "a", "strict": True, "schema": {"type": "x"}}}},
+            "text.format",
+        ),
     ):
         answer = httpx.post(f"{server[1]}/v1/responses", headers=JSON, json={"input": PROMPT, **fields})
         assert answer.status_code == 400, fields
