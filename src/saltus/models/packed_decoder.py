@@ -187,6 +187,9 @@ class PackedDecoder(nn.Module):
     def device(self) -> torch.device:
         return self.lm_head.weight.device
 
+    def get_decoder(self) -> Any:
+        return self.model
+
     def get_input_embeddings(self) -> nn.Embedding:
         return self.model.embed_tokens
 
