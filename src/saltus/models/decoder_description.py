@@ -194,16 +194,15 @@ def fused_mlp(config: Any, layer: int) -> MLP:
 
 def llama_layer(config: Any, layer: int, **changes: Any) -> Layer:
     """A layer as Llama names it, changed in places."""
-    path, epsilon = f"layers.{layer}", config.rms_norm_eps
-    settings: dict[str, Any] = {
-        "mixer_norm": Norm(f"{path}.input_layernorm", epsilon),
-        "mlp_norm": Norm(f"{path}.post_attention_layernorm", epsilon),
-    }
+    path = f"layers.{layer}"
+    if "mixer_norm" not in changes:
+        changes["mixer_norm"] = Norm(f"{path}.input_layernorm", config.rms_norm_eps)
+        changes["mlp_norm"] = Norm(f"{path}.post_attention_layernorm", config.rms_norm_eps)
     if "mixer" not in changes:
-        settings["mixer"] = llama_attention(config, layer)
+        changes["mixer"] = llama_attention(config, layer)
     if "mlp" not in changes:
-        settings["mlp"] = llama_mlp(config, layer)
-    return Layer(**settings | changes)
+        changes["mlp"] = llama_mlp(config, layer)
+    return Layer(**changes)
 
 
 def llama_decoder(config: Any, layers: list[Layer], **changes: Any) -> DecoderDescription:

@@ -88,7 +88,7 @@ class _AttentionKind:
     struct: bytes
     window: int | None
     own_memory: int | None  # the layer of the memory that this kind alone uses; None: that of most layers
-    row_bytes: tuple[int, int, int, int]  # of queries, keys, values and outputs
+    row_bytes: tuple[int, ...]  # of queries, keys, values and outputs
     new_rows: tuple[Tensor, Tensor]  # keys and values, [kv_heads, rows, size]
 
 
@@ -249,16 +249,13 @@ class DecoderOps:
         for number, sequence in enumerate(call.sequences):
             cache, slots = sequence.kv_cache, sequence.past_length + sequence.num_rows
             cache.reserve(self.num_main_layers, slots, *main_rows)
-            keys, values = cache.keys, cache.values
-            assert keys is not None and values is not None
-            key_steps[number] = keys.stride(0) * keys.element_size()
-            value_steps[number] = values.stride(0) * values.element_size()
+            assert cache.keys is not None and cache.values is not None
+            main = cache.keys, cache.values
+            key_steps[number], value_steps[number] = (x.stride(0) * x.element_size() for x in main)
             for index, kind in enumerate(self.kinds):
-                struct = structs[index * texts + number]
+                struct, (keys, values) = structs[index * texts + number], main
                 if kind.own_memory is not None:
                     keys, values = cache.reserve_odd_layer(kind.own_memory, slots, *kind.new_rows)
-                else:
-                    keys, values = cache.keys, cache.values
                 struct.keys, struct.values, struct.capacity = keys.data_ptr(), values.data_ptr(), keys.shape[-2]
                 if start:
                     for name, step in zip(("query", "key", "value", "out"), kind.row_bytes, strict=True):

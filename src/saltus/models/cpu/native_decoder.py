@@ -245,7 +245,7 @@ class _AngleTable:
             found = self.module(self.hidden[None], position_ids=positions[None], **kind)
         if self.angles.repeats_neighbours:
             found = [x[..., ::2].repeat(1, 1, 2) for x in found]
-        return [x[0].contiguous() for x in found]
+        return [x[0].to(self.hidden.dtype).contiguous() for x in found]
 
 
 def raise_if_failed(code: int, vocab: int) -> None:
