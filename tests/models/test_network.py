@@ -7,7 +7,18 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM
 
-from architectures import ARCHITECTURES, LLAMA_LIKE, ONE_PER_FEATURE, VOCAB, chain, random_tree, read, text, tiny
+from architectures import (
+    ARCHITECTURES,
+    DESCRIBED,
+    LLAMA_LIKE,
+    ONE_PER_FEATURE,
+    VOCAB,
+    chain,
+    random_tree,
+    read,
+    text,
+    tiny,
+)
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.engine.checkpoints import make_network
@@ -15,7 +26,6 @@ from saltus.models.causal import MAX_NODES, MAX_ROWS_PER_CALL, CausalNetwork
 
 DTYPES = [torch.float32, torch.bfloat16]
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.004}  # of the error's norm over the logits'
-NATIVE = ["Llama", "Mistral", "Qwen2", "Qwen3"]
 LENGTH = 40
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
@@ -60,7 +70,7 @@ def test_a_read_gives_the_logits_of_the_models_own_forward(name, dtype):
     assert errors.max() < BOUNDS[dtype]
 
 
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", DESCRIBED)
 def test_half_precision_gives_the_logits_of_the_models_own_forward(name):
     model, tokens = tiny(name).to(torch.float16), text(LENGTH)
     own = own_logits(model, tokens)

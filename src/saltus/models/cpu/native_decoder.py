@@ -211,8 +211,8 @@ class NativeDecoder:
             hidden.copy_(inputs)
         else:
             hidden.copy_(select_rows(self.base.get_submodule(self.description.embedding).weight, inputs))
-            if self.description.embedding_scale != 1:
-                hidden *= self.description.embedding_scale
+            if self.constants.embedding_scale != 1:
+                hidden *= self.constants.embedding_scale
         if gate is not None and self.adapter is not None:
             with BatchInvariantMode():
                 hidden[gate.rows] = self.adapter.embed_queries(gate, hidden[gate.rows]).to(self.dtype)
