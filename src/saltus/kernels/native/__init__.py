@@ -54,7 +54,7 @@ class Attention(ctypes.Structure):
         *((name, INTEGER) for name in ("query_row", "query_head", "key_row", "key_head", "value_row", "value_head")),
         *((name, POINTER) for name in ("keys", "values")),
         ("capacity", INTEGER),
-        *((name, POINTER) for name in ("out", "visible", "first")),
+        *((name, POINTER) for name in ("out", "visible", "first", "sinks")),
         *((name, INTEGER) for name in ("rows", "past", "heads", "kv_heads", "dim", "value_dim")),
         *((name, REAL) for name in ("scale", "softcap")),
         ("same_everywhere", INTEGER),

@@ -16,13 +16,14 @@
 
 typedef struct {
   // one layer's new rows: [rows, heads, dim] by strides in elements (row, head); the last axis is dense
-  const void *query, *key, *value;
+  const void *query, *key, *value;  // key NULL: keys and values of these rows are in the memory already
   int64_t query_row, query_head, key_row, key_head, value_row, value_head;
   void *keys, *values;     // this text's memory: [kv_heads, capacity, dim]
   int64_t capacity;
   void *out;               // [rows, heads, value_dim], dense
   const uint8_t *visible;  // [rows, rows]: may row i see new row j?
-  const int32_t *first;    // [rows]: first slot that row i may see (sliding windows), 0 otherwise
+  const int32_t *first;    // [rows]: first slot that row i may see (sliding windows, chunks), 0 otherwise
+  const float *sinks;      // [heads] or NULL: a score of each head that takes weight and has no value
   int64_t rows, past, heads, kv_heads, dim, value_dim;
   float scale, softcap;    // softcap 0: none
   int64_t same_everywhere;  // the bits must not depend on the processor: the matrix unit is left alone
