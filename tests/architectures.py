@@ -58,9 +58,14 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
     "Qwen3Moe": {**LLAMA_LIKE, **EXPERTS, "head_dim": 16},
 }  # fmt: skip
 
+GEMMA4_SHARED = {  # layers that read the keys and values of others, with wider MLPs
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True, "attention_k_eq_v": False,
+}  # fmt: skip
+
 DESCRIBED = [  # by a file of saltus.models.architectures
-    "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3", "Phi3", "Granite", "Glm4", "Cohere", "Cohere2",
-    "Olmo2", "Olmo3", "SmolLM3", "Starcoder2",
+    "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3", "Gemma4", "Phi3", "Granite", "Glm4", "Cohere",
+    "Cohere2", "Olmo2", "Olmo3", "SmolLM3", "Starcoder2",
 ]  # fmt: skip
 
 ONE_PER_FEATURE = [  # of attention, and of what is computed around it

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from saltus.models.reach import Reach
+
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu_squared", "sigmoid"]
 ACTIVATIONS: dict[str, Activation] = {  # by their names in configurations
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu",
@@ -37,10 +39,10 @@ class Norm:
     """A norm of rows, y = x / √(mean x² + ε) · w ("rms"), which first rounds the quotient.
 
     "rms-float32" rounds once, after the product with w + `offset`. "layer" is LayerNorm: the mean is taken off before,
-    and biases are added.
+    and biases are added. Without a path w is 1.
     """
 
-    path: str
+    path: str | None
     epsilon: float
     kind: Literal["rms", "rms-float32", "layer"] = "rms"
     offset: float = 0.0
@@ -63,11 +65,13 @@ class Attention:
     """Softmax attention of `heads` queries over `kv_heads` keys and values of size `dim`.
 
     Queries and keys may have a norm, of each head or of all heads together (`norms_heads`), before they are rotated.
+    Without a key, the layer reads the keys and values of the layer `shares`; without a value, values are the keys
+    before their norm.
     """
 
     query: Weight
-    key: Weight
-    value: Weight
+    key: Weight | None
+    value: Weight | None
     output: Weight
     heads: int
     kv_heads: int
@@ -77,9 +81,12 @@ class Attention:
     rotates_neighbours: bool = False  # pairs of dimensions are neighbours, not half the rotated ones apart
     query_norm: Norm | None = None
     key_norm: Norm | None = None
+    value_norm: Norm | None = None
     norms_heads: bool = True
-    window: int | None = None  # how many of the last positions it sees
+    reach: Reach = None  # how far back it sees
     softcap: float | None = None  # of scores
+    sinks: str | None = None  # the path of a score of each head that takes weight and has no value
+    shares: int | None = None
 
 
 @dataclass(frozen=True)
@@ -93,10 +100,33 @@ class MLP:
 
 
 @dataclass(frozen=True)
+class TokenInput:
+    """What a token says to a layer directly (Gemma 3n, 4): x + norm(output(activation(gate x) · t)).
+
+    t is √½ (norm(P e) + E), with e the input embedding; P e and E are a layer's part of `TokenInputs`.
+    """
+
+    gate: Weight
+    output: Weight
+    output_norm: Norm
+    activation: Activation
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """The parts of all layers: a scaled embedding, and a projection of input embeddings with a norm of each part."""
+
+    embedding: str
+    embedding_scale: float
+    projection: Weight
+    norm: Norm
+
+
+@dataclass(frozen=True)
 class Layer:
     """x + mixer(norm(x)), then the same with the MLP; each output may have a norm of its own, or be scaled.
 
-    `parallel`: both read the layer's input.
+    `parallel`: both read the layer's input. The layer's output is multiplied by the number `output_scale`, by its path.
     """
 
     mixer: Attention
@@ -107,6 +137,8 @@ class Layer:
     mlp_output_norm: Norm | None = None
     residual_scale: float = 1.0
     parallel: bool = False
+    token_input: TokenInput | None = None
+    output_scale: str | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +155,7 @@ class DecoderDescription:
     input_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
+    token_inputs: TokenInputs | None = None
 
 
 def head_dim(config: Any) -> int:
@@ -152,8 +185,9 @@ def llama_attention(config: Any, layer: int, **changes: Any) -> Attention:
         "query": Weight(f"{path}.q_proj"), "key": Weight(f"{path}.k_proj"), "value": Weight(f"{path}.v_proj"),
         "output": Weight(f"{path}.o_proj"), "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads, "dim": dim, "scale": dim**-0.5,
-        "window": sliding_window(config, layer),
     }  # fmt: skip
+    if "reach" not in changes:
+        settings["reach"] = sliding_window(config, layer)
     return Attention(**settings | changes)
 
 

@@ -114,7 +114,7 @@ class Norm(ctypes.Structure):
         *((name, POINTER) for name in ("x", "weight", "out")),
         *((name, INTEGER) for name in ("rows", "size")),
         ("epsilon", REAL),
-        ("kind", INTEGER),
+        *((name, INTEGER) for name in ("kind", "parts")),
         *((name, POINTER) for name in ("add", "room")),
     ]
 
@@ -129,13 +129,22 @@ class Addition(ctypes.Structure):
     ]
 
 
+class Columns(ctypes.Structure):
+    """The struct `Columns` of kernels.c, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("x", "out")),
+        *((name, INTEGER) for name in ("rows", "width", "first", "size")),
+    ]
+
+
 class Op(ctypes.Structure):
     """The struct `Op` of kernels.c, field for field."""
 
     _fields_ = [("kind", INTEGER), ("of", POINTER), ("which", INTEGER), ("place", INTEGER)]
 
 
-LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD = range(6)  # kinds of Op
+LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS = range(8)  # kinds of Op
 NORM_KINDS = {"rms": 0, "rms-float32": 1, "layer": 2}
 ACTIVATION_NUMBERS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu_squared": 3, "sigmoid": 4}
 SILU_ALONE = 5  # not of a gate
@@ -155,7 +164,7 @@ class Decoder(ctypes.Structure):
         *((name, REAL) for name in ("embedding_scale", "logit_scale", "logit_softcap")),
         ("norm", Norm),
         ("head", Linear),
-        ("ops", POINTER),
+        *((name, POINTER) for name in ("tokens", "ops")),
         ("num_ops", INTEGER),
         *(
             (name, POINTER)

@@ -73,7 +73,8 @@ typedef struct {
   int64_t rows, size;
   float epsilon;
   int64_t kind;
-  const void *add;  // [rows, size] or NULL: added to the rounded norm
+  int64_t parts;    // of a row, each of which is normed by itself; 0: one
+  const void *add;  // [rows, parts, size] or NULL: added to the rounded norm
   void *room;       // set by the kernel
 } Norm;
 
@@ -83,6 +84,12 @@ typedef struct {
   int64_t rows, size;
   float scale;
 } Addition;
+
+typedef struct {
+  const void *x;  // [rows, width], dense
+  void *out;      // [rows, size], dense: columns of x
+  int64_t rows, width, first, size;
+} Columns;
 
 typedef struct {
   const void *x;    // [rows, size], dense
@@ -98,10 +105,10 @@ typedef struct {
 #define UNKNOWN_TOKEN 2
 
 // What a decoder does, in order. `of` is a struct that stays the same from call to call, but for its rows.
-enum { LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD };
+enum { LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS };
 typedef struct {
   int64_t kind;
-  const void *of;  // Linear, Norm, Rotary, Addition
+  const void *of;  // Linear, Norm, Rotary, Addition, Columns, Expansion
   int64_t which;   // layer; angles of a rotation; arguments of an attention
   int64_t place;   // of an attention: which layer's memory, counted from that of the arguments
 } Op;
@@ -117,6 +124,7 @@ typedef struct {
   float logit_scale, logit_softcap;  // logits, too; then softcap · tanh(logits / softcap); 0: not
   Norm norm;                    // the last one: x is [rows, size]; out has all rows, or the selected ones
   Linear head;                  // gives the logits; out is NULL: none are wanted
+  const int64_t *tokens;        // [rows], or NULL: inputs are embeddings
   const Op *ops;
   int64_t num_ops;
   const Attention *attentions;  // [kinds, texts]

@@ -15,13 +15,17 @@ from saltus.kernels.packed_weight import kernel_arguments, select_outputs
 from saltus.models.cpu.attention import AttentionCall
 from saltus.models.decoder_description import (
     MLP,
+    Angles,
     Attention,
     DecoderDescription,
     Layer,
     Norm,
+    TokenInput,
+    TokenInputs,
     Weight,
 )
-from saltus.models.packed_decoder import check_decoder_sizes
+from saltus.models.packed_decoder import check_heads
+from saltus.models.reach import Reach
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,11 @@ class Resolver:
     def module(self, path: str) -> Any:
         return self.base.get_submodule(path)
 
+    def tensor(self, path: str) -> Tensor:
+        """A parameter or buffer by its own path."""
+        parent, _, name = path.rpartition(".")
+        return getattr(self.module(parent), name).detach()
+
     def matrix(self, weight: Weight) -> Matrix:
         module = self.module(weight.path)
         bias = getattr(module, "bias", None)
@@ -69,6 +78,9 @@ class Resolver:
 
     def norm(self, norm: Norm, size: int) -> NormWeights:
         """Errors: AssertionError for a norm of another size."""
+        if norm.path is None:
+            self.made.append(torch.ones(size))
+            return NormWeights(self.made[-1], native.NORM_KINDS["rms-float32"], norm.epsilon)
         module = self.module(norm.path)
         values = module.weight.detach()
         assert values.shape == (size,)
@@ -86,7 +98,7 @@ class _AttentionKind:
     """What calls of a kernel have in common: the first fields, and which memory they use."""
 
     struct: bytes
-    window: int | None
+    reach: Reach
     own_memory: int | None  # the layer of the memory that this kind alone uses; None: that of most layers
     row_bytes: tuple[int, ...]  # of queries, keys, values and outputs
     new_rows: tuple[Tensor, Tensor]  # keys and values, [kv_heads, rows, size]
@@ -110,6 +122,11 @@ class DecoderOps:
         self.list: list[tuple[int, Any, int, int]] = []
         if description.input_scale != 1:
             self._add(hidden, None, description.input_scale)
+        if description.token_inputs is not None:
+            self._token_inputs(description.token_inputs, len(description.layers))
+        self.places: list[
+            tuple[int, int | None]
+        ] = []  # of the layers' keys and values: in the main memory, or their own
         for number, layer in enumerate(description.layers):
             self._layer(number, layer)
         self.ops = (native.Op * len(self.list))()
@@ -145,12 +162,51 @@ class DecoderOps:
             x=x.data_ptr(), out=out.data_ptr(), size=x.shape[1], add=added, **given.arguments("weight", "kind"),
         ))  # fmt: skip
 
-    def _add(self, x: Tensor, add: Tensor | None, scale: float) -> None:
-        """hidden = add + scale · x"""
-        assert x.shape == self.hidden.shape
+    def _add(self, x: Tensor, add: Tensor | None, scale: float, out: Tensor | None = None) -> None:
+        """out = add + scale · x; the hidden states without another output."""
+        out = self.hidden if out is None else out
+        assert x.shape == out.shape
         added = None if add is None else add.data_ptr()
-        struct = native.Addition(x=x.data_ptr(), add=added, out=self.hidden.data_ptr(), size=x.shape[1], scale=scale)
+        struct = native.Addition(x=x.data_ptr(), add=added, out=out.data_ptr(), size=x.shape[1], scale=scale)
         self._op(native.ADD, struct)
+
+    def _copy(self, x: Tensor, out: Tensor, first: int = 0) -> None:
+        """Columns of x from the first one on."""
+        assert 0 <= first <= x.shape[1] - out.shape[1]
+        self._op(native.COPY_COLUMNS, native.Columns(
+            x=x.data_ptr(), out=out.data_ptr(), width=x.shape[1], first=first, size=out.shape[1],
+        ))  # fmt: skip
+
+    def _token_inputs(self, inputs: TokenInputs, layers: int) -> None:
+        """What tokens say to all layers, beside each other."""
+        table = self.weights.module(inputs.embedding).weight
+        weight, format = kernel_arguments(table)
+        count, width = table.shape
+        said, projected = self._buffer("said", width), self._buffer("projected", width)
+        self._op(native.EMBED_TOKENS, native.Expansion(
+            weight=weight, out=said.data_ptr(), format=format, inputs=width,
+        ), which=count)  # fmt: skip
+        self._add(said, None, float(torch.tensor(inputs.embedding_scale, dtype=said.dtype)), said)
+        self._product(self.hidden, [(inputs.projection, projected)])
+        size = width // layers
+        given = self.weights.norm(inputs.norm, size)
+        self._op(native.NORMALIZE, native.Norm(
+            x=projected.data_ptr(), out=said.data_ptr(), size=size, parts=layers, add=said.data_ptr(),
+            **given.arguments("weight", "kind"),
+        ))  # fmt: skip
+        self._add(said, None, 0.5**0.5, said)
+
+    def _token_input(self, number: int, layer: TokenInput) -> None:
+        """Add what tokens say to one layer."""
+        size = len(self.weights.matrix(layer.gate).weight)
+        gate, said = self._buffer("token gate", size), self._buffer("said here", size)
+        made = self._buffer("made", self.hidden.shape[1])
+        (every,) = (buffer for (name, _), buffer in self.buffers.items() if name == "said")
+        self._product(self.hidden, [(layer.gate, gate)])
+        self._copy(every, said, number * size)
+        activation = native.ACTIVATION_NUMBERS[layer.activation]
+        self._product(said, [(layer.output, made)], gate=gate, activation=activation)
+        self._normalize(made, layer.output_norm, self.hidden, add=self.hidden)
 
     def _layer(self, number: int, layer: Layer) -> None:
         self._op(native.LAYER_BEGINS, which=number)
@@ -161,6 +217,10 @@ class DecoderOps:
         if layer.parallel:
             self._to_hidden(mixed, layer.mixer.output, layer.mixer_output_norm, layer.residual_scale)
         self._to_hidden(x, layer.mlp.down, layer.mlp_output_norm, layer.residual_scale, **settings)
+        if layer.token_input is not None:
+            self._token_input(number, layer.token_input)
+        if layer.output_scale is not None:
+            self._add(self.hidden, None, float(self.weights.tensor(layer.output_scale)))
 
     def _inner(self, mlp: MLP, norm: Norm | None) -> tuple[Tensor, dict[str, Any]]:
         """What the last product of an MLP multiplies, and how it is prepared."""
@@ -189,28 +249,42 @@ class DecoderOps:
 
     def _attention(self, number: int, layer: Attention, norm: Norm | None) -> Tensor:
         """The outputs of attention [rows, heads · size]."""
-        check_decoder_sizes(layer.heads, layer.kv_heads, head_dim=layer.dim)
+        check_heads(layer.heads, layer.kv_heads, layer.dim)
         dim = layer.dim
         q, out = (self._buffer(name, layer.heads * dim) for name in ("q", "out"))
         k, v = (self._buffer(name, layer.kv_heads * dim) for name in ("k", "v"))
-        self._product(self.hidden, [(layer.query, q), (layer.key, k), (layer.value, v)], norm)
-        for x, heads, head_norm in ((q, layer.heads, layer.query_norm), (k, layer.kv_heads, layer.key_norm)):
-            if head_norm is not None and not layer.norms_heads:
-                self._normalize(x, head_norm, x)
-                head_norm = None
-            self._rotate(x, heads, layer, head_norm)
-        views = [x.view(len(x), -1, dim) for x in (q, k, v, out)]
-        self._attend(number, layer, *views)
+        given = [
+            (weight, x) for weight, x in ((layer.query, q), (layer.key, k), (layer.value, v)) if weight is not None
+        ]
+        self._product(self.hidden, given, norm)
+        if layer.key is not None and layer.value is None:
+            self._copy(k, v)
+        self._prepare_heads(q, layer.heads, layer, layer.query_norm)
+        if layer.key is not None:
+            self._prepare_heads(k, layer.kv_heads, layer, layer.key_norm)
+            if layer.value_norm is not None:
+                self._rotate(v, layer.kv_heads, dim, layer.value_norm)
+        self._attend(number, layer, *(x.view(len(x), -1, dim) for x in (q, k, v, out)))
         return out
 
-    def _rotate(self, x: Tensor, heads: int, layer: Attention, norm: Norm | None) -> None:
-        if norm is None and layer.angles is None:
+    def _prepare_heads(self, x: Tensor, heads: int, layer: Attention, norm: Norm | None) -> None:
+        """Norms and angles of queries or keys."""
+        if norm is not None and not layer.norms_heads:
+            self._normalize(x, norm, x)
+            norm = None
+        self._rotate(x, heads, layer.dim, norm, layer.angles, layer.rotates_neighbours)
+
+    def _rotate(
+        self, x: Tensor, heads: int, dim: int, norm: Norm | None, angles: Angles | None = None, neighbours: bool = False
+    ) -> None:
+        """Norm each head, and rotate it where there are angles."""
+        if norm is None and angles is None:
             return
-        rotation = native.Rotary(x=x.data_ptr(), heads=heads, dim=layer.dim, neighbours=layer.rotates_neighbours)
+        rotation = native.Rotary(x=x.data_ptr(), heads=heads, dim=dim, neighbours=neighbours)
         if norm is not None:
-            given = self.weights.norm(norm, layer.dim)
+            given = self.weights.norm(norm, dim)
             rotation.norm, rotation.norm_kind, rotation.epsilon = given.values.data_ptr(), given.kind, given.epsilon
-        self._op(native.ROTATE, rotation, -1 if layer.angles is None else self.angles.index(layer.angles))
+        self._op(native.ROTATE, rotation, -1 if angles is None else self.angles.index(angles))
 
     def set_angle_widths(self, widths: Sequence[int]) -> None:
         """How many dimensions of a head each kind of angles rotates."""
@@ -220,23 +294,37 @@ class DecoderOps:
                 struct.turned = widths[which]
 
     def _attend(self, number: int, layer: Attention, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        own = None if (layer.kv_heads, layer.dim) == self.main_sizes else number
+        if layer.shares is None:
+            own = None if (layer.kv_heads, layer.dim) == self.main_sizes else number
+            self.places.append((self.num_main_layers if own is None else 0, own))
+            self.num_main_layers += own is None
+        else:
+            self.places.append(self.places[layer.shares])
+        place, own = self.places[number]
+        sinks = None
+        if layer.sinks is not None:
+            sinks = self.weights.tensor(layer.sinks).float().contiguous()
+            assert sinks.shape == (layer.heads,)
+            self.weights.made.append(sinks)
         struct = native.Attention(
             **{name: x.data_ptr() for name, x in zip(("query", "key", "value", "out"), (q, k, v, out), strict=True)},
             **{f"{name}_row": x.stride(0) for name, x in zip(("query", "key", "value"), (q, k, v), strict=True)},
             **{f"{name}_head": x.stride(1) for name, x in zip(("query", "key", "value"), (q, k, v), strict=True)},
             heads=layer.heads, kv_heads=layer.kv_heads, dim=layer.dim, value_dim=v.shape[-1], scale=layer.scale,
             softcap=layer.softcap or 0.0, same_everywhere=self.same_everywhere,
+            sinks=None if sinks is None else sinks.data_ptr(),
         )  # fmt: skip
+        if layer.key is None:
+            assert layer.shares is not None and layer.shares < number
+            struct.key = None
         row_bytes = tuple(x.stride(0) * x.element_size() for x in (q, k, v, out))
         new_rows = k.transpose(0, 1), v.transpose(0, 1)
-        kind = _AttentionKind(bytes(struct), layer.window, own, row_bytes, new_rows)
-        known = [(each.struct, each.window, each.own_memory) for each in self.kinds]
-        if (same := (kind.struct, kind.window, own)) not in known:
+        kind = _AttentionKind(bytes(struct), layer.reach, own, row_bytes, new_rows)
+        known = [(each.struct, each.reach, each.own_memory) for each in self.kinds]
+        if (same := (kind.struct, kind.reach, own)) not in known:
             self.kinds.append(kind)
             known.append(same)
-        self._op(native.ATTEND, None, known.index(same), 0 if own is not None else self.num_main_layers)
-        self.num_main_layers += own is None
+        self._op(native.ATTEND, None, known.index(same), place)
 
     def attention_structs(self, call: AttentionCall) -> tuple[ctypes.Array, ctypes.Array, ctypes.Array]:
         """Kernel arguments by kind and text, and the bytes between layers of each text's keys and values."""
@@ -259,8 +347,9 @@ class DecoderOps:
                 struct.keys, struct.values, struct.capacity = keys.data_ptr(), values.data_ptr(), keys.shape[-2]
                 if start:
                     for name, step in zip(("query", "key", "value", "out"), kind.row_bytes, strict=True):
-                        setattr(struct, name, getattr(struct, name) + start * step)
-                sequence.fill_rows(struct, kind.window)
+                        if getattr(struct, name) is not None:
+                            setattr(struct, name, getattr(struct, name) + start * step)
+                sequence.fill_rows(struct, kind.reach)
             start += sequence.num_rows
         return structs, key_steps, value_steps
 

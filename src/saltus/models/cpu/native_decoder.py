@@ -18,9 +18,9 @@ from saltus.models.cpu.attention import AttentionCall
 from saltus.models.cpu.decoder_ops import DecoderOps, Resolver, linear_struct
 from saltus.models.decoder_description import Angles
 from saltus.models.gated_lora import Adapter, Gate
-from saltus.models.packed_decoder import PackedDecoder, check_decoder_config
+from saltus.models.packed_decoder import PackedDecoder, check_widths
 
-STATIC_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}  # angles depend on the position alone
+STATIC_ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional"}  # angles depend on the position alone
 INITIAL_ROPE_POSITIONS = 1024  # of a table of angles, at first
 
 
@@ -75,7 +75,7 @@ class NativeDecoder:
 
     def __init__(self, model: Any, max_rows: int) -> None:
         config, dtype = model.config.get_text_config(), model.dtype
-        check_decoder_config(config)
+        check_widths(config)
         description = describe_decoder(model)
         decode = native.kernel("decode", dtype, model.device)
         assert decode is not None and description is not None, "only supported decoders come here"
@@ -161,6 +161,8 @@ class NativeDecoder:
         rows = inputs.shape[0]
         made = self.prepare(rows, positions, call, logit_rows, output_hidden_states, hidden_state_layers, output_logits)
         self._set_gated_rows(gate, rows)
+        if not inputs.is_floating_point():
+            made.struct.tokens = inputs.data_ptr()
         if inputs.is_floating_point() or gate is not None:
             self._write_inputs(self.hidden[:rows], inputs, gate)
         else:
