@@ -42,6 +42,17 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
     "Olmo2": LLAMA_LIKE,
     "Olmo3": {**LLAMA_LIKE, **WINDOW, **ALTERNATING},
     "StableLm": LLAMA_LIKE,
+    "Arcee": {**LLAMA_LIKE, "head_dim": 8},
+    "Ernie4_5": {**LLAMA_LIKE, "head_dim": 8},
+    "Exaone4": {**LLAMA_LIKE, **WINDOW, **ALTERNATING, "sliding_window_pattern": 2},
+    "Ministral": {**LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 8},
+    "Ministral3": {
+        **LLAMA_LIKE, "head_dim": 8, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "SeedOss": {**LLAMA_LIKE, "head_dim": 8},
     "SmolLM3": {**LLAMA_LIKE, "no_rope_layers": [1, 0]},
     "Starcoder2": {**LLAMA_LIKE, **WINDOW},
     "GPTBigCode": {"n_embd": 48, "n_head": 6, "n_layer": 2, "n_positions": 512},
@@ -65,13 +76,14 @@ GEMMA4_SHARED = {  # layers that read the keys and values of others, with wider 
 
 DESCRIBED = [  # by a file of saltus.models.architectures
     "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3", "Gemma4", "Phi3", "Granite", "Glm4", "Cohere",
-    "Cohere2", "Olmo2", "Olmo3", "SmolLM3", "Starcoder2",
+    "Cohere2", "Olmo2", "Olmo3", "SmolLM3", "Starcoder2", "Arcee", "Ernie4_5", "Exaone4", "Ministral", "Ministral3",
+    "SeedOss",
 ]  # fmt: skip
 
 ONE_PER_FEATURE = [  # of attention, and of what is computed around it
     "Llama", "Mistral",  # the C decoder; with a window
     "Gemma2", "Gemma4",  # norms of outputs, capped scores; layers with heads of different sizes
-    "Glm4", "Cohere2", "Olmo2",  # rotated neighbours; parallel MLP; norms of all heads
+    "Glm4", "Cohere2", "Olmo2", "Ministral3",  # rotated neighbours; parallel MLP; norms of all heads
     "Granite", "Starcoder2",  # multipliers; LayerNorm, no gates
     "GPT2", "GPTNeoX",  # learned positions; a part of each head is rotated
     "GPTBigCode", "DeepseekV3",  # one key head; short values

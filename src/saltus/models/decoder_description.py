@@ -52,12 +52,15 @@ class Norm:
 class Angles:
     """Where cosines and sines come from: a module of Transformers, for some kind of layers where it has several.
 
-    `repeats_neighbours`: it gives each angle twice in a row, not once in each half.
+    `repeats_neighbours`: it gives each angle twice in a row, not once in each half. What is rotated is also multiplied
+    by 1 + `growth` · log(1 + ⌊position / `steps`⌋) (Nakanishi 2025).
     """
 
     path: str = "rotary_emb"
     layer_type: str | None = None
     repeats_neighbours: bool = False
+    growth: float = 0.0
+    steps: int = 1
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Attention:
     dim: int
     scale: float
     angles: Angles | None = Angles()
+    query_angles: Angles | None = None  # where they are not those of keys
     rotates_neighbours: bool = False  # pairs of dimensions are neighbours, not half the rotated ones apart
     query_norm: Norm | None = None
     key_norm: Norm | None = None

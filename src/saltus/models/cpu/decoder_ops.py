@@ -113,7 +113,7 @@ class DecoderOps:
         self.weights, self.hidden, self.same_everywhere = weights, hidden, same_everywhere
         self.buffers: dict[tuple[str, int], Tensor] = {}
         self.products: list[tuple[native.Linear, Sequence[Weight]]] = []  # and the layers whose outputs they are
-        self.angles = list(dict.fromkeys(each.mixer.angles for each in description.layers if each.mixer.angles))
+        self.angles: list[Angles] = []  # of rotations
         self.kinds: list[_AttentionKind] = []
         first = description.layers[0].mixer
         self.main_sizes = first.kv_heads, first.dim
@@ -259,20 +259,20 @@ class DecoderOps:
         self._product(self.hidden, given, norm)
         if layer.key is not None and layer.value is None:
             self._copy(k, v)
-        self._prepare_heads(q, layer.heads, layer, layer.query_norm)
+        self._prepare_heads(q, layer.heads, layer, layer.query_norm, layer.query_angles or layer.angles)
         if layer.key is not None:
-            self._prepare_heads(k, layer.kv_heads, layer, layer.key_norm)
+            self._prepare_heads(k, layer.kv_heads, layer, layer.key_norm, layer.angles)
             if layer.value_norm is not None:
                 self._rotate(v, layer.kv_heads, dim, layer.value_norm)
         self._attend(number, layer, *(x.view(len(x), -1, dim) for x in (q, k, v, out)))
         return out
 
-    def _prepare_heads(self, x: Tensor, heads: int, layer: Attention, norm: Norm | None) -> None:
+    def _prepare_heads(self, x: Tensor, heads: int, layer: Attention, norm: Norm | None, angles: Angles | None) -> None:
         """Norms and angles of queries or keys."""
         if norm is not None and not layer.norms_heads:
             self._normalize(x, norm, x)
             norm = None
-        self._rotate(x, heads, layer.dim, norm, layer.angles, layer.rotates_neighbours)
+        self._rotate(x, heads, layer.dim, norm, angles, layer.rotates_neighbours)
 
     def _rotate(
         self, x: Tensor, heads: int, dim: int, norm: Norm | None, angles: Angles | None = None, neighbours: bool = False
@@ -284,6 +284,8 @@ class DecoderOps:
         if norm is not None:
             given = self.weights.norm(norm, dim)
             rotation.norm, rotation.norm_kind, rotation.epsilon = given.values.data_ptr(), given.kind, given.epsilon
+        if angles is not None and angles not in self.angles:
+            self.angles.append(angles)
         self._op(native.ROTATE, rotation, -1 if angles is None else self.angles.index(angles))
 
     def set_angle_widths(self, widths: Sequence[int]) -> None:

@@ -245,6 +245,9 @@ class _AngleTable:
         kind = {} if self.angles.layer_type is None else {"layer_type": self.angles.layer_type}
         with BatchInvariantMode():
             found = self.module(self.hidden[None], position_ids=positions[None], **kind)
+        if self.angles.growth:
+            steps = torch.floor(positions / self.angles.steps)
+            found = [x * (1 + self.angles.growth * torch.log1p(steps))[None, :, None] for x in found]
         if self.angles.repeats_neighbours:
             found = [x[..., ::2].repeat(1, 1, 2) for x in found]
         return [x[0].to(self.hidden.dtype).contiguous() for x in found]
