@@ -55,7 +55,8 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
         **LLAMA_LIKE, **EXPERTS, **WINDOW, **ALTERNATING, "use_sliding_window": True, "max_window_layers": 1,
         "shared_expert_intermediate_size": 40,
     },
-    "Qwen3Moe": {**LLAMA_LIKE, **EXPERTS, "head_dim": 16},
+    "Qwen3Moe": {**LLAMA_LIKE, **EXPERTS, "head_dim": 16, "mlp_only_layers": [0], "norm_topk_prob": True},
+    "Olmoe": {**LLAMA_LIKE, "num_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
 
 GEMMA4_SHARED = {  # layers that read the keys and values of others, with wider MLPs
