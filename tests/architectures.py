@@ -66,7 +66,7 @@ GEMMA4_SHARED = {  # layers that read the keys and values of others, with wider 
 
 DESCRIBED = [  # by a file of saltus.models.architectures
     "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3", "Gemma4", "Phi3", "Granite", "Glm4", "Cohere",
-    "Cohere2", "Olmo2", "Olmo3", "SmolLM3", "Starcoder2",
+    "Cohere2", "Olmo2", "Olmo3", "SmolLM3", "Starcoder2", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe",
 ]  # fmt: skip
 
 ONE_PER_FEATURE = [  # of attention, and of what is computed around it
@@ -76,7 +76,7 @@ ONE_PER_FEATURE = [  # of attention, and of what is computed around it
     "Granite", "Starcoder2",  # multipliers; LayerNorm, no gates
     "GPT2", "GPTNeoX",  # learned positions; a part of each head is rotated
     "GPTBigCode", "DeepseekV3",  # one key head; short values
-    "Qwen2Moe",  # experts
+    "Qwen2Moe", "Qwen3Moe",  # experts, with a shared one; in some layers
 ]  # fmt: skip
 
 
