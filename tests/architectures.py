@@ -66,7 +66,8 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
         **LLAMA_LIKE, **EXPERTS, **WINDOW, **ALTERNATING, "use_sliding_window": True, "max_window_layers": 1,
         "shared_expert_intermediate_size": 40,
     },
-    "Qwen3Moe": {**LLAMA_LIKE, **EXPERTS, "head_dim": 16},
+    "Qwen3Moe": {**LLAMA_LIKE, **EXPERTS, "head_dim": 16, "mlp_only_layers": [0], "norm_topk_prob": True},
+    "Olmoe": {**LLAMA_LIKE, "num_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
 
 GEMMA4_SHARED = {  # layers that read the keys and values of others, with wider MLPs
@@ -77,7 +78,7 @@ GEMMA4_SHARED = {  # layers that read the keys and values of others, with wider 
 DESCRIBED = [  # by a file of saltus.models.architectures
     "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3", "Gemma4", "Phi3", "Granite", "Glm4", "Cohere",
     "Cohere2", "Olmo2", "Olmo3", "SmolLM3", "Starcoder2", "Arcee", "Ernie4_5", "Exaone4", "Ministral", "Ministral3",
-    "SeedOss",
+    "SeedOss", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe",
 ]  # fmt: skip
 
 ONE_PER_FEATURE = [  # of attention, and of what is computed around it
@@ -87,7 +88,7 @@ ONE_PER_FEATURE = [  # of attention, and of what is computed around it
     "Granite", "Starcoder2",  # multipliers; LayerNorm, no gates
     "GPT2", "GPTNeoX",  # learned positions; a part of each head is rotated
     "GPTBigCode", "DeepseekV3",  # one key head; short values
-    "Qwen2Moe",  # experts
+    "Qwen2Moe", "Qwen3Moe",  # experts, with a shared one; in some layers
 ]  # fmt: skip
 
 

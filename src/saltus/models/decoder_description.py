@@ -127,6 +127,40 @@ class TokenInputs:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A mixture: Σ weight · down(activation(gate x) · up x) over the `top_k` experts that the router chooses.
+
+    `router` is the path of a module with `weight` [experts, hidden] and perhaps `bias`; `experts` that of a module with
+    `gate_up_proj` (or `gate_proj` and `up_proj`) and `down_proj` [experts, out, in], or [experts, in, out] if
+    `is_transposed`, and perhaps their biases `…_bias`. Scores are the softmax of the router's logits or the sigmoid of
+    each. Experts are chosen by score plus the selection bias, of equal ones the first; with groups, only from those
+    whose `best_of_group` best scores have the greatest sums. A weight is the score, divided by `least_sum` plus the sum
+    of the chosen ones if `is_normalized`, times `scale`.
+    """
+
+    router: str
+    experts: str
+    top_k: int
+    activation: Activation | Literal["clamped_swiglu"] = "silu"
+    has_gate: bool = True
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    is_normalized: bool = False
+    least_sum: float = 0.0
+    scale: float = 1.0
+    selection_bias: str | None = None  # the path of a tensor [experts]
+    groups: int = 1
+    top_groups: int = 1
+    best_of_group: int = 1
+    scales_inputs: bool = False  # weights multiply what an expert reads, not what it gives
+    is_transposed: bool = False
+    takes_turns: bool = False  # outputs of gate and up alternate; else the first half is the gate's
+    limit: float = 0.0  # of clamped_swiglu: min(gate, limit) · sigmoid(alpha · gate) · (clamp(up, ± limit) + 1)
+    alpha: float = 0.0
+    shared: MLP | None = None  # added to the sum, times the sigmoid of what `shared_gate` gives
+    shared_gate: Weight | None = None
+
+
+@dataclass(frozen=True)
 class Layer:
     """x + mixer(norm(x)), then the same with the MLP; each output may have a norm of its own, or be scaled.
 
@@ -134,7 +168,7 @@ class Layer:
     """
 
     mixer: Attention
-    mlp: MLP
+    mlp: MLP | Experts
     mixer_norm: Norm | None
     mlp_norm: Norm | None
     mixer_output_norm: Norm | None = None
@@ -211,13 +245,11 @@ def head_norms(config: Any, layer: int, **settings: Any) -> dict[str, Norm]:
     return {f"{name}_norm": Norm(f"{path}.{name[0]}_norm", epsilon, **settings) for name in ("query", "key")}
 
 
-def llama_mlp(config: Any, layer: int) -> MLP:
+def llama_mlp(config: Any, layer: int, name: str = "mlp") -> MLP:
     """A gated MLP as Llama names it."""
-    path = f"layers.{layer}.mlp"
-    name = getattr(config, "hidden_act", None) or config.hidden_activation
-    return MLP(
-        Weight(f"{path}.gate_proj"), Weight(f"{path}.up_proj"), Weight(f"{path}.down_proj"), activation(name)
-    )  # fmt: skip
+    path = f"layers.{layer}.{name}"
+    active = activation(getattr(config, "hidden_act", None) or config.hidden_activation)
+    return MLP(Weight(f"{path}.gate_proj"), Weight(f"{path}.up_proj"), Weight(f"{path}.down_proj"), active)
 
 
 def fused_mlp(config: Any, layer: int) -> MLP:
@@ -228,6 +260,25 @@ def fused_mlp(config: Any, layer: int) -> MLP:
         Weight(fused, 0, size), Weight(fused, size, 2 * size), Weight(f"{path}.down_proj"),
         activation(config.hidden_act),
     )  # fmt: skip
+
+
+def mixture(config: Any, layer: int, **changes: Any) -> Experts:
+    """Experts as most architectures name them, changed in places."""
+    path = f"layers.{layer}.mlp"
+    settings = {
+        "router": f"{path}.gate", "experts": f"{path}.experts", "top_k": config.num_experts_per_tok,
+        "activation": activation(config.hidden_act),
+    }  # fmt: skip
+    return Experts(**settings | changes)
+
+
+def sparse_layers(config: Any) -> list[bool]:
+    """Which layers have experts, where some have a plain MLP (Qwen's architectures)."""
+    dense, step = config.mlp_only_layers or (), config.decoder_sparse_step
+    return [
+        layer not in dense and config.num_experts > 0 and (layer + 1) % step == 0
+        for layer in range(config.num_hidden_layers)
+    ]
 
 
 def llama_layer(config: Any, layer: int, **changes: Any) -> Layer:

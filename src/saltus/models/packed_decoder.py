@@ -18,13 +18,18 @@ MAX_SIZE = 1 << 24  # of any number in a decoder's configuration
 ROPE_TYPES = {"default", "linear"}  # that RotaryEmbedding computes
 
 
-def check_decoder_sizes(heads: int, kv_heads: int, **sizes: Any) -> None:
-    """Raise ValueError unless sizes are positive and `heads` is a multiple of `kv_heads`; kernels rely on it."""
-    for name, size in {"heads": heads, "kv_heads": kv_heads, **sizes}.items():
+def check_sizes(**sizes: Any) -> None:
+    """Raise ValueError unless sizes are whole numbers above zero that fit into memory."""
+    for name, size in sizes.items():
         if type(size) is not int or not 1 <= size <= MAX_SIZE:
             raise ValueError(
                 f"a decoder's {name} is {size!r}, but must be a whole number from 1 to {MAX_SIZE:,}; fetch it again"
             )
+
+
+def check_decoder_sizes(heads: int, kv_heads: int, **sizes: Any) -> None:
+    """Raise ValueError unless sizes are positive and `heads` is a multiple of `kv_heads`; kernels rely on it."""
+    check_sizes(heads=heads, kv_heads=kv_heads, **sizes)
     if heads % kv_heads:
         raise ValueError(
             f"a decoder has {heads} attention heads, which {kv_heads} heads of keys and values cannot share evenly;"

@@ -144,16 +144,37 @@ class Op(ctypes.Structure):
     _fields_ = [("kind", INTEGER), ("of", POINTER), ("which", INTEGER), ("place", INTEGER)]
 
 
-LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS = range(8)  # kinds of Op
+LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS, MIX_EXPERTS = range(9)  # kinds of Op
 NORM_KINDS = {"rms": 0, "rms-float32": 1, "layer": 2}
-ACTIVATION_NUMBERS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu_squared": 3, "sigmoid": 4}
+ACTIVATION_NUMBERS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu_squared": 3, "sigmoid": 4, "clamped_swiglu": 6}
 SILU_ALONE = 5  # not of a gate
+INTERLEAVED = 64  # added to the numbers of formats, see integer_weights.h
+SCORINGS = {"softmax": 0, "sigmoid": 1}
 
 
 class Angles(ctypes.Structure):
     """The struct `Angles` of kernels.c, field for field."""
 
     _fields_ = [(name, POINTER) for name in ("cos", "sin", "position")]
+
+
+class Experts(ctypes.Structure):
+    """The struct `Experts` of experts.h, field for field."""
+
+    _fields_ = [
+        *(
+            (name, POINTER)
+            for name in ("x", "norm", "routed", "router", "router_bias", "selection_bias", "expert_scale")
+        ),
+        *((name, POINTER * 3) for name in ("weight", "bias")),
+        *((name, INTEGER * 3) for name in ("format", "weight_step", "bias_step")),
+        *((name, POINTER) for name in ("shared", "shared_gate", "add", "out")),
+        *((name, INTEGER) for name in ("rows", "hidden", "width", "routed_inputs", "experts", "top_k")),
+        *((name, INTEGER) for name in ("groups", "top_groups", "best_of_group")),
+        *((name, INTEGER) for name in ("router_is_float32", "scoring", "normalized", "scales_inputs")),
+        *((name, INTEGER) for name in ("norm_kind", "activation", "interleaved")),
+        *((name, REAL) for name in ("epsilon", "scale", "least_sum", "limit", "alpha")),
+    ]
 
 
 class Decoder(ctypes.Structure):

@@ -101,14 +101,15 @@ typedef struct {
   float gap;
 } NearGreatest;
 
+#include "experts.h"
 #define OUT_OF_MEMORY 1
 #define UNKNOWN_TOKEN 2
 
 // What a decoder does, in order. `of` is a struct that stays the same from call to call, but for its rows.
-enum { LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS };
+enum { LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS, MIX_EXPERTS };
 typedef struct {
   int64_t kind;
-  const void *of;  // Linear, Norm, Rotary, Addition, Columns, Expansion
+  const void *of;  // Linear, Norm, Rotary, Addition, Columns, Expansion, Experts
   int64_t which;   // layer; angles of a rotation; arguments of an attention
   int64_t place;   // of an attention: which layer's memory, counted from that of the arguments
 } Op;
@@ -201,6 +202,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #define PRODUCTS "linear_registers.inc"
 #define UNIT OUTS  // outputs whose weights a thread prepares together
 #define PACKED_ROWS(rows) (rows)
+#define ROWS_OF_PACK PACK  // rows of a piece of linear_pack
 #define TILE OF(linear_tile)
 #define PACK_ROW OF(pack_row)
 #define ROW_WIDTH(in) PAD(in, STEP)
@@ -218,6 +220,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #include "dot_products.inc"
 #include "linear_tile.inc"
 #include "linear.inc"
+#include "experts.inc"
 #include "decoder.inc"
 #include "draft_pass.inc"
 #include "hole_paths.h"
@@ -236,6 +239,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #include "dot_products.inc"
 #include "linear_tile.inc"
 #include "linear.inc"
+#include "experts.inc"
 #include "decoder.inc"
 #include "draft_pass.inc"
 #undef T
@@ -277,9 +281,11 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #undef PRODUCTS
 #undef UNIT
 #undef PACKED_ROWS
+#undef ROWS_OF_PACK
 #define X uint16_t
 #define PRODUCTS "linear_amx.inc"
 #define UNIT SIDE
+#define ROWS_OF_PACK SIDE
 #define PACKED_ROWS(rows) (PAD(rows, rows > HEIGHTS * SIDE ? HEIGHTS * SIDE : SIDE) + 1)  // as linear_amx.inc takes them
 #elif defined __AVX512BF16__ && !defined SLOW_BF16_PRODUCTS
 #undef X
@@ -300,5 +306,6 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #include "attention.inc"
 #include "linear_integer.inc"
 #include "linear.inc"
+#include "experts.inc"
 #include "decoder.inc"
 #include "draft_pass.inc"

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from saltus.kernels import native
-from saltus.kernels.packed_weight import kernel_arguments, select_outputs
+from saltus.kernels.packed_weight import PackedWeight, kernel_arguments, select_outputs
 from saltus.models.cpu.attention import AttentionCall
+from saltus.models.cpu.expert_ops import experts_struct
 from saltus.models.decoder_description import (
     MLP,
     Angles,
     Attention,
     DecoderDescription,
+    Experts,
     Layer,
     Norm,
     TokenInput,
@@ -75,6 +77,20 @@ class Resolver:
 
     def output_layer(self, model: Any) -> Matrix:
         return Matrix(model.lm_head.weight, getattr(model.lm_head, "bias", None))
+
+    def floats(self, values: Tensor, size: int) -> Tensor:
+        """A vector of this size in float32."""
+        assert values.shape == (size,)
+        self.made.append(values.detach().float().contiguous())
+        return self.made[-1]
+
+    def dense(self, weight: Tensor) -> Tensor:
+        """A matrix without gaps, expanded if it is packed."""
+        if isinstance(weight, PackedWeight):
+            self.made.append(weight.dequantize())
+            return self.made[-1]
+        assert weight.is_contiguous()
+        return weight.detach()
 
     def norm(self, norm: Norm, size: int) -> NormWeights:
         """Errors: AssertionError for a norm of another size."""
@@ -213,25 +229,31 @@ class DecoderOps:
         mixed = self._attention(number, layer.mixer, layer.mixer_norm)
         if not layer.parallel:
             self._to_hidden(mixed, layer.mixer.output, layer.mixer_output_norm, layer.residual_scale)
-        x, settings = self._inner(layer.mlp, layer.mlp_norm)
-        if layer.parallel:
-            self._to_hidden(mixed, layer.mixer.output, layer.mixer_output_norm, layer.residual_scale)
-        self._to_hidden(x, layer.mlp.down, layer.mlp_output_norm, layer.residual_scale, **settings)
+        if isinstance(layer.mlp, Experts):
+            assert not layer.parallel
+            self._experts(layer.mlp, layer.mlp_norm, layer.mlp_output_norm, layer.residual_scale)
+        else:
+            x, settings = self._inner(layer.mlp, layer.mlp_norm)
+            if layer.parallel:
+                self._to_hidden(mixed, layer.mixer.output, layer.mixer_output_norm, layer.residual_scale)
+            self._to_hidden(x, layer.mlp.down, layer.mlp_output_norm, layer.residual_scale, **settings)
         if layer.token_input is not None:
             self._token_input(number, layer.token_input)
         if layer.output_scale is not None:
             self._add(self.hidden, None, float(self.weights.tensor(layer.output_scale)))
 
-    def _inner(self, mlp: MLP, norm: Norm | None) -> tuple[Tensor, dict[str, Any]]:
-        """What the last product of an MLP multiplies, and how it is prepared."""
+    def _inner(
+        self, mlp: MLP, norm: Norm | None, others: Sequence[tuple[Weight, Tensor]] = ()
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """What the last product of an MLP multiplies, and how it is prepared; other outputs are computed beside it."""
         width = len(self.weights.matrix(mlp.up).weight)
         up = self._buffer("up", width)
         if mlp.gate is None:
-            self._product(self.hidden, [(mlp.up, up)], norm)
+            self._product(self.hidden, [(mlp.up, up), *others], norm)
             alone = native.SILU_ALONE if mlp.activation == "silu" else native.ACTIVATION_NUMBERS[mlp.activation]
             return up, {"activation": alone}
         gate = self._buffer("gate", width)
-        self._product(self.hidden, [(mlp.gate, gate), (mlp.up, up)], norm)
+        self._product(self.hidden, [(mlp.gate, gate), (mlp.up, up), *others], norm)
         return up, {"gate": gate, "activation": native.ACTIVATION_NUMBERS[mlp.activation]}
 
     def _to_hidden(self, x: Tensor, weight: Weight, norm: Norm | None, scale: float, **settings: Any) -> None:
@@ -241,11 +263,33 @@ class DecoderOps:
             return
         made = self._buffer("made", self.hidden.shape[1])
         self._product(x, [(weight, made)], **settings)
+        self._add_normed(made, norm, scale)
+
+    def _add_normed(self, made: Tensor, norm: Norm | None, scale: float) -> None:
         if norm is None:
             self._add(made, self.hidden, scale)
         else:
             assert scale == 1
             self._normalize(made, norm, self.hidden, add=self.hidden)
+
+    def _experts(self, experts: Experts, norm: Norm | None, output_norm: Norm | None, scale: float) -> None:
+        """Add what a mixture of experts gives, through its norm and scaled, to the hidden states."""
+        size, given = self.hidden.shape[1], None if norm is None else self.weights.norm(norm, self.hidden.shape[1])
+        struct = experts_struct(experts, self.weights, size, {} if given is None else given.arguments())
+        if experts.shared is not None:
+            shared, gate = self._buffer("shared", size), self._buffer("shared gate", 1)
+            x, settings = self._inner(
+                experts.shared, norm, [] if experts.shared_gate is None else [(experts.shared_gate, gate)]
+            )
+            self._product(x, [(experts.shared.down, shared)], **settings)
+            struct.shared = shared.data_ptr()
+            struct.shared_gate = None if experts.shared_gate is None else gate.data_ptr()
+        struct.x, apart = self.hidden.data_ptr(), output_norm is not None or scale != 1
+        out = self._buffer("made", size) if apart else self.hidden
+        struct.out, struct.add = out.data_ptr(), None if apart else self.hidden.data_ptr()
+        self._op(native.MIX_EXPERTS, struct)
+        if apart:
+            self._add_normed(out, output_norm, scale)
 
     def _attention(self, number: int, layer: Attention, norm: Norm | None) -> Tensor:
         """The outputs of attention [rows, heads · size]."""

@@ -31,10 +31,15 @@ def supports_native_decoder(model: Any) -> bool:
         and describe_decoder(model) is not None
         and native.kernel("linear", model.dtype, model.device) is not None
         and all(
-            weight.is_contiguous() and weight.dtype == model.dtype and weight.device.type == "cpu"
+            _is_dense(weight) and weight.dtype == model.dtype and weight.device.type == "cpu"
             for weight in model.parameters()
         )
     )
+
+
+def _is_dense(weight: Any) -> bool:
+    """True without gaps; matrices of experts may lie transposed."""
+    return weight.is_contiguous() or (weight.ndim == 3 and weight.transpose(1, 2).is_contiguous())
 
 
 def is_unmodified_decoder(model: Any) -> bool:
