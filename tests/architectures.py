@@ -14,6 +14,12 @@ WINDOW = {"sliding_window": 12}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"]}
 
+SHARED_KEYS = {  # the last two layers attend to the keys of the first two
+    **LLAMA_LIKE, **WINDOW, "head_dim": 16, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+}  # fmt: skip
+
 ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the tests
     "Llama": LLAMA_LIKE,
     "Qwen2": LLAMA_LIKE,
@@ -26,6 +32,19 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
         **LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 16, "global_head_dim": 40, "num_global_key_value_heads": 1,
         "attention_k_eq_v": True, "initializer_range": 0.1, "vocab_size_per_layer_input": VOCAB,
         "hidden_size_per_layer_input": 8,
+    },
+    "Gemma4 of unlike heads": {
+        **LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 16, "global_head_dim": 512, "initializer_range": 0.05,
+        "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8,
+    },
+    "Gemma4 of shared keys": {**SHARED_KEYS, "global_head_dim": 40, "initializer_range": 0.1},
+    "Gemma3n": {**SHARED_KEYS, "laurel_rank": 8, "altup_num_inputs": 2},
+    "GptOss": {**LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "GraniteSWA": {**LLAMA_LIKE, **WINDOW, **ALTERNATING, "attention_multiplier": 0.35},
+    "Llama4": {  # the first and the last layer attend by chunks, the second one without rotary embeddings
+        **LLAMA_LIKE, "num_hidden_layers": 3, "head_dim": 20, "attention_chunk_size": 12, "no_rope_layers": [1, 0, 1],
+        "floor_scale": 4, "attn_scale": 0.5, "intermediate_size_mlp": 72, "num_local_experts": 4,
+        "interleave_moe_layer_step": 2,
     },
     "GPT2": {"n_embd": 48, "n_head": 6, "n_layer": 2, "n_positions": 512},
     "GPTNeoX": {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6},
@@ -40,6 +59,11 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
     "SmolLM3": LLAMA_LIKE,
     "Starcoder2": {**LLAMA_LIKE, **WINDOW},
     "GPTBigCode": {"n_embd": 48, "n_head": 6, "n_layer": 2, "n_positions": 512},
+    "DeepseekV2": {
+        **LLAMA_LIKE, "num_key_value_heads": 6, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+        "topk_group": 1, "moe_intermediate_size": 40, "first_k_dense_replace": 1,
+    },
     "DeepseekV3": {
         **LLAMA_LIKE, "num_key_value_heads": 6, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
@@ -56,6 +80,7 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
 ONE_PER_FEATURE = [  # of attention, and of what is computed around it
     "Llama", "Mistral",  # the C decoder; with a window
     "Gemma2", "Gemma4",  # capped scores; layers with heads of different sizes
+    "GptOss", "Llama4", "Gemma3n",  # sinks; chunks, and queries scaled by position; layers that share keys
     "GPT2", "GPTNeoX", "Cohere2",  # learned positions; a part of each head is rotated; by pairs, in some layers
     "GPTBigCode", "DeepseekV3",  # one key head; short values
     "Qwen2Moe",  # experts
@@ -75,10 +100,12 @@ def tiny(name: str, seed: int = 0, **changes) -> PreTrainedModel:
 
 
 def configuration(name: str) -> str:
-    return {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig"}.get(name, f"{name}Config")
+    name = name.split()[0]
+    return f"{name}TextConfig" if name in ("Gemma3", "Gemma3n", "Gemma4", "Llama4") else f"{name}Config"
 
 
 def model_class(name: str) -> type[PreTrainedModel]:
+    name = name.split()[0]
     return getattr(transformers, {"GPT2": "GPT2LMHeadModel"}.get(name, f"{name}ForCausalLM"))
 
 
