@@ -40,7 +40,13 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
     "Gemma4 of shared keys": {**SHARED_KEYS, "global_head_dim": 40, "initializer_range": 0.1},
     "Gemma3n": {**SHARED_KEYS, "laurel_rank": 8, "altup_num_inputs": 2},
     "GptOss": {**LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "GraniteSWA": {**LLAMA_LIKE, **WINDOW, **ALTERNATING, "attention_multiplier": 0.35},
+    "GraniteSWA": {**LLAMA_LIKE, **WINDOW, **ALTERNATING, "attention_multiplier": 0.35, "initializer_range": 0.1},
+    "MiMoV2Flash": {  # the second layer has sinks, a window and twice the key heads; values are shorter than keys
+        **LLAMA_LIKE, **WINDOW, "num_key_value_heads": 1, "layer_types": ["full_attention", "sliding_attention"],
+        "head_dim": 16, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+                            for kind in ("full_attention", "sliding_attention")},
+    },
     "Llama4": {  # the first and the last layer attend by chunks, the second one without rotary embeddings
         **LLAMA_LIKE, "num_hidden_layers": 3, "head_dim": 20, "attention_chunk_size": 12, "no_rope_layers": [1, 0, 1],
         "floor_scale": 4, "attn_scale": 0.5, "intermediate_size_mlp": 72, "num_local_experts": 4,

@@ -53,7 +53,9 @@ def test_a_read_gives_the_logits_of_the_models_own_forward(name, dtype):
     model, tokens = tiny(name).to(dtype), text(LENGTH)
     own = own_logits(model, tokens)
     errors = off(chain(CausalNetwork(model), tokens), own)
-    if dtype == torch.bfloat16 and any(word in name for word in ("Moe", "Mixtral", "Deepseek", "GptOss", "Llama4")):
+    if dtype == torch.bfloat16 and any(
+        word in name for word in ("Moe", "Mixtral", "Deepseek", "GptOss", "MiMo", "Llama4")
+    ):
         errors = errors.sort().values[: LENGTH * 3 // 4]  # rounding sends a few rows to other experts
     if dtype == torch.bfloat16 and name.startswith("Gemma4"):
         errors = errors / 5  # scores are not scaled: its own forward is 0.1 from float32's logits, as far as ours

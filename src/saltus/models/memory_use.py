@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from saltus.core.protocols import Network
@@ -12,15 +13,17 @@ def kv_bytes_per_token(network: Network) -> int:
 
     0 for a drafter that has no layers with a cache of their own.
     """
+    if (measured := getattr(network, "kv_bytes_per_token", None)) is not None:
+        return measured
     layers = getattr(network, "context_layers", network)  # of a drafter that runs layers over the target's states
     model: Any = getattr(layers, "model", None)
     if model is None:
         return 0
     config = model.config.get_text_config()
-    sizes = [(heads, *_key_and_value_size(config, size)) for heads, size in layer_sizes(config)]
+    sizes = layer_sizes(config)
     odd = [size for size in sizes if size != sizes[0]]  # have buffers of their own, besides those of equal layers
-    numbers = sum(heads * (key + value) for heads, key, value in [sizes[0]] * len(sizes) + odd)
-    return numbers * model.dtype.itemsize
+    numbers = len(sizes) * math.prod(sizes[0]) + sum(map(math.prod, odd))
+    return 2 * numbers * model.dtype.itemsize
 
 
 def layer_sizes(config: Any) -> list[tuple[int, int]]:
@@ -30,15 +33,6 @@ def layer_sizes(config: Any) -> list[tuple[int, int]]:
     return [_layer_sizes(config)] * config.num_hidden_layers
 
 
-def _key_and_value_size(config: Any, size: int) -> tuple[int, int]:
-    """Of a head; those of latent attention (DeepSeek) as Transformers expands them."""
-    unrotated = getattr(config, "qk_nope_head_dim", None)
-    key = size if unrotated is None else unrotated + config.qk_rope_head_dim
-    return key, getattr(config, "v_head_dim", None) or key
-
-
 def _layer_sizes(config: Any) -> tuple[int, int]:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if getattr(config, "multi_query", False):
-        heads = 1
     return heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
