@@ -14,6 +14,12 @@ WINDOW = {"sliding_window": 12}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"]}
 
+SHARED_KEYS = {  # the last two layers attend to the keys of the first two
+    **LLAMA_LIKE, **WINDOW, "head_dim": 16, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+}  # fmt: skip
+
 ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the tests
     "Llama": LLAMA_LIKE,
     "Qwen2": LLAMA_LIKE,
@@ -26,6 +32,25 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
         **LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 16, "global_head_dim": 40, "num_global_key_value_heads": 1,
         "attention_k_eq_v": True, "initializer_range": 0.1, "vocab_size_per_layer_input": VOCAB,
         "hidden_size_per_layer_input": 8,
+    },
+    "Gemma4 of unlike heads": {
+        **LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 16, "global_head_dim": 512, "initializer_range": 0.05,
+        "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8,
+    },
+    "Gemma4 of shared keys": {**SHARED_KEYS, "global_head_dim": 40, "initializer_range": 0.1},
+    "Gemma3n": {**SHARED_KEYS, "laurel_rank": 8, "altup_num_inputs": 2},
+    "GptOss": {**LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "GraniteSWA": {**LLAMA_LIKE, **WINDOW, **ALTERNATING, "attention_multiplier": 0.35, "initializer_range": 0.1},
+    "MiMoV2Flash": {  # the second layer has sinks, a window and twice the key heads; values are shorter than keys
+        **LLAMA_LIKE, **WINDOW, "num_key_value_heads": 1, "layer_types": ["full_attention", "sliding_attention"],
+        "head_dim": 16, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+                            for kind in ("full_attention", "sliding_attention")},
+    },
+    "Llama4": {  # the first and the last layer attend by chunks, the second one without rotary embeddings
+        **LLAMA_LIKE, "num_hidden_layers": 3, "head_dim": 20, "attention_chunk_size": 12, "no_rope_layers": [1, 0, 1],
+        "floor_scale": 4, "attn_scale": 0.5, "intermediate_size_mlp": 72, "num_local_experts": 4,
+        "interleave_moe_layer_step": 2,
     },
     "GPT2": {"n_embd": 48, "n_head": 6, "n_layer": 2, "n_positions": 512},
     "GPTNeoX": {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6},
@@ -56,6 +81,11 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
     "SmolLM3": {**LLAMA_LIKE, "no_rope_layers": [1, 0]},
     "Starcoder2": {**LLAMA_LIKE, **WINDOW},
     "GPTBigCode": {"n_embd": 48, "n_head": 6, "n_layer": 2, "n_positions": 512},
+    "DeepseekV2": {
+        **LLAMA_LIKE, "num_key_value_heads": 6, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+        "topk_group": 1, "moe_intermediate_size": 40, "first_k_dense_replace": 1,
+    },
     "DeepseekV3": {
         **LLAMA_LIKE, "num_key_value_heads": 6, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
@@ -78,7 +108,7 @@ GEMMA4_SHARED = {  # layers that read the keys and values of others, with wider 
 DESCRIBED = [  # by a file of saltus.models.architectures
     "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3", "Gemma4", "Phi3", "Granite", "Glm4", "Cohere",
     "Cohere2", "Olmo2", "Olmo3", "SmolLM3", "Starcoder2", "Arcee", "Ernie4_5", "Exaone4", "Ministral", "Ministral3",
-    "SeedOss", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe",
+    "SeedOss", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "GptOss",
 ]  # fmt: skip
 
 ONE_PER_FEATURE = [  # of attention, and of what is computed around it
@@ -86,6 +116,7 @@ ONE_PER_FEATURE = [  # of attention, and of what is computed around it
     "Gemma2", "Gemma4",  # norms of outputs, capped scores; layers with heads of different sizes
     "Glm4", "Cohere2", "Olmo2", "Ministral3",  # rotated neighbours; parallel MLP; norms of all heads
     "Granite", "Starcoder2",  # multipliers; LayerNorm, no gates
+    "GptOss", "Llama4", "Gemma3n",  # sinks; chunks, and queries scaled by position; layers that share keys
     "GPT2", "GPTNeoX",  # learned positions; a part of each head is rotated
     "GPTBigCode", "DeepseekV3",  # one key head; short values
     "Qwen2Moe", "Qwen3Moe",  # experts, with a shared one; in some layers
@@ -105,10 +136,12 @@ def tiny(name: str, seed: int = 0, **changes) -> PreTrainedModel:
 
 
 def configuration(name: str) -> str:
-    return {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig"}.get(name, f"{name}Config")
+    name = name.split()[0]
+    return f"{name}TextConfig" if name in ("Gemma3", "Gemma3n", "Gemma4", "Llama4") else f"{name}Config"
 
 
 def model_class(name: str) -> type[PreTrainedModel]:
+    name = name.split()[0]
     return getattr(transformers, {"GPT2": "GPT2LMHeadModel"}.get(name, f"{name}ForCausalLM"))
 
 

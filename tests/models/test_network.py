@@ -61,7 +61,7 @@ def off(ours: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
 
 def without_other_experts(name: str, dtype: torch.dtype, errors: torch.Tensor) -> torch.Tensor:
     """The errors of most rows: rounding sends a few rows to other experts."""
-    has_experts = any(word in name for word in ("Moe", "moe", "Mixtral", "Deepseek"))
+    has_experts = any(word in name for word in ("Moe", "moe", "Mixtral", "Deepseek", "GptOss", "MiMo", "Llama4"))
     return errors.sort().values[: LENGTH * 3 // 4] if has_experts and dtype != torch.float32 else errors
 
 
@@ -72,9 +72,9 @@ def test_a_read_gives_the_logits_of_the_models_own_forward(name, dtype):
     own = own_logits(model, tokens)
     network = CausalNetwork(model)
     has_kernels = native.load_kernels() is not None
-    assert network.compute_path == ("native" if name in DESCRIBED and has_kernels else "transformers")
+    assert network.compute_path == ("native" if name.split()[0] in DESCRIBED and has_kernels else "transformers")
     errors = without_other_experts(name, dtype, off(chain(network, tokens), own))
-    if dtype == torch.bfloat16 and name == "Gemma4":
+    if dtype == torch.bfloat16 and name.startswith("Gemma4"):
         errors = errors / 5  # scores are not scaled: its own forward is 0.1 from float32's logits, as far as ours
     assert errors.max() < BOUNDS[dtype]
 
@@ -271,7 +271,6 @@ def tiny_like(model):
 
 REFUSED = {
     "Falcon": ({"hidden_size": 48, "num_attention_heads": 6}, "AttentionInterface"),
-    "GptOss": ({**LLAMA_LIKE, "num_local_experts": 4, "head_dim": 8}, "attention sinks"),
     "Mamba": ({"hidden_size": 48}, "keeps a state"),
     "Lfm2": ({**LLAMA_LIKE, "layer_types": ["conv", "full_attention"]}, "keeps a state in conv layers"),
     "RecurrentGemma": ({**LLAMA_LIKE, "num_hidden_layers": 3}, "keeps a state"),
@@ -294,14 +293,3 @@ def test_position_biases_are_refused():
     config = BloomConfig(vocab_size=VOCAB, hidden_size=48, n_head=6, n_layer=2)
     with pytest.raises(ValueError, match="AttentionInterface"):
         make_network(BloomForCausalLM(config).eval(), "mine")
-
-
-def test_attention_by_chunks_is_refused():
-    from transformers import Llama4ForCausalLM, Llama4TextConfig
-
-    config = Llama4TextConfig(
-        **LLAMA_LIKE, vocab_size=VOCAB, num_hidden_layers=2, head_dim=8, attention_chunk_size=12,
-        intermediate_size_mlp=72, num_local_experts=2, pad_token_id=2,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="by chunks of 12 tokens"):
-        make_network(Llama4ForCausalLM(config).eval(), "mine")

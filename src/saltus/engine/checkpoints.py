@@ -269,6 +269,7 @@ def make_network(model: Any, name: str, exact: bool = True, max_draft_tokens: in
                 ):
                     why = "a tree of tokens gets other logits than its branches get alone"
                 else:
+                    network.kv_bytes_per_token = kv_cache.bytes_per_token
                     return network
     raise ValueError(f"{name} ({type(model).__name__}) cannot be served: {why}; choose a model with plain attention")
 

@@ -64,6 +64,7 @@ class CausalNetwork:
     fixed_shapes: bool | None = None  # None: on CUDA; tests set it
     hidden_state_layers: tuple[int, ...] = ()  # states after so many layers are returned too, before the last states
     num_layers: int = field(init=False)
+    kv_bytes_per_token: int | None = field(init=False, default=None)  # as measured; None: as the configuration says
     # faster than the model's own code, for models that it supports
     native_decoder: NativeDecoder | TorchDecoder | None = field(init=False, default=None)
     fixed_shape_runner: FixedShapeRunner | None = field(init=False, default=None)

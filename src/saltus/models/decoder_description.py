@@ -52,13 +52,13 @@ class Norm:
 class Angles:
     """Where cosines and sines come from: a module of Transformers, for some kind of layers where it has several.
 
-    `repeats_neighbours`: it gives each angle twice in a row, not once in each half. What is rotated is also multiplied
-    by 1 + `growth` · log(1 + ⌊position / `steps`⌋) (Nakanishi 2025).
+    `layout`: it gives each angle in both halves, twice in a row, or once. What is rotated is also multiplied by
+    1 + `growth` · log(1 + ⌊position / `steps`⌋) (Nakanishi 2025).
     """
 
     path: str = "rotary_emb"
     layer_type: str | None = None
-    repeats_neighbours: bool = False
+    layout: Literal["halves", "neighbours", "once"] = "halves"
     growth: float = 0.0
     steps: int = 1
 

@@ -13,6 +13,8 @@ def kv_bytes_per_token(network: Network) -> int:
 
     0 for a drafter that has no layers with a cache of their own.
     """
+    if (measured := getattr(network, "kv_bytes_per_token", None)) is not None:
+        return measured
     layers = getattr(network, "context_layers", network)  # of a drafter that runs layers over the target's states
     model: Any = getattr(layers, "model", None)
     if model is None:

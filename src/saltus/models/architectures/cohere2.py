@@ -12,7 +12,7 @@ from saltus.models.decoder_description import (
 )
 
 CLASSES = {"Cohere2ForCausalLM"}
-ANGLES = Angles(repeats_neighbours=True)
+ANGLES = Angles(layout="neighbours")
 
 
 def layer(config: Any, number: int, angles: Angles | None) -> Layer:

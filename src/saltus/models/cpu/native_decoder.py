@@ -253,8 +253,8 @@ class _AngleTable:
         if self.angles.growth:
             steps = torch.floor(positions / self.angles.steps)
             found = [x * (1 + self.angles.growth * torch.log1p(steps))[None, :, None] for x in found]
-        if self.angles.repeats_neighbours:
-            found = [x[..., ::2].repeat(1, 1, 2) for x in found]
+        if self.angles.layout != "halves":
+            found = [x[..., :: 2 if self.angles.layout == "neighbours" else 1].repeat(1, 1, 2) for x in found]
         return [x[0].to(self.hidden.dtype).contiguous() for x in found]
 
 
