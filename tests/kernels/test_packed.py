@@ -13,18 +13,21 @@ from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import linear
 from saltus.kernels.packed_weight import PACKED_FORMATS, PackedWeight, dequantize_blocks, describe_weights
 
-HALVES = {Q.F16: [0], Q.Q4_0: [0], Q.Q4_1: [0, 2], Q.Q5_0: [0], Q.Q5_1: [0, 2], Q.Q8_0: [0], Q.Q4_K: [0, 2],
-          Q.Q5_K: [0, 2], Q.Q6_K: [208]}  # fmt: skip
+HALVES = {Q.F16: [0], Q.Q4_0: [0], Q.Q4_1: [0, 2], Q.Q5_0: [0], Q.Q5_1: [0, 2], Q.Q8_0: [0], Q.Q2_K: [80, 82],
+          Q.Q3_K: [108], Q.Q4_K: [0, 2], Q.Q5_K: [0, 2], Q.Q6_K: [208], Q.IQ4_NL: [0], Q.IQ4_XS: [0]}  # fmt: skip
 needs_kernels = pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
 each_format = pytest.mark.parametrize("format", PACKED_FORMATS, ids=lambda format: format.name)
 
 
 def random_blocks(format: Q, rows: int, columns: int) -> torch.Tensor:
-    """Any bytes, with scales that are finite: some subnormal, some zero, some negative."""
+    """Any bytes, with scales that are finite: some subnormal, some zero, some negative; of MXFP4, of any usual size."""
     weights, size = GGML_QUANT_SIZES[format]
     random = np.random.default_rng(int(format))
     blocks = random.integers(0, 256, (rows * columns // weights, size), dtype=np.uint8)
-    for at in HALVES[format]:
+    if format is Q.MXFP4:
+        blocks[:, 0] = random.integers(100, 130, len(blocks))
+        blocks[::7] = 0
+    for at in HALVES.get(format, ()):
         scales = random.normal(0, 0.01, len(blocks)).astype(np.float16)
         scales[::7], scales[1::7] = -0.0, 6e-8
         blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
