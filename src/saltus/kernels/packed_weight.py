@@ -26,7 +26,7 @@ SCALES_OF_A_BLOCK = {
 }  # fmt: skip
 PAIRED_FORMATS = (Q.Q4_0, Q.Q4_1, Q.IQ4_NL, Q.MXFP4)  # of these, integers of 4 bits
 PACKED_FORMATS = (
-    Q.F16, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.IQ4_NL, Q.IQ4_XS, Q.MXFP4
+    Q.F16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.IQ4_NL, Q.IQ4_XS, Q.MXFP4
 )  # fmt: skip
 INTEGER_FORMATS = PACKED_FORMATS[1:]  # whose integers can be multiplied by 8-bit activations
 
@@ -43,8 +43,8 @@ class PackedWeight(Tensor):
     it in memory, and selecting rows expands only these; any other operation works on an expanded copy. With the
     `arithmetic` "bf16" a product multiplies these numbers, and `rows` [out, bytes of a row] is arranged by
     `rearrange_blocks`; with "int8" it multiplies the integers of the blocks by activations of 8 bits
-    (docs/exactness.md), and `rows` [groups, bytes of a group] is arranged by `interleave_blocks`. The matrices of a stack
-    follow one another, `matrix_bytes` each, and `stack[i]` is one of them in the same memory.
+    (docs/exactness.md), and `rows` [groups, bytes of a group] is arranged by `interleave_blocks`. The matrices of a
+    stack follow one another, `matrix_bytes` each, and `stack[i]` is one of them in the same memory.
     """
 
     rows: Tensor
@@ -62,7 +62,7 @@ class PackedWeight(Tensor):
 
     @classmethod
     def from_blocks(cls, blocks: Tensor, format: GGMLQuantizationType, arithmetic: Arithmetic = "bf16") -> PackedWeight:
-        """The matrix of the blocks of a GGUF file [out, bytes of a row], or the stack of [matrices, out, bytes of a row].
+        """The matrix of the blocks of a GGUF file [out, bytes of a row], or the stack of [matrices, out, bytes of one].
 
         What is not rearranged shares their memory. F16 holds no integers: its arithmetic is always "bf16".
         """

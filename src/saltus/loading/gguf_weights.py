@@ -121,8 +121,8 @@ def _check_size(name: str, tensor: GgufTensor, file: Path) -> None:
     if not known or tensor.shape[-1] % weights or tensor.size != math.prod(tensor.shape) // weights * size:
         raise SourceError(f"{file}: {name} has another size than {tensor.shape} takes in its format; fetch it again")
     heads = tensor.interleaved_heads
-    rows_of_heads = len(tensor.shape) > 1 or weights == 1  # a row of blocks cannot be cut into heads
-    if tensor.offset < 0 or heads < 0 or (heads and (tensor.shape[0] % (2 * heads) or not rows_of_heads)):
+    is_row_of_blocks = weights > 1 and math.prod(tensor.shape[:-1]) == 1  # which cannot be cut into heads
+    if tensor.offset < 0 or heads < 0 or (heads and (tensor.shape[0] % (2 * heads) or is_row_of_blocks)):
         raise SourceError(f"{file}: the place or heads of {name} are not possible; fetch it again")
 
 
