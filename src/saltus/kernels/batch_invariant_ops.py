@@ -32,6 +32,8 @@ ELEMENTWISE_FUNCTIONS = _torch_functions(
     "sigmoid", "silu", "sin", "softplus", "tanh",
 )  # fmt: skip
 MATMUL_FUNCTIONS = _torch_functions("matmul", "__matmul__", "mm")
+BATCHED_MATMUL_FUNCTIONS = _torch_functions("matmul", "__matmul__", "bmm")
+MULTIPLY_FUNCTIONS = _torch_functions("mul", "multiply", "__mul__")
 
 
 def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
@@ -71,6 +73,11 @@ def batch_invariant_elementwise(function: Callable[..., Tensor], x: Tensor, *arg
     )
 
 
+def complex_product(x: Tensor, y: Tensor) -> Tensor:
+    """x · y of complex numbers, each of whose four products is rounded; torch fuses some of them, by their places."""
+    return torch.complex(x.real * y.real - x.imag * y.imag, x.real * y.imag + x.imag * y.real)
+
+
 class BatchInvariantMode(TorchFunctionMode):
     """While active, replaces torch's linear layers, products with weights and elementwise functions."""
 
@@ -86,9 +93,15 @@ class BatchInvariantMode(TorchFunctionMode):
         elif func in ELEMENTWISE_FUNCTIONS:
             if _is_elementwise(args):
                 return batch_invariant_elementwise(func, *args, **kwargs)
-        elif func in MATMUL_FUNCTIONS:  # by weights that stand as columns
-            if not kwargs and args[1].ndim == 2 and _can_use_kernel(args[0], args[1].t()):
+        elif func in MATMUL_FUNCTIONS and args[1].ndim == 2:  # by weights that stand as columns
+            if not kwargs and _can_use_kernel(args[0], args[1].t()):
                 return _linear(args[0], self._transposed(args[1]), None)
+        elif func in BATCHED_MATMUL_FUNCTIONS:  # by those of several experts
+            if not kwargs and _is_expert_product(*args):
+                return torch.stack([_linear(x, weight.t(), None) for x, weight in zip(*args, strict=True)])
+        elif func in MULTIPLY_FUNCTIONS:  # rotary embeddings as complex numbers
+            if not kwargs and all(isinstance(each, Tensor) and each.is_complex() for each in args):
+                return complex_product(*args)
         elif func is torch.addmm and not kwargs and _can_use_kernel(args[1], args[2].t(), args[0]):  # Conv1D of GPT-2
             return _linear(args[1], self._transposed(args[2]), args[0])
         return func(*args, **kwargs)
@@ -117,6 +130,16 @@ def _can_use_kernel(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bo
         and x.numel() > 0
         and x.shape[-1] == weight.shape[1]
         and (bias is None or (bias.dtype == x.dtype and bias.shape == weight.shape[:1]))
+    )
+
+
+def _is_expert_product(x: Tensor, weights: Tensor) -> bool:
+    """True for a product [experts, rows, in] by weights [experts, in, out] that kernels can compute."""
+    return (
+        isinstance(weights, Parameter)
+        and x.ndim == weights.ndim == 3
+        and len(x) == len(weights)
+        and _can_use_kernel(x[0], weights[0].t())
     )
 
 

@@ -228,10 +228,13 @@ class CausalNetwork:
         self, tokens: torch.Tensor, positions: torch.Tensor, num_logits: int, gate: StaticGate | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits and hidden states of the last rows (0: of all); tokens and positions are [1, rows]."""
+        rows, kept = tokens.shape[1], num_logits
+        if num_logits:  # by a number, Gemma 4 would leave out the other rows of layers that share keys, too
+            kept = torch.arange(rows - num_logits, rows, device=tokens.device)
         exact = BatchInvariantMode() if tokens.device.type == "cpu" else contextlib.nullcontext()
         gated = gated_adapter(self.model, self.adapter, gate) if gate and self.adapter else contextlib.nullcontext()
         with self._capture_hidden_states() as hidden_states, exact, gated:
-            out = self.model(input_ids=tokens, position_ids=positions, logits_to_keep=num_logits, use_cache=False)
+            out = self.model(input_ids=tokens, position_ids=positions, logits_to_keep=kept, use_cache=False)
         states = hidden_states()
         return out.logits[0], states[-num_logits:] if num_logits else states
 

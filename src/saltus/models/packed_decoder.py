@@ -34,13 +34,21 @@ def check_decoder_sizes(heads: int, kv_heads: int, **sizes: Any) -> None:
 
 def check_decoder_config(config: Any) -> None:
     """`check_decoder_sizes` of the fields of a config.json."""
-    check_decoder_sizes(
-        config.num_attention_heads, config.num_key_value_heads, hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size, num_hidden_layers=config.num_hidden_layers,
-        vocab_size=config.vocab_size,
-    )  # fmt: skip
+    check_widths(config)
+    check_decoder_sizes(config.num_attention_heads, config.num_key_value_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    check_decoder_sizes(1, 1, head_dim=head_dim)
+    check_heads(config.num_attention_heads, config.num_key_value_heads, head_dim)
+
+
+def check_widths(config: Any) -> None:
+    """`check_decoder_sizes` of what all layers have in common."""
+    names = "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"
+    check_decoder_sizes(1, 1, **{name: getattr(config, name) for name in names})
+
+
+def check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
+    """`check_decoder_sizes` of an attention layer."""
+    check_decoder_sizes(heads, kv_heads, head_dim=head_dim)
     if head_dim % 2:
         raise ValueError(f"a decoder's head_dim is {head_dim}, but must be even; fetch it again")
 
@@ -186,6 +194,9 @@ class PackedDecoder(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.lm_head.weight.device
+
+    def get_decoder(self) -> Any:
+        return self.model
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.model.embed_tokens

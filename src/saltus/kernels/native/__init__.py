@@ -54,7 +54,7 @@ class Attention(ctypes.Structure):
         *((name, INTEGER) for name in ("query_row", "query_head", "key_row", "key_head", "value_row", "value_head")),
         *((name, POINTER) for name in ("keys", "values")),
         ("capacity", INTEGER),
-        *((name, POINTER) for name in ("out", "visible", "first")),
+        *((name, POINTER) for name in ("out", "visible", "first", "sinks")),
         *((name, INTEGER) for name in ("rows", "past", "heads", "kv_heads", "dim", "value_dim")),
         *((name, REAL) for name in ("scale", "softcap")),
         ("same_everywhere", INTEGER),
@@ -70,6 +70,7 @@ class Linear(ctypes.Structure):
         *((name, POINTER * MAX_WEIGHTS) for name in ("weight", "bias", "out")),
         *((name, INTEGER * MAX_WEIGHTS) for name in ("outs", "format")),
         *((name, POINTER) for name in ("norm", "gate", "add")),
+        *((name, INTEGER) for name in ("norm_kind", "activation")),
         ("epsilon", REAL),
         ("scale", REAL),
         *((name, POINTER * MAX_WEIGHTS) for name in ("down", "up")),
@@ -101,7 +102,7 @@ class Rotary(ctypes.Structure):
 
     _fields_ = [
         *((name, POINTER) for name in ("x", "cos", "sin", "position", "norm")),
-        *((name, INTEGER) for name in ("rows", "heads", "dim")),
+        *((name, INTEGER) for name in ("rows", "heads", "dim", "turned", "neighbours", "norm_kind")),
         ("epsilon", REAL),
     ]
 
@@ -113,7 +114,46 @@ class Norm(ctypes.Structure):
         *((name, POINTER) for name in ("x", "weight", "out")),
         *((name, INTEGER) for name in ("rows", "size")),
         ("epsilon", REAL),
+        *((name, INTEGER) for name in ("kind", "parts")),
+        *((name, POINTER) for name in ("add", "room")),
     ]
+
+
+class Addition(ctypes.Structure):
+    """The struct `Addition` of kernels.c, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("x", "add", "out")),
+        *((name, INTEGER) for name in ("rows", "size")),
+        ("scale", REAL),
+    ]
+
+
+class Columns(ctypes.Structure):
+    """The struct `Columns` of kernels.c, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("x", "out")),
+        *((name, INTEGER) for name in ("rows", "width", "first", "size")),
+    ]
+
+
+class Op(ctypes.Structure):
+    """The struct `Op` of kernels.c, field for field."""
+
+    _fields_ = [("kind", INTEGER), ("of", POINTER), ("which", INTEGER), ("place", INTEGER)]
+
+
+LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS = range(8)  # kinds of Op
+NORM_KINDS = {"rms": 0, "rms-float32": 1, "layer": 2}
+ACTIVATION_NUMBERS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu_squared": 3, "sigmoid": 4}
+SILU_ALONE = 5  # not of a gate
+
+
+class Angles(ctypes.Structure):
+    """The struct `Angles` of kernels.c, field for field."""
+
+    _fields_ = [(name, POINTER) for name in ("cos", "sin", "position")]
 
 
 class Decoder(ctypes.Structure):
@@ -121,11 +161,16 @@ class Decoder(ctypes.Structure):
 
     _fields_ = [
         ("embedding", Expansion),
+        *((name, REAL) for name in ("embedding_scale", "logit_scale", "logit_softcap")),
         ("norm", Norm),
         ("head", Linear),
-        *((name, POINTER) for name in ("products", "rotations", "attentions", "window", "key_step", "value_step")),
-        *((name, POINTER) for name in ("cos", "sin", "position", "kept", "selected", "seconds")),
-        *((name, INTEGER) for name in ("layers", "texts", "rows", "num_selected", "vocab", "all_states")),
+        *((name, POINTER) for name in ("tokens", "ops")),
+        ("num_ops", INTEGER),
+        *(
+            (name, POINTER)
+            for name in ("attentions", "key_step", "value_step", "angles", "kept", "selected", "seconds")
+        ),
+        *((name, INTEGER) for name in ("texts", "rows", "num_selected", "vocab", "all_states")),
     ]
 
 

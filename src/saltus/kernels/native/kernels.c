@@ -16,13 +16,14 @@
 
 typedef struct {
   // one layer's new rows: [rows, heads, dim] by strides in elements (row, head); the last axis is dense
-  const void *query, *key, *value;
+  const void *query, *key, *value;  // key NULL: keys and values of these rows are in the memory already
   int64_t query_row, query_head, key_row, key_head, value_row, value_head;
   void *keys, *values;     // this text's memory: [kv_heads, capacity, dim]
   int64_t capacity;
   void *out;               // [rows, heads, value_dim], dense
   const uint8_t *visible;  // [rows, rows]: may row i see new row j?
-  const int32_t *first;    // [rows]: first slot that row i may see (sliding windows), 0 otherwise
+  const int32_t *first;    // [rows]: first slot that row i may see (sliding windows, chunks), 0 otherwise
+  const float *sinks;      // [heads] or NULL: a score of each head that takes weight and has no value
   int64_t rows, past, heads, kv_heads, dim, value_dim;
   float scale, softcap;    // softcap 0: none
   int64_t same_everywhere;  // the bits must not depend on the processor: the matrix unit is left alone
@@ -36,9 +37,10 @@ typedef struct {
   void *out[WEIGHTS];                           // [rows, out], dense
   int64_t outs[WEIGHTS];
   int64_t format[WEIGHTS];  // of packed weights (packed_weights.h), 0: the weights are numbers of the format T
-  const void *norm;  // [in] or NULL: x is first divided by its root mean square and multiplied by this
-  const void *gate;  // [rows, in] or NULL: x is first multiplied by silu of this
+  const void *norm;  // [in] or NULL: x is first divided by its root mean square and multiplied by this, see Norm
+  const void *gate;  // [rows, in] or NULL: x is first multiplied by the activation of this
   const void *add;   // [rows, out] or NULL: added to the first product
+  int64_t norm_kind, activation;  // the activation is of x itself where there is no gate and it is not 0
   float epsilon;     // of the norm
   // s · B(Ax) is added to gated rows before they are rounded (Hu et al. 2021); sums in float32
   float scale;
@@ -47,21 +49,47 @@ typedef struct {
   int64_t rank, gated;
 } Linear;
 
+// Whether the activation of a linear product stands alone or multiplies, it is one of these; SILU alone has a number of its own.
+enum { SILU, GELU_TANH, GELU, RELU_SQUARED, SIGMOID, SILU_ALONE };
+static inline int is_prepared(const Linear *a) { return a->norm || a->gate || a->activation; }
+
 typedef struct {
   void *x;                // [rows, heads, dim], dense, changed in place
-  const void *cos, *sin;  // [rows, dim], or [positions, dim]
+  const void *cos, *sin;  // [rows, turned], or [positions, turned]; the second halves repeat the first. NULL: a norm alone
   const int64_t *position;  // [rows]: the row's place in these, or NULL: the row itself
-  const void *norm;       // [dim] or NULL: heads are first divided by their root mean square and multiplied by this
+  const void *norm;       // [dim] or NULL: of each head, see Norm
   int64_t rows, heads, dim;
+  int64_t turned, neighbours;  // dimensions that are rotated, 0: all; pairs are neighbours and not half of them apart
+  int64_t norm_kind;
   float epsilon;
 } Rotary;
 
+// Kinds of norms: by the root mean square, with weights of the format T; the same with weights in float32, the product
+// rounded once; by mean and variance, with weights and then biases in float32.
+enum { RMS, RMS_FLOAT32, LAYER_NORM };
 typedef struct {
-  const void *x, *weight;  // [rows, size], dense; [size]
+  const void *x, *weight;  // [rows, size], dense; [size], by kind
   void *out;               // [rows, size], dense
   int64_t rows, size;
   float epsilon;
+  int64_t kind;
+  int64_t parts;    // of a row, each of which is normed by itself; 0: one
+  const void *add;  // [rows, parts, size] or NULL: added to the rounded norm
+  void *room;       // set by the kernel
 } Norm;
+
+typedef struct {
+  const void *x, *add;  // [rows, size], dense; `add` may be NULL
+  void *out;            // add + x · scale
+  int64_t rows, size;
+  float scale;
+} Addition;
+
+typedef struct {
+  const void *x;  // [rows, width], dense
+  void *out;      // [rows, size], dense: columns of x
+  int64_t rows, width, first, size;
+} Columns;
 
 typedef struct {
   const void *x;    // [rows, size], dense
@@ -73,24 +101,39 @@ typedef struct {
   float gap;
 } NearGreatest;
 
-#define PRODUCTS_OF_LAYER 4
 #define OUT_OF_MEMORY 1
 #define UNKNOWN_TOKEN 2
+
+// What a decoder does, in order. `of` is a struct that stays the same from call to call, but for its rows.
+enum { LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS };
+typedef struct {
+  int64_t kind;
+  const void *of;  // Linear, Norm, Rotary, Addition, Columns, Expansion
+  int64_t which;   // layer; angles of a rotation; arguments of an attention
+  int64_t place;   // of an attention: which layer's memory, counted from that of the arguments
+} Op;
+
+typedef struct {
+  const void *cos, *sin;  // see Rotary
+  const int64_t *position;
+} Angles;
+
 typedef struct {
   Expansion embedding;          // of the tokens, to the hidden states; its rows are NULL if these are there already
+  float embedding_scale;        // embeddings are multiplied by it
+  float logit_scale, logit_softcap;  // logits, too; then softcap · tanh(logits / softcap); 0: not
   Norm norm;                    // the last one: x is [rows, size]; out has all rows, or the selected ones
   Linear head;                  // gives the logits; out is NULL: none are wanted
-  const Linear *products;       // [layers, 4]; their rows are those below, here and in what follows
-  const Rotary *rotations;      // [layers, 2]: of queries and keys; their angles are those below
-  const Attention *attentions;  // [windows, texts], with the memory of the first layer
-  const int32_t *window;        // [layers]: which of the windows each has
+  const int64_t *tokens;        // [rows], or NULL: inputs are embeddings
+  const Op *ops;
+  int64_t num_ops;
+  const Attention *attentions;  // [kinds, texts]
   const int64_t *key_step, *value_step;  // [texts]: bytes of memory between layers
-  const void *cos, *sin;        // see Rotary
-  const int64_t *position;
+  const Angles *angles;
   void *const *kept;            // [layers]: where to copy the hidden states before a layer, NULL: nowhere
   const int64_t *selected;      // [num_selected]: the rows that have logits
   double *seconds;  // [PARTS_OF_CALL]: of each part, added up, or NULL
-  int64_t layers, texts, rows, num_selected, vocab, all_states;
+  int64_t texts, rows, num_selected, vocab, all_states;
 } Decoder;
 
 typedef struct {

@@ -269,6 +269,19 @@ static inline int all_finite(const float *x, int64_t count) {
   return sum == 0;
 }
 
+// The sum of 16 numbers in one order.
+static inline float sum_of_16(const float *s) {
+  float quarter[4];
+  for (int q = 0; q < 4; q++) quarter[q] = (s[4 * q] + s[4 * q + 2]) + (s[4 * q + 1] + s[4 * q + 3]);
+  return (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
+}
+static inline lanes load_some_floats(const float *p, int64_t have) {
+  float some[LANES] = {};
+  if (have >= LANES) return load_f32(p);
+  memcpy(some, p, have * sizeof(float));
+  return load_f32(some);
+}
+
 // exp, lane by lane the same operations: 2^n · polynomial (Cephes); exact zero up to −87, e^88 above 88.
 static inline lanes exp_lanes(lanes x) {
   const lanes low = (lanes){} - 87.0f, high = (lanes){} + 88.0f;

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -27,10 +27,17 @@ from jaxtyping import UInt8
 
 from saltus.kernels import native
 from saltus.models.cpu.kv_cache import KVCache
+from saltus.models.reach import Chunks, Reach, first_visible
+from saltus.models.temperature_tuning import is_tuned, leave_out_tuning, tuned_queries
 
 ATTENTION_NAME = "saltus"
-FROM_FIRST_SLOT = np.zeros(1024, dtype=np.int32)  # of rows without a sliding window
+FROM_FIRST_SLOT = np.zeros(1024, dtype=np.int32)  # of rows that see the whole text
 FROM_FIRST_SLOT_ADDRESS = native.address(FROM_FIRST_SLOT)
+UNSUPPORTED_ARGUMENTS = {  # of an attention layer, which change what it computes
+    "position_bias": "position biases",
+    "sinks": "attention sinks that depend on the token",
+    "indices": "an indexer that chooses keys",
+}
 
 
 def ancestor_mask(parents: Sequence[int]) -> UInt8[np.ndarray, "nodes nodes"]:
@@ -50,40 +57,41 @@ class SequenceRows:
     past_length: int
     positions: np.ndarray  # [rows]
     tree_mask: np.ndarray  # [rows, rows] uint8
-    # By sliding window; kept alive here because kernels get pointers to them.
-    masks_by_window: dict[int | None, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    # Kept alive here because kernels get pointers to them.
+    masks_by_reach: dict[Reach, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
         return len(self.positions)
 
-    def first_visible_slots(self, sliding_window: int | None) -> np.ndarray:
-        """The first entry of the KV cache that each row sees; entries of decided tokens are positions."""
-        if sliding_window is None:
-            return np.zeros(self.num_rows, dtype=np.int32)
-        return np.maximum(self.positions - sliding_window + 1, 0).astype(np.int32)
+    def first_visible_slots(self, reach: Reach) -> np.ndarray:
+        """The first entry of the KV cache that each row sees; entries of decided tokens are positions.
 
-    def windowed_tree_mask(self, sliding_window: int | None) -> np.ndarray:
+        A node's entry is never before its position, so this hides no row of the call that is visible.
+        """
+        return first_visible(self.positions, reach).astype(np.int32)
+
+    def tree_mask_within(self, reach: Reach) -> np.ndarray:
         """Which rows of the call each row sees."""
-        if sliding_window is None or np.ptp(self.positions) < sliding_window:
+        first = first_visible(self.positions, reach)
+        if first.max() <= self.positions.min():
             return self.tree_mask
-        return self.tree_mask & (self.positions > self.positions[:, None] - sliding_window)
+        return self.tree_mask & (self.positions >= first[:, None])
 
-    def fill_rows(self, struct: native.Attention, sliding_window: int | None) -> None:
+    def fill_rows(self, struct: native.Attention, reach: Reach) -> None:
         """Set the kernel's arguments that say which rows there are and what they see."""
         struct.rows, struct.past = self.num_rows, self.past_length
-        if sliding_window is None and self.num_rows <= len(FROM_FIRST_SLOT):
+        if reach is None and self.num_rows <= len(FROM_FIRST_SLOT):
             struct.visible, struct.first = native.address(self.tree_mask), FROM_FIRST_SLOT_ADDRESS
             return
-        if sliding_window not in self.masks_by_window:
-            self.masks_by_window[sliding_window] = (
-                self.first_visible_slots(sliding_window),
-                self.windowed_tree_mask(sliding_window),
-            )
-        first, visible = self.masks_by_window[sliding_window]
+        if reach not in self.masks_by_reach:
+            self.masks_by_reach[reach] = self.first_visible_slots(reach), self.tree_mask_within(reach)
+        first, visible = self.masks_by_reach[reach]
         struct.visible, struct.first = native.address(visible), native.address(first)
 
-    def kernel_arguments(self, sliding_window, query, key, value, out, scale, softcap=None) -> native.Attention:
+    def kernel_arguments(
+        self, reach: Reach, query, key, value, out, scale, softcap=None, sinks=None
+    ) -> native.Attention:
         """The kernel's arguments but the layer's KV cache. Tensors: [heads, rows, dim]; out: [rows, heads, dim]."""
         struct = native.Attention(
             query=query.data_ptr(), query_head=query.stride(0), query_row=query.stride(1),
@@ -91,8 +99,9 @@ class SequenceRows:
             value=value.data_ptr(), value_head=value.stride(0), value_row=value.stride(1),
             out=out.data_ptr(), heads=query.shape[0], kv_heads=key.shape[0],
             dim=query.shape[-1], value_dim=value.shape[-1], scale=scale, softcap=softcap or 0.0,
+            sinks=None if sinks is None else sinks.data_ptr(),
         )  # fmt: skip
-        self.fill_rows(struct, sliding_window)
+        self.fill_rows(struct, reach)
         return struct
 
 
@@ -104,12 +113,20 @@ class AttentionCall:
     num_layers: int
     batch_invariant: bool = True
 
+    @property
+    def positions(self) -> torch.Tensor:
+        """Those of all rows, [1, rows]."""
+        return torch.from_numpy(np.concatenate([part.positions for part in self.sequences]))[None]
+
 
 @runtime_checkable
 class AttentionBackend(Protocol):
     """A call with an attention of its own (fixed shapes, packed training batches)."""
 
-    def attend(self, module, query, key, value, scale, window, softcap) -> torch.Tensor: ...
+    @property
+    def positions(self) -> torch.Tensor: ...  # [batch, rows]
+
+    def attend(self, module, query, key, value, scale, reach, softcap, sinks) -> torch.Tensor: ...
 
 
 _thread_local = threading.local()
@@ -138,6 +155,7 @@ _former_implementations: dict[int, str] = {}  # by id of a config, which cannot 
 def install_attention(model: torch.nn.Module) -> None:
     """Let a Transformers model attend by this file within `attention_context`, and as before outside of it."""
     _register()
+    leave_out_tuning(model, lambda: _current_call() is not None)
     for module in model.modules():
         config = getattr(module, "config", None)
         former = getattr(config, "_attn_implementation", None)
@@ -171,15 +189,23 @@ def attend(module, query, key, value, attention_mask=None, **kwargs):
     call = _current_call()
     if call is None:
         return _former_attention(module)(module, query, key, value, attention_mask, **kwargs)
-    scaling, sliding_window, softcap = (kwargs.get(name) for name in ("scaling", "sliding_window", "softcap"))
-    if kwargs.get("s_aux") is not None:
-        raise ValueError(f"{type(module).__name__} has attention sinks, which Saltus does not support yet")
-    if isinstance(attention_mask, SlidingWindow):
-        sliding_window = attention_mask.size
+    for name, what in UNSUPPORTED_ARGUMENTS.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} has {what}, which Saltus does not support")
+    scaling, reach, softcap, sinks = (kwargs.get(name) for name in ("scaling", "sliding_window", "softcap", "s_aux"))
+    if isinstance(attention_mask, ReachMask):
+        reach = attention_mask.reach
+    if sinks is not None and sinks.shape != query.shape[1:2]:
+        raise ValueError(f"{type(module).__name__} has {sinks.numel()} sinks for {query.shape[1]} heads")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if is_tuned(module):
+        query = tuned_queries(module, query, call.positions.to(query.device))
     if not isinstance(call, AttentionCall):
-        return call.attend(module, query, key, value, scale, sliding_window, softcap), None
+        return call.attend(module, query, key, value, scale, reach, softcap, sinks), None
     query, key, value = query[0], key[0], value[0]
+    sinks = None if sinks is None else sinks.float().contiguous()
+    if query.shape[1] != sum(part.num_rows for part in call.sequences):
+        raise ValueError(f"{type(module).__name__} attends from other rows than those of the call")
     out = query.new_zeros(query.shape[1], query.shape[0], value.shape[-1])
     compiled = native.kernel("attend", query.dtype, query.device) if call.batch_invariant else None
     start = 0
@@ -190,41 +216,50 @@ def attend(module, query, key, value, attention_mask=None, **kwargs):
         slots = part.past_length + part.num_rows
         keys, values = part.kv_cache.reserve_layer(module.layer_idx, call.num_layers, slots, k, v)
         if compiled is not None:
-            _attend_compiled(compiled, part, q, k, v, keys, values, out[rows], scale, sliding_window, softcap)
+            _attend_compiled(compiled, part, q, k, v, keys, values, out[rows], scale, reach, softcap, sinks)
             continue
         keys[:, part.past_length : part.past_length + part.num_rows] = k
         values[:, part.past_length : part.past_length + part.num_rows] = v
         by = _attend_row_by_row if call.batch_invariant and query.device.type == "cpu" else _attend_masked
-        out[rows] = by(part, q, keys, values, scale, sliding_window, softcap)
+        out[rows] = by(part, q, keys, values, scale, reach, softcap, sinks)
     return out[None], None
 
 
-def _attend_compiled(kernel, sequence, q, k, v, keys, values, out, scale, window, softcap) -> None:
+def _attend_compiled(kernel, sequence, q, k, v, keys, values, out, scale, reach, softcap, sinks) -> None:
     """One text, one layer, by the compiled kernel, which also writes the new keys and values to the KV cache."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     _check_shapes(sequence, q, k, v, keys, values, out)
-    struct = sequence.kernel_arguments(window, q, k, v, out, scale, softcap)
+    struct = sequence.kernel_arguments(reach, q, k, v, out, scale, softcap, sinks)
     struct.keys, struct.values, struct.capacity = keys.data_ptr(), values.data_ptr(), keys.shape[1]
     if kernel(ctypes.byref(struct)):
         raise MemoryError("attention ran out of memory; ask for a shorter text")
 
 
 def _check_shapes(sequence, q, k, v, keys, values, out) -> None:
-    """Fail unless what the kernel is handed has the sizes that it reads and writes."""
+    """Raise ValueError unless what the kernel is handed has the sizes that it reads and writes."""
     heads, rows, dim = q.shape
-    kv_heads, slots = keys.shape[:2]
+    kv_heads, slots, value_dim = values.shape
+    fits = (
+        k.shape == (kv_heads, rows, dim)
+        and v.shape == (kv_heads, rows, value_dim)
+        and heads % kv_heads == 0
+        and k.dtype == v.dtype == q.dtype
+    )
+    if not fits:
+        raise ValueError(
+            f"a layer attends by queries {list(q.shape)} of {q.dtype} to keys {list(k.shape)} of {k.dtype} and values"
+            f" {list(v.shape)} of {v.dtype} [heads, rows, size], which do not fit together"
+        )
     assert rows == sequence.num_rows and sequence.past_length + rows <= slots
-    assert heads % kv_heads == 0 and dim == keys.shape[2] and values.shape[:2] == (kv_heads, slots)
-    assert k.shape == (kv_heads, rows, dim) and v.shape == (kv_heads, rows, values.shape[2])
-    assert out.shape == (rows, heads, values.shape[2])
+    assert keys.shape == (kv_heads, slots, dim) and out.shape == (rows, heads, value_dim)
     assert all(x.is_contiguous() and x.dtype == q.dtype for x in (keys, values, out))
-    assert k.dtype == v.dtype == q.dtype
 
 
-def _attend_row_by_row(sequence, q, keys, values, scale, window, softcap) -> torch.Tensor:
+def _attend_row_by_row(sequence, q, keys, values, scale, reach, softcap, sinks) -> torch.Tensor:
     """Each row alone over just the keys that it sees: shapes depend on the row's position and on nothing else."""
     group = q.shape[0] // keys.shape[0]
-    first, seen, out = sequence.first_visible_slots(window), sequence.windowed_tree_mask(window), []
+    first, seen, out = sequence.first_visible_slots(reach), sequence.tree_mask_within(reach), []
+    sinks = None if sinks is None else sinks.view(-1, group, 1)
     for row in range(sequence.num_rows):
         new = torch.from_numpy(np.flatnonzero(seen[row]) + sequence.past_length)
         old = slice(int(first[row]), sequence.past_length)
@@ -233,34 +268,48 @@ def _attend_row_by_row(sequence, q, keys, values, scale, window, softcap) -> tor
         scores = q[:, row].float().unflatten(0, (-1, group)) @ k.mT * scale  # [kv_heads, group, keys]
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        out.append((scores.softmax(-1) @ v).flatten(0, 1))
+        out.append((softmax_with_sinks(scores, sinks) @ v).flatten(0, 1))
     return torch.stack(out).to(q.dtype)
 
 
-def _attend_masked(sequence, q, keys, values, scale, window, softcap) -> torch.Tensor:
+def _attend_masked(sequence, q, keys, values, scale, reach, softcap, sinks) -> torch.Tensor:
     """All rows at once under a mask: fast on an accelerator, but rounding depends on the shapes of the call."""
     end = sequence.past_length + sequence.num_rows
     seen = np.ones((sequence.num_rows, end), dtype=bool)
-    seen[:, sequence.past_length :] = sequence.windowed_tree_mask(window)
-    seen &= np.arange(end) >= sequence.first_visible_slots(window)[:, None]
+    seen[:, sequence.past_length :] = sequence.tree_mask_within(reach)
+    seen &= np.arange(end) >= sequence.first_visible_slots(reach)[:, None]
     mask = torch.from_numpy(seen).to(q.device)
-    if softcap:
+    if softcap or sinks is not None:
         group = q.shape[0] // keys.shape[0]
         k, v = (x[:, :end].repeat_interleave(group, 0) for x in (keys, values))
-        scores = softcap * torch.tanh((q @ k.mT).float() * scale / softcap)
-        weights = scores.masked_fill(~mask, -30000.0).softmax(-1).to(q.dtype)
-        return (weights @ v).transpose(0, 1)
+        return capped_attention(q, k, v, torch.where(mask, 0.0, -30000.0), scale, softcap, sinks).transpose(0, 1)
     out = F.scaled_dot_product_attention(
         q[None], keys[None, :, :end], values[None, :, :end], attn_mask=mask, scale=scale, enable_gqa=True
     )
     return out[0].transpose(0, 1)
 
 
+def capped_attention(query, key, value, mask, scale, softcap, sinks) -> torch.Tensor:
+    """Attention [..., heads, rows, dim] with capped scores or sinks [heads], which torch's own knows not."""
+    scores = (query @ key.mT).float() * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = softmax_with_sinks(scores + mask, None if sinks is None else sinks.float().view(-1, 1, 1))
+    return weights.to(query.dtype) @ value
+
+
+def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Weights of keys, along the last axis; a sink is one more score, whose weight is left out (Xiao et al. 2024)."""
+    if sinks is None:
+        return scores.softmax(-1)
+    return torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1).softmax(-1)[..., :-1]
+
+
 @dataclass(frozen=True)
-class SlidingWindow:
+class ReachMask:
     """Takes the place of a mask: how far back a layer attends. Some models state it by their mask only."""
 
-    size: int
+    reach: Reach
 
 
 def attention_mask(*args, config=None, local_size=None, **kwargs):
@@ -273,8 +322,16 @@ def attention_mask(*args, config=None, local_size=None, **kwargs):
         return former(*args, config=config, **size, **kwargs)
     if local_size is None:
         return None
-    if local_size == getattr(config, "attention_chunk_size", None):
-        raise ValueError(
-            f"its attention looks back by chunks of {local_size} tokens, which Saltus does not support yet"
-        )
-    return SlidingWindow(local_size)
+    return ReachMask(Chunks(local_size) if _is_chunk_size(config, local_size) else local_size)
+
+
+def _is_chunk_size(config: Any, local_size: int) -> bool:
+    """Whether a mask's size is that of chunks or of a sliding window, which Transformers states alike."""
+    if local_size != getattr(config, "attention_chunk_size", None):
+        return False
+    if local_size != getattr(config, "sliding_window", None):
+        return True
+    kinds = set(getattr(config, "layer_types", None) or ()) & {"chunked_attention", "sliding_attention"}
+    if len(kinds) != 1:
+        raise ValueError(f"its windows and its chunks have {local_size} tokens each, so that they cannot be told apart")
+    return kinds == {"chunked_attention"}
