@@ -96,7 +96,10 @@ class PackedWeight(Tensor):
         assert kernels is not None, "packed weights are made only where there are compiled kernels"
         if self.ndim == 3:
             assert rows is None, "rows are of a matrix"
-            return torch.stack([self.matrix(number).dequantize() for number in range(len(self))])
+            whole = torch.empty(self.shape, dtype=torch.bfloat16)
+            for number in range(len(self)):
+                whole[number] = self.matrix(number).dequantize()
+            return whole
         out = torch.empty(*(self.shape[:1] if rows is None else rows.shape), self.shape[1], dtype=torch.bfloat16)
         if rows is not None:
             rows = rows.to(torch.int64).contiguous()
