@@ -288,6 +288,7 @@ def load_kernels() -> ctypes.CDLL | None:
     except OSError as error:
         log.warning("the compiled kernels did not load, going on with slower exact ones: %s", error)
         return None
+    library.saltus_packed_bytes.restype = INTEGER
     for suffix in KERNEL_SUFFIXES.values():
         if (gumbel_max := getattr(library, f"gumbel_max_{suffix}", None)) is not None:
             gumbel_max.argtypes, gumbel_max.restype = (
