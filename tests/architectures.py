@@ -52,17 +52,37 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
         "floor_scale": 4, "attn_scale": 0.5, "intermediate_size_mlp": 72, "num_local_experts": 4,
         "interleave_moe_layer_step": 2,
     },
+    "Llama4 without experts": {
+        **LLAMA_LIKE, "num_hidden_layers": 2, "head_dim": 8, "attention_chunk_size": 12, "no_rope_layers": [1, 0],
+        "floor_scale": 4, "attn_scale": 0.5, "intermediate_size_mlp": 72, "moe_layers": [], "num_local_experts": 1,
+    },
     "GPT2": {"n_embd": 48, "n_head": 6, "n_layer": 2, "n_positions": 512},
     "GPTNeoX": {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6},
     "OPT": {"hidden_size": 48, "ffn_dim": 72, "num_attention_heads": 6, "word_embed_proj_dim": 48},
     "Phi": {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6},
     "Phi3": {**LLAMA_LIKE, **WINDOW},
-    "Granite": LLAMA_LIKE,
+    "Granite": {
+        **LLAMA_LIKE, "residual_multiplier": 0.3, "embedding_multiplier": 3.0, "logits_scaling": 2.0,
+        "attention_multiplier": 0.2,
+    },
+    "Glm4": {**LLAMA_LIKE, "head_dim": 16},
     "Cohere": LLAMA_LIKE,
     "Cohere2": {**LLAMA_LIKE, **WINDOW, **ALTERNATING},
     "Olmo2": LLAMA_LIKE,
+    "Olmo3": {**LLAMA_LIKE, **WINDOW, **ALTERNATING},
     "StableLm": LLAMA_LIKE,
-    "SmolLM3": LLAMA_LIKE,
+    "Arcee": {**LLAMA_LIKE, "head_dim": 8},
+    "Ernie4_5": {**LLAMA_LIKE, "head_dim": 8},
+    "Exaone4": {**LLAMA_LIKE, **WINDOW, **ALTERNATING, "sliding_window_pattern": 2},
+    "Ministral": {**LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 8},
+    "Ministral3": {
+        **LLAMA_LIKE, "head_dim": 8, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "SeedOss": {**LLAMA_LIKE, "head_dim": 8},
+    "SmolLM3": {**LLAMA_LIKE, "no_rope_layers": [1, 0]},
     "Starcoder2": {**LLAMA_LIKE, **WINDOW},
     "GPTBigCode": {"n_embd": 48, "n_head": 6, "n_layer": 2, "n_positions": 512},
     "DeepseekV2": {
@@ -80,16 +100,30 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
         **LLAMA_LIKE, **EXPERTS, **WINDOW, **ALTERNATING, "use_sliding_window": True, "max_window_layers": 1,
         "shared_expert_intermediate_size": 40,
     },
-    "Qwen3Moe": {**LLAMA_LIKE, **EXPERTS, "head_dim": 16},
+    "Qwen3Moe": {**LLAMA_LIKE, **EXPERTS, "head_dim": 16, "mlp_only_layers": [0], "norm_topk_prob": True},
+    "Olmoe": {**LLAMA_LIKE, "num_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
+
+GEMMA4_SHARED = {  # layers that read the keys and values of others, with wider MLPs
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True, "attention_k_eq_v": False,
+}  # fmt: skip
+
+DESCRIBED = [  # by a file of saltus.models.architectures
+    "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3", "Gemma4", "Phi3", "Granite", "Glm4", "Cohere",
+    "Cohere2", "Olmo2", "Olmo3", "SmolLM3", "Starcoder2", "Arcee", "Ernie4_5", "Exaone4", "Ministral", "Ministral3",
+    "SeedOss", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe",
+]  # fmt: skip
 
 ONE_PER_FEATURE = [  # of attention, and of what is computed around it
     "Llama", "Mistral",  # the C decoder; with a window
-    "Gemma2", "Gemma4",  # capped scores; layers with heads of different sizes
+    "Gemma2", "Gemma4",  # norms of outputs, capped scores; layers with heads of different sizes
     "GptOss", "Llama4", "Gemma3n",  # sinks; chunks, and queries scaled by position; layers that share keys
-    "GPT2", "GPTNeoX", "Cohere2",  # learned positions; a part of each head is rotated; by pairs, in some layers
+    "Glm4", "Cohere2", "Olmo2", "Ministral3",  # rotated neighbours; parallel MLP; norms of all heads
+    "Granite", "Starcoder2",  # multipliers; LayerNorm, no gates
+    "GPT2", "GPTNeoX",  # learned positions; a part of each head is rotated
     "GPTBigCode", "DeepseekV3",  # one key head; short values
-    "Qwen2Moe",  # experts
+    "Qwen2Moe", "Qwen3Moe",  # experts, with a shared one; in some layers
 ]  # fmt: skip
 
 

@@ -7,8 +7,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from conftest import tiny_llama
 from saltus.kernels import native
-from saltus.models.cpu.native_decoder import NativeDecoder, linear_struct
-from saltus.models.packed_decoder import RMSNorm
+from saltus.models.cpu.decoder_ops import NormWeights, linear_struct
+from saltus.models.cpu.native_decoder import NativeDecoder
 
 pytestmark = pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
 
@@ -22,7 +22,9 @@ def product(
     one, other = nn.Linear(INPUTS, OUTPUTS), nn.Linear(second, OUTPUTS, bias=False)
     one.bias = nn.Parameter(torch.zeros(bias))
     weights = [(one, torch.zeros(out)), (other, None)]
-    return linear_struct(torch.zeros(x), weights, RMSNorm(norm, 1e-5), torch.zeros(gate), torch.zeros(add))
+    return linear_struct(
+        torch.zeros(x), weights, NormWeights(torch.ones(norm), 0, 1e-5), torch.zeros(gate), torch.zeros(add)
+    )
 
 
 def test_a_product_whose_buffers_fit_is_described_with_their_sizes():

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from architectures import random_tree, text, tiny
+from architectures import DESCRIBED, random_tree, text, tiny
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.engine.checkpoints import load_checkpoint, load_model, make_network
@@ -33,8 +33,7 @@ from saltus.models.uniform_embedding import KINDS, UniformEmbedding
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 0.06, torch.float16: 0.008}  # of the error's norm over the logits'
 STEPS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # between numbers near one
-NATIVE = ["Llama", "Qwen2", "Qwen3", "Mistral"]
-NAMES = [*NATIVE, "GPT2", "Gemma2", "OPT", "Phi3"]
+NAMES = ["Llama", "Qwen2", "Qwen3", "Mistral", "GPT2", "Gemma2", "OPT", "Phi3"]
 SLIDING = ["Mistral", "Gemma2", "Phi3"]
 TREE = random_tree(7)
 
@@ -87,7 +86,7 @@ GROUPS = ((-1, (0.1,)), (2, (0.9, 0.3)), (6, (0.5, 0.2, 0.8, float("nan"))), (-1
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("native_decoder", [True, False], ids=["native", "transformers"])
 def test_rows_that_are_no_queries_keep_the_bits_of_the_bare_model(name, dtype, native_decoder, query_start):
-    if native_decoder and name not in NATIVE:
+    if native_decoder and name not in DESCRIBED:
         pytest.skip(f"the native decoder does not run {name}; Transformers' layers do")
     model = tiny(name).to(dtype)
     network, alone = (
@@ -152,7 +151,7 @@ def reference(model, adapter: Adapter, tokens, uniforms, temperature: float) -> 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("native_decoder", [True, False], ids=["native", "transformers"])
 def test_queries_get_the_logits_of_merged_weights_behind_their_own_context(name, dtype, native_decoder, query_start):
-    if native_decoder and name not in NATIVE:
+    if native_decoder and name not in DESCRIBED:
         pytest.skip(f"the native decoder does not run {name}; Transformers' layers do")
     if query_start == "last-token" and name in SLIDING:
         pytest.skip("Transformers' sliding window counts rows, not positions")

@@ -19,7 +19,13 @@ from saltus.loading.fetching import first_line
 from saltus.loading.gguf_weights import load_gguf_model
 from saltus.loading.huge_pages import place_in_huge_pages
 from saltus.loading.metadata import ADAPTER_CONFIG_FILE, METADATA_FILE, read_metadata
-from saltus.loading.model_folders import INDEX_FILE, check_number_of_weights, check_size, foreign_quantization
+from saltus.loading.model_folders import (
+    INDEX_FILE,
+    check_number_of_weights,
+    check_size,
+    foreign_quantization,
+    text_part,
+)
 from saltus.loading.packing import PACKINGS, pack_model
 from saltus.loading.peft_adapters import adapted_model, is_peft_adapter, merge_adapter
 from saltus.loading.progress import ProgressCallback
@@ -182,8 +188,9 @@ def _transformers_model(name: str, folder: Path, dtype: Any) -> Any:
     check_number_of_weights(folder)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False
-        )
+            folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False,
+            **text_part(folder),
+        )  # fmt: skip
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise ValueError(

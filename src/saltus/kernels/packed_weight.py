@@ -182,6 +182,19 @@ def select_rows(weight: Tensor, rows: Tensor) -> Tensor:
     return weight.dequantize(rows) if isinstance(weight, PackedWeight) else F.embedding(rows, weight)
 
 
+def select_outputs(weight: Tensor, outputs: slice) -> Tensor:
+    """Some outputs of a matrix [out, in], as a view of its memory. Errors: ValueError if packed groups are cut."""
+    if not isinstance(weight, PackedWeight):
+        return weight.detach()[outputs]
+    size = GROUP_OUTPUTS if weight.arithmetic == "int8" else 1
+    if outputs.start % size or (outputs.stop % size and outputs.stop != len(weight)):
+        raise ValueError(
+            f"outputs {outputs.start} to {outputs.stop} of a packed matrix do not begin and end with groups"
+        )
+    rows = weight.rows[outputs.start // size : -(-outputs.stop // size)]
+    return PackedWeight(rows, weight.format, (outputs.stop - outputs.start, weight.shape[1]), weight.arithmetic)
+
+
 def kernel_arguments(weight: Tensor) -> tuple[int, int]:
     """The address of a weight for the compiled kernels, and the number of its format (0: its own dtype)."""
     if isinstance(weight, PackedWeight):

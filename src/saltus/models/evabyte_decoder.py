@@ -58,9 +58,6 @@ class EvaByteDecoder(PackedDecoder):
         """The whole output layer: the rows of the next byte, then those of the bytes after it."""
         return self.prediction_heads
 
-    def get_decoder(self) -> Any:
-        return self.model
-
     def tie_weights(self) -> None:
         """Input and output embeddings are separate."""
 

@@ -18,13 +18,18 @@ MAX_SIZE = 1 << 24  # of any number in a decoder's configuration
 ROPE_TYPES = {"default", "linear"}  # that RotaryEmbedding computes
 
 
-def check_decoder_sizes(heads: int, kv_heads: int, **sizes: Any) -> None:
-    """Raise ValueError unless sizes are positive and `heads` is a multiple of `kv_heads`; kernels rely on it."""
-    for name, size in {"heads": heads, "kv_heads": kv_heads, **sizes}.items():
+def check_sizes(**sizes: Any) -> None:
+    """Raise ValueError unless sizes are whole numbers above zero that fit into memory."""
+    for name, size in sizes.items():
         if type(size) is not int or not 1 <= size <= MAX_SIZE:
             raise ValueError(
                 f"a decoder's {name} is {size!r}, but must be a whole number from 1 to {MAX_SIZE:,}; fetch it again"
             )
+
+
+def check_decoder_sizes(heads: int, kv_heads: int, **sizes: Any) -> None:
+    """Raise ValueError unless sizes are positive and `heads` is a multiple of `kv_heads`; kernels rely on it."""
+    check_sizes(heads=heads, kv_heads=kv_heads, **sizes)
     if heads % kv_heads:
         raise ValueError(
             f"a decoder has {heads} attention heads, which {kv_heads} heads of keys and values cannot share evenly;"
@@ -34,13 +39,21 @@ def check_decoder_sizes(heads: int, kv_heads: int, **sizes: Any) -> None:
 
 def check_decoder_config(config: Any) -> None:
     """`check_decoder_sizes` of the fields of a config.json."""
-    check_decoder_sizes(
-        config.num_attention_heads, config.num_key_value_heads, hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size, num_hidden_layers=config.num_hidden_layers,
-        vocab_size=config.vocab_size,
-    )  # fmt: skip
+    check_widths(config)
+    check_decoder_sizes(config.num_attention_heads, config.num_key_value_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    check_decoder_sizes(1, 1, head_dim=head_dim)
+    check_heads(config.num_attention_heads, config.num_key_value_heads, head_dim)
+
+
+def check_widths(config: Any) -> None:
+    """`check_decoder_sizes` of what all layers have in common."""
+    names = "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"
+    check_decoder_sizes(1, 1, **{name: getattr(config, name) for name in names})
+
+
+def check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
+    """`check_decoder_sizes` of an attention layer."""
+    check_decoder_sizes(heads, kv_heads, head_dim=head_dim)
     if head_dim % 2:
         raise ValueError(f"a decoder's head_dim is {head_dim}, but must be even; fetch it again")
 
@@ -186,6 +199,9 @@ class PackedDecoder(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.lm_head.weight.device
+
+    def get_decoder(self) -> Any:
+        return self.model
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.model.embed_tokens

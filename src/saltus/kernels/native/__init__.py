@@ -70,6 +70,7 @@ class Linear(ctypes.Structure):
         *((name, POINTER * MAX_WEIGHTS) for name in ("weight", "bias", "out")),
         *((name, INTEGER * MAX_WEIGHTS) for name in ("outs", "format")),
         *((name, POINTER) for name in ("norm", "gate", "add")),
+        *((name, INTEGER) for name in ("norm_kind", "activation")),
         ("epsilon", REAL),
         ("scale", REAL),
         *((name, POINTER * MAX_WEIGHTS) for name in ("down", "up")),
@@ -101,7 +102,7 @@ class Rotary(ctypes.Structure):
 
     _fields_ = [
         *((name, POINTER) for name in ("x", "cos", "sin", "position", "norm")),
-        *((name, INTEGER) for name in ("rows", "heads", "dim")),
+        *((name, INTEGER) for name in ("rows", "heads", "dim", "turned", "neighbours", "norm_kind")),
         ("epsilon", REAL),
     ]
 
@@ -113,6 +114,66 @@ class Norm(ctypes.Structure):
         *((name, POINTER) for name in ("x", "weight", "out")),
         *((name, INTEGER) for name in ("rows", "size")),
         ("epsilon", REAL),
+        *((name, INTEGER) for name in ("kind", "parts")),
+        *((name, POINTER) for name in ("add", "room")),
+    ]
+
+
+class Addition(ctypes.Structure):
+    """The struct `Addition` of kernels.c, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("x", "add", "out")),
+        *((name, INTEGER) for name in ("rows", "size")),
+        ("scale", REAL),
+    ]
+
+
+class Columns(ctypes.Structure):
+    """The struct `Columns` of kernels.c, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("x", "out")),
+        *((name, INTEGER) for name in ("rows", "width", "first", "size")),
+    ]
+
+
+class Op(ctypes.Structure):
+    """The struct `Op` of kernels.c, field for field."""
+
+    _fields_ = [("kind", INTEGER), ("of", POINTER), ("which", INTEGER), ("place", INTEGER)]
+
+
+LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS, MIX_EXPERTS = range(9)  # kinds of Op
+NORM_KINDS = {"rms": 0, "rms-float32": 1, "layer": 2}
+ACTIVATION_NUMBERS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu_squared": 3, "sigmoid": 4, "clamped_swiglu": 6}
+SILU_ALONE = 5  # not of a gate
+INTERLEAVED = 64  # added to the numbers of formats, see integer_weights.h
+SCORINGS = {"softmax": 0, "sigmoid": 1}
+
+
+class Angles(ctypes.Structure):
+    """The struct `Angles` of kernels.c, field for field."""
+
+    _fields_ = [(name, POINTER) for name in ("cos", "sin", "position")]
+
+
+class Experts(ctypes.Structure):
+    """The struct `Experts` of experts.h, field for field."""
+
+    _fields_ = [
+        *(
+            (name, POINTER)
+            for name in ("x", "norm", "routed", "router", "router_bias", "selection_bias", "expert_scale")
+        ),
+        *((name, POINTER * 3) for name in ("weight", "bias")),
+        *((name, INTEGER * 3) for name in ("format", "weight_step", "bias_step")),
+        *((name, POINTER) for name in ("shared", "shared_gate", "add", "out")),
+        *((name, INTEGER) for name in ("rows", "hidden", "width", "routed_inputs", "experts", "top_k")),
+        *((name, INTEGER) for name in ("groups", "top_groups", "best_of_group")),
+        *((name, INTEGER) for name in ("router_is_float32", "scoring", "normalized", "scales_inputs")),
+        *((name, INTEGER) for name in ("norm_kind", "activation", "interleaved")),
+        *((name, REAL) for name in ("epsilon", "scale", "least_sum", "limit", "alpha")),
     ]
 
 
@@ -121,11 +182,16 @@ class Decoder(ctypes.Structure):
 
     _fields_ = [
         ("embedding", Expansion),
+        *((name, REAL) for name in ("embedding_scale", "logit_scale", "logit_softcap")),
         ("norm", Norm),
         ("head", Linear),
-        *((name, POINTER) for name in ("products", "rotations", "attentions", "window", "key_step", "value_step")),
-        *((name, POINTER) for name in ("cos", "sin", "position", "kept", "selected", "seconds")),
-        *((name, INTEGER) for name in ("layers", "texts", "rows", "num_selected", "vocab", "all_states")),
+        *((name, POINTER) for name in ("tokens", "ops")),
+        ("num_ops", INTEGER),
+        *(
+            (name, POINTER)
+            for name in ("attentions", "key_step", "value_step", "angles", "kept", "selected", "seconds")
+        ),
+        *((name, INTEGER) for name in ("texts", "rows", "num_selected", "vocab", "all_states")),
     ]
 
 

@@ -37,9 +37,10 @@ typedef struct {
   void *out[WEIGHTS];                           // [rows, out], dense
   int64_t outs[WEIGHTS];
   int64_t format[WEIGHTS];  // of packed weights (packed_weights.h), 0: the weights are numbers of the format T
-  const void *norm;  // [in] or NULL: x is first divided by its root mean square and multiplied by this
-  const void *gate;  // [rows, in] or NULL: x is first multiplied by silu of this
+  const void *norm;  // [in] or NULL: x is first divided by its root mean square and multiplied by this, see Norm
+  const void *gate;  // [rows, in] or NULL: x is first multiplied by the activation of this
   const void *add;   // [rows, out] or NULL: added to the first product
+  int64_t norm_kind, activation;  // the activation is of x itself where there is no gate and it is not 0
   float epsilon;     // of the norm
   // s · B(Ax) is added to gated rows before they are rounded (Hu et al. 2021); sums in float32
   float scale;
@@ -48,21 +49,47 @@ typedef struct {
   int64_t rank, gated;
 } Linear;
 
+// Whether the activation of a linear product stands alone or multiplies, it is one of these; SILU alone has a number of its own.
+enum { SILU, GELU_TANH, GELU, RELU_SQUARED, SIGMOID, SILU_ALONE };
+static inline int is_prepared(const Linear *a) { return a->norm || a->gate || a->activation; }
+
 typedef struct {
   void *x;                // [rows, heads, dim], dense, changed in place
-  const void *cos, *sin;  // [rows, dim], or [positions, dim]
+  const void *cos, *sin;  // [rows, turned], or [positions, turned]; the second halves repeat the first. NULL: a norm alone
   const int64_t *position;  // [rows]: the row's place in these, or NULL: the row itself
-  const void *norm;       // [dim] or NULL: heads are first divided by their root mean square and multiplied by this
+  const void *norm;       // [dim] or NULL: of each head, see Norm
   int64_t rows, heads, dim;
+  int64_t turned, neighbours;  // dimensions that are rotated, 0: all; pairs are neighbours and not half of them apart
+  int64_t norm_kind;
   float epsilon;
 } Rotary;
 
+// Kinds of norms: by the root mean square, with weights of the format T; the same with weights in float32, the product
+// rounded once; by mean and variance, with weights and then biases in float32.
+enum { RMS, RMS_FLOAT32, LAYER_NORM };
 typedef struct {
-  const void *x, *weight;  // [rows, size], dense; [size]
+  const void *x, *weight;  // [rows, size], dense; [size], by kind
   void *out;               // [rows, size], dense
   int64_t rows, size;
   float epsilon;
+  int64_t kind;
+  int64_t parts;    // of a row, each of which is normed by itself; 0: one
+  const void *add;  // [rows, parts, size] or NULL: added to the rounded norm
+  void *room;       // set by the kernel
 } Norm;
+
+typedef struct {
+  const void *x, *add;  // [rows, size], dense; `add` may be NULL
+  void *out;            // add + x · scale
+  int64_t rows, size;
+  float scale;
+} Addition;
+
+typedef struct {
+  const void *x;  // [rows, width], dense
+  void *out;      // [rows, size], dense: columns of x
+  int64_t rows, width, first, size;
+} Columns;
 
 typedef struct {
   const void *x;    // [rows, size], dense
@@ -74,24 +101,40 @@ typedef struct {
   float gap;
 } NearGreatest;
 
-#define PRODUCTS_OF_LAYER 4
+#include "experts.h"
 #define OUT_OF_MEMORY 1
 #define UNKNOWN_TOKEN 2
+
+// What a decoder does, in order. `of` is a struct that stays the same from call to call, but for its rows.
+enum { LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS, MIX_EXPERTS };
+typedef struct {
+  int64_t kind;
+  const void *of;  // Linear, Norm, Rotary, Addition, Columns, Expansion, Experts
+  int64_t which;   // layer; angles of a rotation; arguments of an attention
+  int64_t place;   // of an attention: which layer's memory, counted from that of the arguments
+} Op;
+
+typedef struct {
+  const void *cos, *sin;  // see Rotary
+  const int64_t *position;
+} Angles;
+
 typedef struct {
   Expansion embedding;          // of the tokens, to the hidden states; its rows are NULL if these are there already
+  float embedding_scale;        // embeddings are multiplied by it
+  float logit_scale, logit_softcap;  // logits, too; then softcap · tanh(logits / softcap); 0: not
   Norm norm;                    // the last one: x is [rows, size]; out has all rows, or the selected ones
   Linear head;                  // gives the logits; out is NULL: none are wanted
-  const Linear *products;       // [layers, 4]; their rows are those below, here and in what follows
-  const Rotary *rotations;      // [layers, 2]: of queries and keys; their angles are those below
-  const Attention *attentions;  // [windows, texts], with the memory of the first layer
-  const int32_t *window;        // [layers]: which of the windows each has
+  const int64_t *tokens;        // [rows], or NULL: inputs are embeddings
+  const Op *ops;
+  int64_t num_ops;
+  const Attention *attentions;  // [kinds, texts]
   const int64_t *key_step, *value_step;  // [texts]: bytes of memory between layers
-  const void *cos, *sin;        // see Rotary
-  const int64_t *position;
+  const Angles *angles;
   void *const *kept;            // [layers]: where to copy the hidden states before a layer, NULL: nowhere
   const int64_t *selected;      // [num_selected]: the rows that have logits
   double *seconds;  // [PARTS_OF_CALL]: of each part, added up, or NULL
-  int64_t layers, texts, rows, num_selected, vocab, all_states;
+  int64_t texts, rows, num_selected, vocab, all_states;
 } Decoder;
 
 typedef struct {
@@ -159,6 +202,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #define PRODUCTS "linear_registers.inc"
 #define UNIT OUTS  // outputs whose weights a thread prepares together
 #define PACKED_ROWS(rows) (rows)
+#define ROWS_OF_PACK PACK  // rows of a piece of linear_pack
 #define TILE OF(linear_tile)
 #define PACK_ROW OF(pack_row)
 #define ROW_WIDTH(in) PAD(in, STEP)
@@ -176,6 +220,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #include "dot_products.inc"
 #include "linear_tile.inc"
 #include "linear.inc"
+#include "experts.inc"
 #include "decoder.inc"
 #include "draft_pass.inc"
 #include "hole_paths.h"
@@ -194,6 +239,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #include "dot_products.inc"
 #include "linear_tile.inc"
 #include "linear.inc"
+#include "experts.inc"
 #include "decoder.inc"
 #include "draft_pass.inc"
 #undef T
@@ -235,9 +281,11 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #undef PRODUCTS
 #undef UNIT
 #undef PACKED_ROWS
+#undef ROWS_OF_PACK
 #define X uint16_t
 #define PRODUCTS "linear_amx.inc"
 #define UNIT SIDE
+#define ROWS_OF_PACK SIDE
 #define PACKED_ROWS(rows) (PAD(rows, rows > HEIGHTS * SIDE ? HEIGHTS * SIDE : SIDE) + 1)  // as linear_amx.inc takes them
 #elif defined __AVX512BF16__ && !defined SLOW_BF16_PRODUCTS
 #undef X
@@ -258,5 +306,6 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #include "attention.inc"
 #include "linear_integer.inc"
 #include "linear.inc"
+#include "experts.inc"
 #include "decoder.inc"
 #include "draft_pass.inc"

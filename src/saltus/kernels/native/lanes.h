@@ -38,7 +38,7 @@ typedef int32_t ilanes __attribute__((vector_size(LANES * sizeof(int32_t))));
 typedef uint16_t hlanes __attribute__((vector_size(LANES * sizeof(uint16_t))));
 
 // Scratch that a thread keeps from call to call: fresh pages would cost more than the work. NULL if there is none.
-enum { PACKED, MADE, SCORES, GATED, MIDDLE, LOW, EXPANDED, SELECTED, FEATURES, CONTEXT, SCRATCHES };
+enum { PACKED, MADE, SCORES, GATED, MIDDLE, LOW, EXPANDED, SELECTED, FEATURES, CONTEXT, MIXTURE, SCRATCHES };
 static void *scratch(int which, size_t bytes) {
   static _Thread_local struct { void *at; size_t size; } kept[SCRATCHES];
   if (kept[which].size < bytes) {
@@ -267,6 +267,19 @@ static inline int all_finite(const float *x, int64_t count) {
   float sum = 0;
   for (int l = 0; l < LANES; l++) sum += zeros[l];
   return sum == 0;
+}
+
+// The sum of 16 numbers in one order.
+static inline float sum_of_16(const float *s) {
+  float quarter[4];
+  for (int q = 0; q < 4; q++) quarter[q] = (s[4 * q] + s[4 * q + 2]) + (s[4 * q + 1] + s[4 * q + 3]);
+  return (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
+}
+static inline lanes load_some_floats(const float *p, int64_t have) {
+  float some[LANES] = {};
+  if (have >= LANES) return load_f32(p);
+  memcpy(some, p, have * sizeof(float));
+  return load_f32(some);
 }
 
 // exp, lane by lane the same operations: 2^n · polynomial (Cephes); exact zero up to −87, e^88 above 88.

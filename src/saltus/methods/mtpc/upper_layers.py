@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from saltus.models.cpu.native_decoder import SUPPORTED_DECODERS
+from saltus.models.decoder_description import LLAMA_DECODERS
 from saltus.models.gated_lora import GatedLoraSettings, LoraLayer, linear_layers
 from saltus.models.packed_decoder import transformers_model
 
@@ -51,9 +51,9 @@ class UpperLayers(nn.Module):
 def last_layers(target: Any, layers: int) -> Any:
     """A model of the target's last layers, which shares its weights. Errors: ValueError where it cannot be made."""
     target = transformers_model(target)
-    if type(target).__name__ not in SUPPORTED_DECODERS:
+    if type(target).__name__ not in LLAMA_DECODERS:
         raise ValueError(
-            f"heads adapt the layers of {', '.join(sorted(SUPPORTED_DECODERS))} alone, not of {type(target).__name__};"
+            f"heads adapt the layers of {', '.join(sorted(LLAMA_DECODERS))} alone, not of {type(target).__name__};"
             " take layers=0"
         )
     if not 1 <= layers <= target.config.num_hidden_layers:

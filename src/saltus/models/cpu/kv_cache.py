@@ -84,6 +84,12 @@ class KVCache:
             self.reserve(num_layers, num_slots, key, value)
             assert self.keys is not None and self.values is not None
             return self.keys[layer], self.values[layer]
+        return self.reserve_odd_layer(layer, num_slots, key, value)
+
+    def reserve_odd_layer(
+        self, layer: int, num_slots: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The buffers of a layer that has its own, with at least `num_slots` slots."""
         keys, values = self.odd_layers.get(layer, (None, None))
         capacity = _larger_capacity(keys, num_slots)
         if capacity is not None:

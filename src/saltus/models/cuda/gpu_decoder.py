@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saltus.models.cpu.native_decoder import STATIC_ROPE_TYPES, is_unmodified_decoder, sliding_window
+from saltus.models.cpu.native_decoder import STATIC_ROPE_TYPES, is_unmodified_decoder
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.fixed_shape_calls import KVPagePool
+from saltus.models.decoder_description import LLAMA_DECODERS, sliding_window
 from saltus.models.packed_decoder import PackedDecoder
 
 KERNEL_DTYPES = {torch.bfloat16, torch.float16}
@@ -28,7 +29,8 @@ def supports_gpu_decoder(model: Any) -> bool:
         import triton  # noqa: F401
     except ImportError:
         return False
-    return (isinstance(model, PackedDecoder) or is_unmodified_decoder(model)) and fits_kernels(model)
+    is_llama = type(model).__name__ in LLAMA_DECODERS and is_unmodified_decoder(model)
+    return (isinstance(model, PackedDecoder) or is_llama) and fits_kernels(model)
 
 
 def fits_kernels(model: Any) -> bool:
@@ -77,7 +79,7 @@ class GPUDecoder:
 
         self.model, self.base = model, model.model
         self.dim = self.base.layers[0].self_attn.head_dim
-        self.layers = [self._merged(layer) for layer in self.base.layers]
+        self.layers = [self._merged(*each) for each in enumerate(self.base.layers)]
         first = self.layers[0]
         self.qkv_blocks, self.o_blocks, self.down_blocks = (
             blocks_of(weight) for weight in (first.qkv, first.o, first.down)
@@ -85,7 +87,7 @@ class GPUDecoder:
         self.gate_blocks = blocks_of(first.gate, parts=False)
         self.angles = self._angles(FIRST_ANGLES)
 
-    def _merged(self, layer: Any) -> _Layer:
+    def _merged(self, number: int, layer: Any) -> _Layer:
         """The layer's weights; the model's own of queries, keys and values become views of the merged ones."""
         a, mlp = layer.self_attn, layer.mlp
         projections = a.q_proj, a.k_proj, a.v_proj
@@ -97,7 +99,7 @@ class GPUDecoder:
         return _Layer(
             layer.input_layernorm, merged, bias, norms, a.o_proj.weight.detach(), layer.post_attention_layernorm,
             mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach(), mlp.down_proj.weight.detach(), a.scaling,
-            sliding_window(self.model, layer),
+            sliding_window(self.model.config, number),
         )  # fmt: skip
 
     def _angles(self, count: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,38 @@
+"""Command R7B (Cohere 2): mixer and MLP read one norm; layers without a window are not rotated."""
+
+from typing import Any
+
+from saltus.models.decoder_description import (
+    Angles,
+    DecoderDescription,
+    Layer,
+    Norm,
+    llama_attention,
+    llama_mlp,
+)
+
+CLASSES = {"Cohere2ForCausalLM"}
+ANGLES = Angles(repeats_neighbours=True)
+
+
+def layer(config: Any, number: int, angles: Angles | None) -> Layer:
+    """Cohere's layer."""
+    norm = Norm(f"layers.{number}.input_layernorm", config.layer_norm_eps, "layer")
+    mixer = llama_attention(config, number, angles=angles, rotates_neighbours=True)
+    return Layer(mixer, llama_mlp(config, number), norm, norm, parallel=True)
+
+
+def decoder(config: Any, layers: list[Layer]) -> DecoderDescription:
+    """Cohere's logits after layers."""
+    return DecoderDescription(
+        tuple(layers), Norm("norm", config.layer_norm_eps, "layer"), logit_scale=config.logit_scale
+    )  # fmt: skip
+
+
+def describe(config: Any) -> DecoderDescription:
+    """See saltus.models.architectures."""
+    layers = [
+        layer(config, number, ANGLES if kind == "sliding_attention" else None)
+        for number, kind in enumerate(config.layer_types)
+    ]
+    return decoder(config, layers)

@@ -1,0 +1,6 @@
+"""EvaByte: layers as Llama's."""
+
+from saltus.models.architectures import llama
+
+CLASSES = {"EvaByteForCausalLM"}
+describe = llama.describe

@@ -1,0 +1,30 @@
+"""GLM-4: norms before and after mixer and MLP; neighbours of half of each head are rotated."""
+
+from typing import Any
+
+from saltus.models.decoder_description import DecoderDescription, Norm, fused_mlp, llama_attention, llama_layer
+
+CLASSES = {"Glm4ForCausalLM"}
+
+
+def norm(config: Any, path: str) -> Norm:
+    """GLM's norm."""
+    return Norm(path, config.rms_norm_eps, "rms-float32")
+
+
+def describe(config: Any) -> DecoderDescription:
+    """See saltus.models.architectures."""
+    layers = []
+    for layer in range(config.num_hidden_layers):
+        path = f"layers.{layer}"
+        layers.append(
+            llama_layer(
+                config, layer, mixer=llama_attention(config, layer, rotates_neighbours=True),
+                mlp=fused_mlp(config, layer),
+                mixer_norm=norm(config, f"{path}.input_layernorm"),
+                mixer_output_norm=norm(config, f"{path}.post_self_attn_layernorm"),
+                mlp_norm=norm(config, f"{path}.post_attention_layernorm"),
+                mlp_output_norm=norm(config, f"{path}.post_mlp_layernorm"),
+            )
+        )  # fmt: skip
+    return DecoderDescription(tuple(layers), norm(config, "norm"))

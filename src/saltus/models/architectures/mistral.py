@@ -1,0 +1,6 @@
+"""Mistral: layers as Llama's."""
+
+from saltus.models.architectures import llama
+
+CLASSES = {"MistralForCausalLM"}
+describe = llama.describe

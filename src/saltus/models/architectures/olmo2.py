@@ -1,0 +1,40 @@
+"""OLMo 2: norms after mixer and MLP alone, and of all queries' and all keys' heads together."""
+
+from typing import Any
+
+from saltus.models.decoder_description import (
+    Attention,
+    DecoderDescription,
+    Layer,
+    Norm,
+    head_norms,
+    llama_attention,
+    llama_mlp,
+)
+
+CLASSES = {"Olmo2ForCausalLM"}
+
+
+def attention(config: Any, layer: int, **changes: Any) -> Attention:
+    """OLMo's attention, changed in places."""
+    norms = head_norms(config, layer, kind="rms-float32")
+    return llama_attention(config, layer, **norms, norms_heads=False, **changes)
+
+
+def decoder(config: Any, mixers: list[Attention]) -> DecoderDescription:
+    """OLMo's layers around attention."""
+    epsilon = config.rms_norm_eps
+    layers = [
+        Layer(
+            mixer, llama_mlp(config, number), mixer_norm=None, mlp_norm=None,
+            mixer_output_norm=Norm(f"layers.{number}.post_attention_layernorm", epsilon, "rms-float32"),
+            mlp_output_norm=Norm(f"layers.{number}.post_feedforward_layernorm", epsilon, "rms-float32"),
+        )
+        for number, mixer in enumerate(mixers)
+    ]  # fmt: skip
+    return DecoderDescription(tuple(layers), Norm("norm", epsilon, "rms-float32"))
+
+
+def describe(config: Any) -> DecoderDescription:
+    """See saltus.models.architectures."""
+    return decoder(config, [attention(config, layer) for layer in range(config.num_hidden_layers)])

@@ -1,0 +1,6 @@
+"""Qwen2: layers as Llama's."""
+
+from saltus.models.architectures import llama
+
+CLASSES = {"Qwen2ForCausalLM"}
+describe = llama.describe

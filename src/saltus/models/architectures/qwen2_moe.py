@@ -1,0 +1,30 @@
+"""Qwen2-MoE: mixtures with a shared expert that has a gate of its own; some layers have a plain MLP."""
+
+from typing import Any
+
+from saltus.models.decoder_description import (
+    DecoderDescription,
+    Weight,
+    llama_decoder,
+    llama_layer,
+    llama_mlp,
+    mixture,
+    sparse_layers,
+)
+
+CLASSES = {"Qwen2MoeForCausalLM"}
+
+
+def describe(config: Any) -> DecoderDescription:
+    """See saltus.models.architectures."""
+    layers = []
+    for layer, is_sparse in enumerate(sparse_layers(config)):
+        mlp = llama_mlp(config, layer)
+        if is_sparse:
+            mlp = mixture(
+                config, layer, is_normalized=config.norm_topk_prob,
+                shared=llama_mlp(config, layer, "mlp.shared_expert"),
+                shared_gate=Weight(f"layers.{layer}.mlp.shared_expert_gate"),
+            )  # fmt: skip
+        layers.append(llama_layer(config, layer, mlp=mlp))
+    return llama_decoder(config, layers)

@@ -1,0 +1,22 @@
+"""Qwen3: a norm of each head of queries and keys."""
+
+from typing import Any
+
+from saltus.models.decoder_description import (
+    DecoderDescription,
+    head_norms,
+    llama_attention,
+    llama_decoder,
+    llama_layer,
+)
+
+CLASSES = {"Qwen3ForCausalLM"}
+
+
+def describe(config: Any) -> DecoderDescription:
+    """See saltus.models.architectures."""
+    layers = [
+        llama_layer(config, layer, mixer=llama_attention(config, layer, **head_norms(config, layer)))
+        for layer in range(config.num_hidden_layers)
+    ]
+    return llama_decoder(config, layers)

@@ -1,0 +1,22 @@
+"""StarCoder2: LayerNorm, biases, and an MLP without a gate."""
+
+from typing import Any
+
+from saltus.models.decoder_description import MLP, DecoderDescription, Norm, Weight, activation, llama_layer
+
+CLASSES = {"Starcoder2ForCausalLM"}
+
+
+def describe(config: Any) -> DecoderDescription:
+    """See saltus.models.architectures."""
+    layers, epsilon = [], config.norm_epsilon
+    for layer in range(config.num_hidden_layers):
+        path = f"layers.{layer}"
+        mlp = MLP(None, Weight(f"{path}.mlp.c_fc"), Weight(f"{path}.mlp.c_proj"), activation(config.hidden_act))
+        layers.append(
+            llama_layer(
+                config, layer, mlp=mlp, mixer_norm=Norm(f"{path}.input_layernorm", epsilon, "layer"),
+                mlp_norm=Norm(f"{path}.post_attention_layernorm", epsilon, "layer"),
+            )
+        )  # fmt: skip
+    return DecoderDescription(tuple(layers), Norm("norm", epsilon, "layer"))

@@ -1,0 +1,442 @@
+"""Make the operations of a described decoder: the kernels' arguments, with buffers and weights that fit each other."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saltus.kernels import native
+from saltus.kernels.packed_weight import PackedWeight, kernel_arguments, select_outputs
+from saltus.models.cpu.attention import AttentionCall
+from saltus.models.cpu.expert_ops import experts_struct
+from saltus.models.decoder_description import (
+    MLP,
+    Angles,
+    Attention,
+    DecoderDescription,
+    Experts,
+    Layer,
+    Norm,
+    TokenInput,
+    TokenInputs,
+    Weight,
+)
+from saltus.models.packed_decoder import check_heads
+from saltus.models.reach import Reach
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The weights [outputs, inputs] and biases of some outputs of a linear layer."""
+
+    weight: Any
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class NormWeights:
+    """What a kernel needs of a norm; `values` are kept alive by whoever keeps this."""
+
+    values: Tensor
+    kind: int
+    epsilon: float
+
+    def arguments(self, weight: str = "norm", kind: str = "norm_kind") -> dict[str, Any]:
+        """The fields of a struct, by the names that it has for the weights and the kind."""
+        return {weight: self.values.data_ptr(), kind: self.kind, "epsilon": self.epsilon}
+
+
+@dataclass
+class Resolver:
+    """Finds the tensors of a description in a model, and keeps those that are made of them."""
+
+    base: Any  # the model without its output layer
+    made: list[Tensor] = field(default_factory=list)
+
+    def module(self, path: str) -> Any:
+        return self.base.get_submodule(path)
+
+    def tensor(self, path: str) -> Tensor:
+        """A parameter or buffer by its own path."""
+        parent, _, name = path.rpartition(".")
+        return getattr(self.module(parent), name).detach()
+
+    def matrix(self, weight: Weight) -> Matrix:
+        module = self.module(weight.path)
+        bias = getattr(module, "bias", None)
+        if weight.stop is None:
+            return Matrix(module.weight, bias)
+        rows = slice(weight.start, weight.stop)
+        assert weight.stop <= len(module.weight)
+        return Matrix(select_outputs(module.weight, rows), None if bias is None else bias.detach()[rows])
+
+    def output_layer(self, model: Any) -> Matrix:
+        return Matrix(model.lm_head.weight, getattr(model.lm_head, "bias", None))
+
+    def floats(self, values: Tensor, size: int) -> Tensor:
+        """A vector of this size in float32."""
+        assert values.shape == (size,)
+        self.made.append(values.detach().float().contiguous())
+        return self.made[-1]
+
+    def dense(self, weight: Tensor) -> Tensor:
+        """A matrix without gaps, expanded if it is packed."""
+        if isinstance(weight, PackedWeight):
+            self.made.append(weight.dequantize())
+            return self.made[-1]
+        assert weight.is_contiguous()
+        return weight.detach()
+
+    def norm(self, norm: Norm, size: int) -> NormWeights:
+        """Errors: AssertionError for a norm of another size."""
+        if norm.path is None:
+            self.made.append(torch.ones(size))
+            return NormWeights(self.made[-1], native.NORM_KINDS["rms-float32"], norm.epsilon)
+        module = self.module(norm.path)
+        values = module.weight.detach()
+        assert values.shape == (size,)
+        if norm.kind != "rms":
+            values = values.float() + norm.offset
+            if norm.kind == "layer":
+                bias = getattr(module, "bias", None)
+                values = torch.cat([values, torch.zeros(size) if bias is None else bias.detach().float()])
+            self.made.append(values)
+        return NormWeights(values, native.NORM_KINDS[norm.kind], norm.epsilon)
+
+
+@dataclass(frozen=True)
+class _AttentionKind:
+    """What calls of a kernel have in common: the first fields, and which memory they use."""
+
+    struct: bytes
+    reach: Reach
+    own_memory: int | None  # the layer of the memory that this kind alone uses; None: that of most layers
+    row_bytes: tuple[int, ...]  # of queries, keys, values and outputs
+    new_rows: tuple[Tensor, Tensor]  # keys and values, [kv_heads, rows, size]
+
+
+class DecoderOps:
+    """The operations of a decoder's layers over buffers of as many rows as `hidden` has."""
+
+    def __init__(
+        self, description: DecoderDescription, weights: Resolver, hidden: Tensor, same_everywhere: bool
+    ) -> None:
+        self.weights, self.hidden, self.same_everywhere = weights, hidden, same_everywhere
+        self.buffers: dict[tuple[str, int], Tensor] = {}
+        self.products: list[tuple[native.Linear, Sequence[Weight]]] = []  # and the layers whose outputs they are
+        self.angles: list[Angles] = []  # of rotations
+        self.kinds: list[_AttentionKind] = []
+        first = description.layers[0].mixer
+        self.main_sizes = first.kv_heads, first.dim
+        self.num_main_layers = 0  # whose keys and values have these sizes
+        self.structs: list[Any] = []  # that operations point to
+        self.list: list[tuple[int, Any, int, int]] = []
+        if description.input_scale != 1:
+            self._add(hidden, None, description.input_scale)
+        if description.token_inputs is not None:
+            self._token_inputs(description.token_inputs, len(description.layers))
+        self.places: list[
+            tuple[int, int | None]
+        ] = []  # of the layers' keys and values: in the main memory, or their own
+        for number, layer in enumerate(description.layers):
+            self._layer(number, layer)
+        self.ops = (native.Op * len(self.list))()
+        for op, (kind, struct, which, place) in zip(self.ops, self.list, strict=True):
+            op.kind, op.which, op.place = kind, which, place
+            op.of = None if struct is None else ctypes.addressof(struct)
+
+    def _buffer(self, name: str, width: int) -> Tensor:
+        """[rows, width]; the same memory for the same name and width."""
+        if (name, width) not in self.buffers:
+            self.buffers[name, width] = torch.zeros(len(self.hidden), width, dtype=self.hidden.dtype)
+        return self.buffers[name, width]
+
+    def _op(self, kind: int, struct: Any = None, which: int = 0, place: int = 0) -> None:
+        if struct is not None:
+            self.structs.append(struct)
+        self.list.append((kind, struct, which, place))
+
+    def _product(
+        self, x: Tensor, outputs: Sequence[tuple[Weight, Tensor]], norm: Norm | None = None, **settings: Any
+    ) -> None:
+        given = None if norm is None else self.weights.norm(norm, x.shape[1])
+        matrices = [(self.weights.matrix(weight), out) for weight, out in outputs]
+        struct = linear_struct(x, matrices, given, **settings)
+        self.products.append((struct, [weight for weight, _ in outputs]))
+        self._op(native.PRODUCT, struct)
+
+    def _normalize(self, x: Tensor, norm: Norm, out: Tensor, add: Tensor | None = None) -> None:
+        given = self.weights.norm(norm, x.shape[1])
+        assert x.shape == out.shape and (add is None or add.shape == x.shape)
+        added = None if add is None else add.data_ptr()
+        self._op(native.NORMALIZE, native.Norm(
+            x=x.data_ptr(), out=out.data_ptr(), size=x.shape[1], add=added, **given.arguments("weight", "kind"),
+        ))  # fmt: skip
+
+    def _add(self, x: Tensor, add: Tensor | None, scale: float, out: Tensor | None = None) -> None:
+        """out = add + scale · x; the hidden states without another output."""
+        out = self.hidden if out is None else out
+        assert x.shape == out.shape
+        added = None if add is None else add.data_ptr()
+        struct = native.Addition(x=x.data_ptr(), add=added, out=out.data_ptr(), size=x.shape[1], scale=scale)
+        self._op(native.ADD, struct)
+
+    def _copy(self, x: Tensor, out: Tensor, first: int = 0) -> None:
+        """Columns of x from the first one on."""
+        assert 0 <= first <= x.shape[1] - out.shape[1]
+        self._op(native.COPY_COLUMNS, native.Columns(
+            x=x.data_ptr(), out=out.data_ptr(), width=x.shape[1], first=first, size=out.shape[1],
+        ))  # fmt: skip
+
+    def _token_inputs(self, inputs: TokenInputs, layers: int) -> None:
+        """What tokens say to all layers, beside each other."""
+        table = self.weights.module(inputs.embedding).weight
+        weight, format = kernel_arguments(table)
+        count, width = table.shape
+        said, projected = self._buffer("said", width), self._buffer("projected", width)
+        self._op(native.EMBED_TOKENS, native.Expansion(
+            weight=weight, out=said.data_ptr(), format=format, inputs=width,
+        ), which=count)  # fmt: skip
+        self._add(said, None, float(torch.tensor(inputs.embedding_scale, dtype=said.dtype)), said)
+        self._product(self.hidden, [(inputs.projection, projected)])
+        size = width // layers
+        given = self.weights.norm(inputs.norm, size)
+        self._op(native.NORMALIZE, native.Norm(
+            x=projected.data_ptr(), out=said.data_ptr(), size=size, parts=layers, add=said.data_ptr(),
+            **given.arguments("weight", "kind"),
+        ))  # fmt: skip
+        self._add(said, None, 0.5**0.5, said)
+
+    def _token_input(self, number: int, layer: TokenInput) -> None:
+        """Add what tokens say to one layer."""
+        size = len(self.weights.matrix(layer.gate).weight)
+        gate, said = self._buffer("token gate", size), self._buffer("said here", size)
+        made = self._buffer("made", self.hidden.shape[1])
+        (every,) = (buffer for (name, _), buffer in self.buffers.items() if name == "said")
+        self._product(self.hidden, [(layer.gate, gate)])
+        self._copy(every, said, number * size)
+        activation = native.ACTIVATION_NUMBERS[layer.activation]
+        self._product(said, [(layer.output, made)], gate=gate, activation=activation)
+        self._normalize(made, layer.output_norm, self.hidden, add=self.hidden)
+
+    def _layer(self, number: int, layer: Layer) -> None:
+        self._op(native.LAYER_BEGINS, which=number)
+        mixed = self._attention(number, layer.mixer, layer.mixer_norm)
+        if not layer.parallel:
+            self._to_hidden(mixed, layer.mixer.output, layer.mixer_output_norm, layer.residual_scale)
+        if isinstance(layer.mlp, Experts):
+            assert not layer.parallel
+            self._experts(layer.mlp, layer.mlp_norm, layer.mlp_output_norm, layer.residual_scale)
+        else:
+            x, settings = self._inner(layer.mlp, layer.mlp_norm)
+            if layer.parallel:
+                self._to_hidden(mixed, layer.mixer.output, layer.mixer_output_norm, layer.residual_scale)
+            self._to_hidden(x, layer.mlp.down, layer.mlp_output_norm, layer.residual_scale, **settings)
+        if layer.token_input is not None:
+            self._token_input(number, layer.token_input)
+        if layer.output_scale is not None:
+            self._add(self.hidden, None, float(self.weights.tensor(layer.output_scale)))
+
+    def _inner(
+        self, mlp: MLP, norm: Norm | None, others: Sequence[tuple[Weight, Tensor]] = ()
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """What the last product of an MLP multiplies, and how it is prepared; other outputs are computed beside it."""
+        width = len(self.weights.matrix(mlp.up).weight)
+        up = self._buffer("up", width)
+        if mlp.gate is None:
+            self._product(self.hidden, [(mlp.up, up), *others], norm)
+            alone = native.SILU_ALONE if mlp.activation == "silu" else native.ACTIVATION_NUMBERS[mlp.activation]
+            return up, {"activation": alone}
+        gate = self._buffer("gate", width)
+        self._product(self.hidden, [(mlp.gate, gate), (mlp.up, up), *others], norm)
+        return up, {"gate": gate, "activation": native.ACTIVATION_NUMBERS[mlp.activation]}
+
+    def _to_hidden(self, x: Tensor, weight: Weight, norm: Norm | None, scale: float, **settings: Any) -> None:
+        """Add the product of x, through its norm and scaled, to the hidden states."""
+        if norm is None and scale == 1:
+            self._product(x, [(weight, self.hidden)], add=self.hidden, **settings)
+            return
+        made = self._buffer("made", self.hidden.shape[1])
+        self._product(x, [(weight, made)], **settings)
+        self._add_normed(made, norm, scale)
+
+    def _add_normed(self, made: Tensor, norm: Norm | None, scale: float) -> None:
+        if norm is None:
+            self._add(made, self.hidden, scale)
+        else:
+            assert scale == 1
+            self._normalize(made, norm, self.hidden, add=self.hidden)
+
+    def _experts(self, experts: Experts, norm: Norm | None, output_norm: Norm | None, scale: float) -> None:
+        """Add what a mixture of experts gives, through its norm and scaled, to the hidden states."""
+        size, given = self.hidden.shape[1], None if norm is None else self.weights.norm(norm, self.hidden.shape[1])
+        struct = experts_struct(experts, self.weights, size, {} if given is None else given.arguments())
+        if experts.shared is not None:
+            shared, gate = self._buffer("shared", size), self._buffer("shared gate", 1)
+            x, settings = self._inner(
+                experts.shared, norm, [] if experts.shared_gate is None else [(experts.shared_gate, gate)]
+            )
+            self._product(x, [(experts.shared.down, shared)], **settings)
+            struct.shared = shared.data_ptr()
+            struct.shared_gate = None if experts.shared_gate is None else gate.data_ptr()
+        struct.x, apart = self.hidden.data_ptr(), output_norm is not None or scale != 1
+        out = self._buffer("made", size) if apart else self.hidden
+        struct.out, struct.add = out.data_ptr(), None if apart else self.hidden.data_ptr()
+        self._op(native.MIX_EXPERTS, struct)
+        if apart:
+            self._add_normed(out, output_norm, scale)
+
+    def _attention(self, number: int, layer: Attention, norm: Norm | None) -> Tensor:
+        """The outputs of attention [rows, heads · size]."""
+        check_heads(layer.heads, layer.kv_heads, layer.dim)
+        dim = layer.dim
+        q, out = (self._buffer(name, layer.heads * dim) for name in ("q", "out"))
+        k, v = (self._buffer(name, layer.kv_heads * dim) for name in ("k", "v"))
+        given = [
+            (weight, x) for weight, x in ((layer.query, q), (layer.key, k), (layer.value, v)) if weight is not None
+        ]
+        self._product(self.hidden, given, norm)
+        if layer.key is not None and layer.value is None:
+            self._copy(k, v)
+        self._prepare_heads(q, layer.heads, layer, layer.query_norm, layer.query_angles or layer.angles)
+        if layer.key is not None:
+            self._prepare_heads(k, layer.kv_heads, layer, layer.key_norm, layer.angles)
+            if layer.value_norm is not None:
+                self._rotate(v, layer.kv_heads, dim, layer.value_norm)
+        self._attend(number, layer, *(x.view(len(x), -1, dim) for x in (q, k, v, out)))
+        return out
+
+    def _prepare_heads(self, x: Tensor, heads: int, layer: Attention, norm: Norm | None, angles: Angles | None) -> None:
+        """Norms and angles of queries or keys."""
+        if norm is not None and not layer.norms_heads:
+            self._normalize(x, norm, x)
+            norm = None
+        self._rotate(x, heads, layer.dim, norm, angles, layer.rotates_neighbours)
+
+    def _rotate(
+        self, x: Tensor, heads: int, dim: int, norm: Norm | None, angles: Angles | None = None, neighbours: bool = False
+    ) -> None:
+        """Norm each head, and rotate it where there are angles."""
+        if norm is None and angles is None:
+            return
+        rotation = native.Rotary(x=x.data_ptr(), heads=heads, dim=dim, neighbours=neighbours)
+        if norm is not None:
+            given = self.weights.norm(norm, dim)
+            rotation.norm, rotation.norm_kind, rotation.epsilon = given.values.data_ptr(), given.kind, given.epsilon
+        if angles is not None and angles not in self.angles:
+            self.angles.append(angles)
+        self._op(native.ROTATE, rotation, -1 if angles is None else self.angles.index(angles))
+
+    def set_angle_widths(self, widths: Sequence[int]) -> None:
+        """How many dimensions of a head each kind of angles rotates."""
+        for kind, struct, which, _ in self.list:
+            if kind == native.ROTATE and which >= 0:
+                assert widths[which] % 2 == 0 and 0 < widths[which] <= struct.dim
+                struct.turned = widths[which]
+
+    def _attend(self, number: int, layer: Attention, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        if layer.shares is None:
+            own = None if (layer.kv_heads, layer.dim) == self.main_sizes else number
+            self.places.append((self.num_main_layers if own is None else 0, own))
+            self.num_main_layers += own is None
+        else:
+            self.places.append(self.places[layer.shares])
+        place, own = self.places[number]
+        sinks = None
+        if layer.sinks is not None:
+            sinks = self.weights.tensor(layer.sinks).float().contiguous()
+            assert sinks.shape == (layer.heads,)
+            self.weights.made.append(sinks)
+        struct = native.Attention(
+            **{name: x.data_ptr() for name, x in zip(("query", "key", "value", "out"), (q, k, v, out), strict=True)},
+            **{f"{name}_row": x.stride(0) for name, x in zip(("query", "key", "value"), (q, k, v), strict=True)},
+            **{f"{name}_head": x.stride(1) for name, x in zip(("query", "key", "value"), (q, k, v), strict=True)},
+            heads=layer.heads, kv_heads=layer.kv_heads, dim=layer.dim, value_dim=v.shape[-1], scale=layer.scale,
+            softcap=layer.softcap or 0.0, same_everywhere=self.same_everywhere,
+            sinks=None if sinks is None else sinks.data_ptr(),
+        )  # fmt: skip
+        if layer.key is None:
+            assert layer.shares is not None and layer.shares < number
+            struct.key = None
+        row_bytes = tuple(x.stride(0) * x.element_size() for x in (q, k, v, out))
+        new_rows = k.transpose(0, 1), v.transpose(0, 1)
+        kind = _AttentionKind(bytes(struct), layer.reach, own, row_bytes, new_rows)
+        known = [(each.struct, each.reach, each.own_memory) for each in self.kinds]
+        if (same := (kind.struct, kind.reach, own)) not in known:
+            self.kinds.append(kind)
+            known.append(same)
+        self._op(native.ATTEND, None, known.index(same), place)
+
+    def attention_structs(self, call: AttentionCall) -> tuple[ctypes.Array, ctypes.Array, ctypes.Array]:
+        """Kernel arguments by kind and text, and the bytes between layers of each text's keys and values."""
+        texts, start = len(call.sequences), 0
+        structs = (native.Attention * (texts * len(self.kinds))).from_buffer_copy(
+            b"".join(kind.struct * texts for kind in self.kinds)
+        )
+        key_steps, value_steps = ((native.INTEGER * texts)() for _ in range(2))
+        main_rows = next(kind.new_rows for kind in self.kinds if kind.own_memory is None)
+        for number, sequence in enumerate(call.sequences):
+            cache, slots = sequence.kv_cache, sequence.past_length + sequence.num_rows
+            cache.reserve(self.num_main_layers, slots, *main_rows)
+            assert cache.keys is not None and cache.values is not None
+            main = cache.keys, cache.values
+            key_steps[number], value_steps[number] = (x.stride(0) * x.element_size() for x in main)
+            for index, kind in enumerate(self.kinds):
+                struct, (keys, values) = structs[index * texts + number], main
+                if kind.own_memory is not None:
+                    keys, values = cache.reserve_odd_layer(kind.own_memory, slots, *kind.new_rows)
+                struct.keys, struct.values, struct.capacity = keys.data_ptr(), values.data_ptr(), keys.shape[-2]
+                if start:
+                    for name, step in zip(("query", "key", "value", "out"), kind.row_bytes, strict=True):
+                        if getattr(struct, name) is not None:
+                            setattr(struct, name, getattr(struct, name) + start * step)
+                sequence.fill_rows(struct, kind.reach)
+            start += sequence.num_rows
+        return structs, key_steps, value_steps
+
+
+def linear_struct(
+    x: Tensor,
+    weights: Sequence[tuple[Any, Tensor | None]],
+    norm: NormWeights | None = None,
+    gate: Tensor | None = None,
+    add: Tensor | None = None,
+    activation: int = 0,
+) -> native.Linear:
+    """The kernel's arguments of a product but its rows: of `x` with matrices (or linear layers), to their outputs."""
+    inputs = weights[0][0].weight.shape[1]
+    _check_widths(x, inputs, weights, norm, gate, add)
+    struct = native.Linear(x=x.data_ptr(), inputs=inputs, count=len(weights), activation=activation)
+    for i, (matrix, out) in enumerate(weights):
+        struct.weight[i], struct.format[i] = kernel_arguments(matrix.weight)
+        struct.out[i], struct.outs[i] = None if out is None else out.data_ptr(), len(matrix.weight)
+        struct.bias[i] = None if matrix.bias is None else matrix.bias.data_ptr()
+    if norm is not None:
+        struct.norm, struct.norm_kind, struct.epsilon = norm.values.data_ptr(), norm.kind, norm.epsilon
+    struct.gate = None if gate is None else gate.data_ptr()
+    struct.add = None if add is None else add.data_ptr()
+    return struct
+
+
+def _check_widths(
+    x: Tensor,
+    inputs: int,
+    weights: Sequence[tuple[Any, Tensor | None]],
+    norm: NormWeights | None,
+    gate: Tensor | None,
+    add: Tensor | None,
+) -> None:
+    """Fail unless weights fit the rows that the kernel reads and writes; `x` of one dimension only holds a place."""
+    assert x.dim() == 1 or x[0].numel() == inputs
+    assert norm is None or len(norm.values) == inputs * (1 + (norm.kind == native.NORM_KINDS["layer"]))
+    assert gate is None or gate[0].numel() == inputs
+    for matrix, out in weights:
+        outputs = len(matrix.weight)
+        assert matrix.weight.shape == (outputs, inputs)
+        assert matrix.bias is None or len(matrix.bias) == outputs
+        assert all(each is None or each[0].numel() == outputs for each in (out, add))

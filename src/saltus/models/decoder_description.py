@@ -1,0 +1,300 @@
+"""Describe what a decoder computes: its layers as data, each weight by its path in the Transformers model.
+
+A file of saltus.models.architectures makes a description of a configuration; NativeDecoder makes kernel calls of it.
+Paths are relative to the model without its output layer (`get_decoder()`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from saltus.models.reach import Reach
+
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu_squared", "sigmoid"]
+ACTIVATIONS: dict[str, Activation] = {  # by their names in configurations
+    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu",
+    "relu2": "relu_squared",
+}  # fmt: skip
+
+
+LLAMA_DECODERS = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}  # Llama's layers
+
+
+class NotDescribed(ValueError):
+    """A configuration asks for something that descriptions do not say; Transformers' layers compute it."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A linear layer, or its outputs from `start` to `stop`."""
+
+    path: str
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm of rows, y = x / √(mean x² + ε) · w ("rms"), which first rounds the quotient.
+
+    "rms-float32" rounds once, after the product with w + `offset`. "layer" is LayerNorm: the mean is taken off before,
+    and biases are added. Without a path w is 1.
+    """
+
+    path: str | None
+    epsilon: float
+    kind: Literal["rms", "rms-float32", "layer"] = "rms"
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class Angles:
+    """Where cosines and sines come from: a module of Transformers, for some kind of layers where it has several.
+
+    `repeats_neighbours`: it gives each angle twice in a row, not once in each half. What is rotated is also multiplied
+    by 1 + `growth` · log(1 + ⌊position / `steps`⌋) (Nakanishi 2025).
+    """
+
+    path: str = "rotary_emb"
+    layer_type: str | None = None
+    repeats_neighbours: bool = False
+    growth: float = 0.0
+    steps: int = 1
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Softmax attention of `heads` queries over `kv_heads` keys and values of size `dim`.
+
+    Queries and keys may have a norm, of each head or of all heads together (`norms_heads`), before they are rotated.
+    Without a key, the layer reads the keys and values of the layer `shares`; without a value, values are the keys
+    before their norm.
+    """
+
+    query: Weight
+    key: Weight | None
+    value: Weight | None
+    output: Weight
+    heads: int
+    kv_heads: int
+    dim: int
+    scale: float
+    angles: Angles | None = Angles()
+    query_angles: Angles | None = None  # where they are not those of keys
+    rotates_neighbours: bool = False  # pairs of dimensions are neighbours, not half the rotated ones apart
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    value_norm: Norm | None = None
+    norms_heads: bool = True
+    reach: Reach = None  # how far back it sees
+    softcap: float | None = None  # of scores
+    sinks: str | None = None  # the path of a score of each head that takes weight and has no value
+    shares: int | None = None
+
+
+@dataclass(frozen=True)
+class MLP:
+    """down(activation(gate x) · up x), or down(activation(up x)) without a gate."""
+
+    gate: Weight | None
+    up: Weight
+    down: Weight
+    activation: Activation = "silu"
+
+
+@dataclass(frozen=True)
+class TokenInput:
+    """What a token says to a layer directly (Gemma 3n, 4): x + norm(output(activation(gate x) · t)).
+
+    t is √½ (norm(P e) + E), with e the input embedding; P e and E are a layer's part of `TokenInputs`.
+    """
+
+    gate: Weight
+    output: Weight
+    output_norm: Norm
+    activation: Activation
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """The parts of all layers: a scaled embedding, and a projection of input embeddings with a norm of each part."""
+
+    embedding: str
+    embedding_scale: float
+    projection: Weight
+    norm: Norm
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture: Σ weight · down(activation(gate x) · up x) over the `top_k` experts that the router chooses.
+
+    `router` is the path of a module with `weight` [experts, hidden] and perhaps `bias`; `experts` that of a module with
+    `gate_up_proj` (or `gate_proj` and `up_proj`) and `down_proj` [experts, out, in], or [experts, in, out] if
+    `is_transposed`, and perhaps their biases `…_bias`. Scores are the softmax of the router's logits or the sigmoid of
+    each. Experts are chosen by score plus the selection bias, of equal ones the first; with groups, only from those
+    whose `best_of_group` best scores have the greatest sums. A weight is the score, divided by `least_sum` plus the sum
+    of the chosen ones if `is_normalized`, times `scale`.
+    """
+
+    router: str
+    experts: str
+    top_k: int
+    activation: Activation | Literal["clamped_swiglu"] = "silu"
+    has_gate: bool = True
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    is_normalized: bool = False
+    least_sum: float = 0.0
+    scale: float = 1.0
+    selection_bias: str | None = None  # the path of a tensor [experts]
+    groups: int = 1
+    top_groups: int = 1
+    best_of_group: int = 1
+    scales_inputs: bool = False  # weights multiply what an expert reads, not what it gives
+    is_transposed: bool = False
+    takes_turns: bool = False  # outputs of gate and up alternate; else the first half is the gate's
+    limit: float = 0.0  # of clamped_swiglu: min(gate, limit) · sigmoid(alpha · gate) · (clamp(up, ± limit) + 1)
+    alpha: float = 0.0
+    shared: MLP | None = None  # added to the sum, times the sigmoid of what `shared_gate` gives
+    shared_gate: Weight | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """x + mixer(norm(x)), then the same with the MLP; each output may have a norm of its own, or be scaled.
+
+    `parallel`: both read the layer's input. The layer's output is multiplied by the number `output_scale`, by its path.
+    """
+
+    mixer: Attention
+    mlp: MLP | Experts
+    mixer_norm: Norm | None
+    mlp_norm: Norm | None
+    mixer_output_norm: Norm | None = None
+    mlp_output_norm: Norm | None = None
+    residual_scale: float = 1.0
+    parallel: bool = False
+    token_input: TokenInput | None = None
+    output_scale: str | None = None
+
+
+@dataclass(frozen=True)
+class DecoderDescription:
+    """A whole decoder. Logits are multiplied by `logit_scale`, then limited to ± `logit_softcap`.
+
+    `embedding_scale` is part of the embedding, and multiplies tokens alone; `input_scale` multiplies all inputs.
+    """
+
+    layers: tuple[Layer, ...]
+    norm: Norm
+    embedding: str = "embed_tokens"
+    embedding_scale: float = 1.0
+    input_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0
+    token_inputs: TokenInputs | None = None
+
+
+def head_dim(config: Any) -> int:
+    """The size of a head of a configuration."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def sliding_window(config: Any, layer: int) -> int | None:
+    """How many of the last positions a layer sees; None: all."""
+    types = getattr(config, "layer_types", None)
+    if types is not None and types[layer] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+def activation(name: str) -> Activation:
+    """Errors: NotDescribed for one that the kernels do not compute."""
+    if name not in ACTIVATIONS:
+        raise NotDescribed(f"the activation {name}")
+    return ACTIVATIONS[name]
+
+
+def llama_attention(config: Any, layer: int, **changes: Any) -> Attention:
+    """Attention as Llama names it, changed in places."""
+    path, dim = f"layers.{layer}.self_attn", head_dim(config)
+    settings: dict[str, Any] = {
+        "query": Weight(f"{path}.q_proj"), "key": Weight(f"{path}.k_proj"), "value": Weight(f"{path}.v_proj"),
+        "output": Weight(f"{path}.o_proj"), "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads, "dim": dim, "scale": dim**-0.5,
+    }  # fmt: skip
+    if "reach" not in changes:
+        settings["reach"] = sliding_window(config, layer)
+    return Attention(**settings | changes)
+
+
+def fused_attention(config: Any, layer: int, name: str = "qkv_proj", **changes: Any) -> Attention:
+    """The same where one linear layer gives queries, keys and values, in this order."""
+    path, dim = f"layers.{layer}.self_attn.{name}", head_dim(config)
+    queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
+    return llama_attention(
+        config, layer, query=Weight(path, 0, queries), key=Weight(path, queries, queries + keys),
+        value=Weight(path, queries + keys, queries + 2 * keys), **changes,
+    )  # fmt: skip
+
+
+def head_norms(config: Any, layer: int, **settings: Any) -> dict[str, Norm]:
+    """Norms of queries and keys by their usual names."""
+    path, epsilon = f"layers.{layer}.self_attn", config.rms_norm_eps
+    return {f"{name}_norm": Norm(f"{path}.{name[0]}_norm", epsilon, **settings) for name in ("query", "key")}
+
+
+def llama_mlp(config: Any, layer: int, name: str = "mlp") -> MLP:
+    """A gated MLP as Llama names it."""
+    path = f"layers.{layer}.{name}"
+    active = activation(getattr(config, "hidden_act", None) or config.hidden_activation)
+    return MLP(Weight(f"{path}.gate_proj"), Weight(f"{path}.up_proj"), Weight(f"{path}.down_proj"), active)
+
+
+def fused_mlp(config: Any, layer: int) -> MLP:
+    """The same where one linear layer gives gates and values, in this order."""
+    path, size = f"layers.{layer}.mlp", config.intermediate_size
+    fused = f"{path}.gate_up_proj"
+    return MLP(
+        Weight(fused, 0, size), Weight(fused, size, 2 * size), Weight(f"{path}.down_proj"),
+        activation(config.hidden_act),
+    )  # fmt: skip
+
+
+def mixture(config: Any, layer: int, **changes: Any) -> Experts:
+    """Experts as most architectures name them, changed in places."""
+    path = f"layers.{layer}.mlp"
+    settings = {
+        "router": f"{path}.gate", "experts": f"{path}.experts", "top_k": config.num_experts_per_tok,
+        "activation": activation(config.hidden_act),
+    }  # fmt: skip
+    return Experts(**settings | changes)
+
+
+def sparse_layers(config: Any) -> list[bool]:
+    """Which layers have experts, where some have a plain MLP (Qwen's architectures)."""
+    dense, step = config.mlp_only_layers or (), config.decoder_sparse_step
+    return [
+        layer not in dense and config.num_experts > 0 and (layer + 1) % step == 0
+        for layer in range(config.num_hidden_layers)
+    ]
+
+
+def llama_layer(config: Any, layer: int, **changes: Any) -> Layer:
+    """A layer as Llama names it, changed in places."""
+    path = f"layers.{layer}"
+    if "mixer_norm" not in changes:
+        changes["mixer_norm"] = Norm(f"{path}.input_layernorm", config.rms_norm_eps)
+        changes["mlp_norm"] = Norm(f"{path}.post_attention_layernorm", config.rms_norm_eps)
+    if "mixer" not in changes:
+        changes["mixer"] = llama_attention(config, layer)
+    if "mlp" not in changes:
+        changes["mlp"] = llama_mlp(config, layer)
+    return Layer(**changes)
+
+
+def llama_decoder(config: Any, layers: list[Layer], **changes: Any) -> DecoderDescription:
+    """A decoder whose last norm is Llama's, changed in places."""
+    settings: dict[str, Any] = {"layers": tuple(layers), "norm": Norm("norm", config.rms_norm_eps)}
+    return DecoderDescription(**settings | changes)
