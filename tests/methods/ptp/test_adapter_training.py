@@ -39,15 +39,9 @@ KINDS = [
     ("one-hot", "ce"), ("one-hot", "bce"), ("categorical", "ce"), ("categorical", "kl"), ("categorical", "reverse-kl"),
     ("independent", "ce"), ("independent", "kl"),
 ]  # fmt: skip
-WITHOUT_EXPERTS = ["GraniteSWA", "Llama4 without experts"]  # sinks; chunks, and queries scaled by their positions
-EXPERTS = [
-    "DeepseekV3",
-    "GptOss",
-    "Llama4",
-    "Mixtral",
-    "Qwen2Moe",
-    "Qwen3Moe",
-]  # Transformers multiplies them in no float64
+WITHOUT_EXPERTS = ["GraniteSWA", "Llama4 without experts"]  # sinks; chunks
+# Transformers multiplies them in no float64
+EXPERTS = ["DeepseekV3", "GptOss", "Llama4", "Mixtral", "Qwen2Moe", "Qwen3Moe"]
 each_start = pytest.mark.parametrize("query_start", ["blank", "last-token"])
 every_kind = pytest.mark.parametrize(("form", "loss"), KINDS)
 
