@@ -52,6 +52,10 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
         "floor_scale": 4, "attn_scale": 0.5, "intermediate_size_mlp": 72, "num_local_experts": 4,
         "interleave_moe_layer_step": 2,
     },
+    "Llama4 without experts": {
+        **LLAMA_LIKE, "num_hidden_layers": 2, "head_dim": 8, "attention_chunk_size": 12, "no_rope_layers": [1, 0],
+        "floor_scale": 4, "attn_scale": 0.5, "intermediate_size_mlp": 72, "moe_layers": [], "num_local_experts": 1,
+    },
     "GPT2": {"n_embd": 48, "n_head": 6, "n_layer": 2, "n_positions": 512},
     "GPTNeoX": {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6},
     "OPT": {"hidden_size": 48, "ffn_dim": 72, "num_attention_heads": 6, "word_embed_proj_dim": 48},
@@ -114,6 +118,7 @@ DESCRIBED = [  # by a file of saltus.models.architectures
 ONE_PER_FEATURE = [  # of attention, and of what is computed around it
     "Llama", "Mistral",  # the C decoder; with a window
     "Gemma2", "Gemma4",  # norms of outputs, capped scores; layers with heads of different sizes
+    "GptOss", "Llama4", "Gemma3n",  # sinks; chunks, and queries scaled by position; layers that share keys
     "Glm4", "Cohere2", "Olmo2", "Ministral3",  # rotated neighbours; parallel MLP; norms of all heads
     "Granite", "Starcoder2",  # multipliers; LayerNorm, no gates
     "GptOss", "Llama4", "Gemma3n",  # sinks; chunks, and queries scaled by position; layers that share keys

@@ -204,7 +204,7 @@ def test_features_are_what_the_unembedding_reads(networks):
         assert plain.hidden_states is None
 
 
-@pytest.mark.parametrize("name", ["Llama", "GPT2", "Gemma"])
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Gemma", "Llama4 without experts", "GptOss"])
 @torch.inference_mode()
 def test_tapped_layers_stand_before_the_last_states_and_do_not_touch_the_logits(name):
     network, model = CausalNetwork(tiny(name)), tiny(name)  # one of its own, since it keeps the layers

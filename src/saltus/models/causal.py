@@ -25,6 +25,7 @@ from saltus.models.cpu.torch_decoder import TorchDecoder
 from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
 from saltus.models.cuda.fixed_shapes import FixedShapeRunner, why_not_fixed_shapes
 from saltus.models.cuda.gpu_decoder import GPUDecoder, supports_gpu_decoder
+from saltus.models.decoder_of import decoder_of
 from saltus.models.gated_lora import Adapter, Gate, StaticGate, gated_adapter
 from saltus.models.long_rope import LongRope, find_long_rope
 from saltus.models.packed_decoder import PackedDecoder
@@ -298,7 +299,7 @@ class CausalNetwork:
                 self.fixed_shape_runner.hidden_state_layers = self.hidden_state_layers
 
     def _capture_hidden_states(self) -> _HiddenStateCapture:
-        return _HiddenStateCapture(self.model.get_decoder(), self.hidden_state_layers)
+        return _HiddenStateCapture(decoder_of(self.model), self.hidden_state_layers)
 
 
 class _HiddenStateCapture:

@@ -17,6 +17,7 @@ from saltus.models.architectures import describe_decoder, find_architecture
 from saltus.models.cpu.attention import AttentionCall
 from saltus.models.cpu.decoder_ops import DecoderOps, Resolver, linear_struct
 from saltus.models.decoder_description import Angles
+from saltus.models.decoder_of import decoder_of
 from saltus.models.gated_lora import Adapter, Gate
 from saltus.models.packed_decoder import PackedDecoder, check_widths
 
@@ -85,7 +86,7 @@ class NativeDecoder:
         decode = native.kernel("decode", dtype, model.device)
         assert decode is not None and description is not None, "only supported decoders come here"
         self.model, self.dtype, self.decode, self.description = model, dtype, decode, description
-        self.base = model.get_decoder()
+        self.base = decoder_of(model)
         weights = Resolver(self.base)
         self.hidden = torch.zeros(max_rows, config.hidden_size, dtype=dtype)
         self.layers = DecoderOps(description, weights, self.hidden, uses_integers(model))
