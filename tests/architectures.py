@@ -101,6 +101,14 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
         "shared_expert_intermediate_size": 40,
     },
     "Qwen3Moe": {**LLAMA_LIKE, **EXPERTS, "head_dim": 16, "mlp_only_layers": [0], "norm_topk_prob": True},
+    "Glm4Moe": {
+        **LLAMA_LIKE, "head_dim": 16, "use_qk_norm": True, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
+        "topk_group": 2, "moe_intermediate_size": 40, "first_k_dense_replace": 1, "attention_bias": True,
+    },
+    "GraniteMoe": {
+        **LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2, "residual_multiplier": 0.3,
+        "embedding_multiplier": 3.0, "logits_scaling": 2.0, "attention_multiplier": 0.2,
+    },
     "Olmoe": {**LLAMA_LIKE, "num_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
 
@@ -112,7 +120,7 @@ GEMMA4_SHARED = {  # layers that read the keys and values of others, with wider 
 DESCRIBED = [  # by a file of saltus.models.architectures
     "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3", "Gemma4", "Phi3", "Granite", "Glm4", "Cohere",
     "Cohere2", "Olmo2", "Olmo3", "SmolLM3", "Starcoder2", "Arcee", "Ernie4_5", "Exaone4", "Ministral", "Ministral3",
-    "SeedOss", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "GptOss",
+    "SeedOss", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Glm4Moe", "GraniteMoe", "GptOss",
 ]  # fmt: skip
 
 ONE_PER_FEATURE = [  # of attention, and of what is computed around it
@@ -124,7 +132,7 @@ ONE_PER_FEATURE = [  # of attention, and of what is computed around it
     "GptOss", "Llama4", "Gemma3n",  # sinks; chunks, and queries scaled by position; layers that share keys
     "GPT2", "GPTNeoX",  # learned positions; a part of each head is rotated
     "GPTBigCode", "DeepseekV3",  # one key head; short values
-    "Qwen2Moe", "Qwen3Moe",  # experts, with a shared one; in some layers
+    "Qwen2Moe", "Qwen3Moe", "Glm4Moe",  # experts, with a shared one; in some layers; by groups
 ]  # fmt: skip
 
 

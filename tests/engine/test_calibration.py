@@ -1,6 +1,7 @@
 """The cost of calls by their rows, as the controller measures it."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,8 @@ def test_rows_of_a_timed_call_are_unlike_tokens_from_all_over_the_vocabulary(voc
         calls.extend(batch)
         return [SimpleNamespace(logits=torch.zeros(1, vocab), seconds=1.0)]
 
-    assert measure_call_seconds(SimpleNamespace(new_kv_cache=dict, forward=forward)) == dict.fromkeys(
-        CALIBRATION_ROWS, 1.0
-    )
+    network: Any = SimpleNamespace(new_kv_cache=dict, forward=forward)
+    assert measure_call_seconds(network) == dict.fromkeys(CALIBRATION_ROWS, 1.0)
     assert {1 + len(inputs.tokens) for inputs in calls} >= set(CALIBRATION_ROWS)
     for inputs in calls[1:]:
         tokens = [*inputs.canvas.decided_prefix[-1:].tolist(), *inputs.tokens]

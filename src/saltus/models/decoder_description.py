@@ -272,6 +272,18 @@ def mixture(config: Any, layer: int, **changes: Any) -> Experts:
     return Experts(**settings | changes)
 
 
+def deepseek_mixture(config: Any, layer: int, **changes: Any) -> Experts:
+    """Experts as DeepSeek V3 has them: by sigmoids and groups, beside shared experts (DeepSeek-AI 2024)."""
+    path = f"layers.{layer}.mlp"
+    settings = {
+        "scoring": "sigmoid", "is_normalized": config.norm_topk_prob, "least_sum": 1e-20,
+        "scale": config.routed_scaling_factor, "selection_bias": f"{path}.gate.e_score_correction_bias",
+        "groups": config.n_group, "top_groups": config.topk_group, "best_of_group": 2,
+        "shared": llama_mlp(config, layer, "mlp.shared_experts"),
+    }  # fmt: skip
+    return mixture(config, layer, **settings | changes)
+
+
 def sparse_layers(config: Any) -> list[bool]:
     """Which layers have experts, where some have a plain MLP (Qwen's architectures)."""
     dense, step = config.mlp_only_layers or (), config.decoder_sparse_step
