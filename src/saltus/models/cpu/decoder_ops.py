@@ -13,11 +13,14 @@ from torch import Tensor
 from saltus.kernels import native
 from saltus.kernels.packed_weight import kernel_arguments, select_outputs
 from saltus.models.cpu.attention import AttentionCall
+from saltus.models.cpu.hybrid_kv_cache import HybridKVCache, RecurrentCall, StateSizes
+from saltus.models.cpu.mixer_ops import MixerOps
 from saltus.models.decoder_description import (
     MLP,
     Attention,
     DecoderDescription,
     Layer,
+    Mixer,
     Norm,
     Weight,
 )
@@ -101,11 +104,12 @@ class DecoderOps:
         self.weights, self.hidden, self.same_everywhere = weights, hidden, same_everywhere
         self.buffers: dict[tuple[str, int], Tensor] = {}
         self.products: list[tuple[native.Linear, Sequence[Weight]]] = []  # and the layers whose outputs they are
-        self.angles = list(dict.fromkeys(each.mixer.angles for each in description.layers if each.mixer.angles))
+        attention = [each.mixer for each in description.layers if isinstance(each.mixer, Attention)]
+        self.angles = list(dict.fromkeys(each.angles for each in attention if each.angles))
         self.kinds: list[_AttentionKind] = []
-        first = description.layers[0].mixer
-        self.main_sizes = first.kv_heads, first.dim
+        self.main_sizes = (attention[0].kv_heads, attention[0].dim) if attention else (0, 0)
         self.num_main_layers = 0  # whose keys and values have these sizes
+        self.states = StateSizes(0, 0)  # of the layers that keep a state
         self.structs: list[Any] = []  # that operations point to
         self.list: list[tuple[int, Any, int, int]] = []
         if description.input_scale != 1:
@@ -117,31 +121,31 @@ class DecoderOps:
             op.kind, op.which, op.place = kind, which, place
             op.of = None if struct is None else ctypes.addressof(struct)
 
-    def _buffer(self, name: str, width: int) -> Tensor:
+    def buffer(self, name: str, width: int) -> Tensor:
         """[rows, width]; the same memory for the same name and width."""
         if (name, width) not in self.buffers:
             self.buffers[name, width] = torch.zeros(len(self.hidden), width, dtype=self.hidden.dtype)
         return self.buffers[name, width]
 
-    def _op(self, kind: int, struct: Any = None, which: int = 0, place: int = 0) -> None:
+    def op(self, kind: int, struct: Any = None, which: int = 0, place: int = 0) -> None:
         if struct is not None:
             self.structs.append(struct)
         self.list.append((kind, struct, which, place))
 
-    def _product(
+    def product(
         self, x: Tensor, outputs: Sequence[tuple[Weight, Tensor]], norm: Norm | None = None, **settings: Any
     ) -> None:
         given = None if norm is None else self.weights.norm(norm, x.shape[1])
         matrices = [(self.weights.matrix(weight), out) for weight, out in outputs]
         struct = linear_struct(x, matrices, given, **settings)
         self.products.append((struct, [weight for weight, _ in outputs]))
-        self._op(native.PRODUCT, struct)
+        self.op(native.PRODUCT, struct)
 
     def _normalize(self, x: Tensor, norm: Norm, out: Tensor, add: Tensor | None = None) -> None:
         given = self.weights.norm(norm, x.shape[1])
         assert x.shape == out.shape and (add is None or add.shape == x.shape)
         added = None if add is None else add.data_ptr()
-        self._op(native.NORMALIZE, native.Norm(
+        self.op(native.NORMALIZE, native.Norm(
             x=x.data_ptr(), out=out.data_ptr(), size=x.shape[1], add=added, **given.arguments("weight", "kind"),
         ))  # fmt: skip
 
@@ -150,11 +154,11 @@ class DecoderOps:
         assert x.shape == self.hidden.shape
         added = None if add is None else add.data_ptr()
         struct = native.Addition(x=x.data_ptr(), add=added, out=self.hidden.data_ptr(), size=x.shape[1], scale=scale)
-        self._op(native.ADD, struct)
+        self.op(native.ADD, struct)
 
     def _layer(self, number: int, layer: Layer) -> None:
-        self._op(native.LAYER_BEGINS, which=number)
-        mixed = self._attention(number, layer.mixer, layer.mixer_norm)
+        self.op(native.LAYER_BEGINS, which=number)
+        mixed = self._mixer(number, layer.mixer, layer.mixer_norm)
         if not layer.parallel:
             self._to_hidden(mixed, layer.mixer.output, layer.mixer_output_norm, layer.residual_scale)
         x, settings = self._inner(layer.mlp, layer.mlp_norm)
@@ -165,52 +169,63 @@ class DecoderOps:
     def _inner(self, mlp: MLP, norm: Norm | None) -> tuple[Tensor, dict[str, Any]]:
         """What the last product of an MLP multiplies, and how it is prepared."""
         width = len(self.weights.matrix(mlp.up).weight)
-        up = self._buffer("up", width)
+        up = self.buffer("up", width)
         if mlp.gate is None:
-            self._product(self.hidden, [(mlp.up, up)], norm)
+            self.product(self.hidden, [(mlp.up, up)], norm)
             alone = native.SILU_ALONE if mlp.activation == "silu" else native.ACTIVATION_NUMBERS[mlp.activation]
             return up, {"activation": alone}
-        gate = self._buffer("gate", width)
-        self._product(self.hidden, [(mlp.gate, gate), (mlp.up, up)], norm)
+        gate = self.buffer("gate", width)
+        self.product(self.hidden, [(mlp.gate, gate), (mlp.up, up)], norm)
         return up, {"gate": gate, "activation": native.ACTIVATION_NUMBERS[mlp.activation]}
 
     def _to_hidden(self, x: Tensor, weight: Weight, norm: Norm | None, scale: float, **settings: Any) -> None:
         """Add the product of x, through its norm and scaled, to the hidden states."""
         if norm is None and scale == 1:
-            self._product(x, [(weight, self.hidden)], add=self.hidden, **settings)
+            self.product(x, [(weight, self.hidden)], add=self.hidden, **settings)
             return
-        made = self._buffer("made", self.hidden.shape[1])
-        self._product(x, [(weight, made)], **settings)
+        made = self.buffer("made", self.hidden.shape[1])
+        self.product(x, [(weight, made)], **settings)
         if norm is None:
             self._add(made, self.hidden, scale)
         else:
             assert scale == 1
             self._normalize(made, norm, self.hidden, add=self.hidden)
 
+    def _mixer(self, number: int, mixer: Mixer, norm: Norm | None) -> Tensor:
+        """What the output layer of a mixer multiplies."""
+        if isinstance(mixer, Attention):
+            return self._attention(number, mixer, norm)
+        return MixerOps(self).add(mixer, norm)
+
     def _attention(self, number: int, layer: Attention, norm: Norm | None) -> Tensor:
         """The outputs of attention [rows, heads · size]."""
         check_decoder_sizes(layer.heads, layer.kv_heads, head_dim=layer.dim)
-        dim = layer.dim
-        q, out = (self._buffer(name, layer.heads * dim) for name in ("q", "out"))
-        k, v = (self._buffer(name, layer.kv_heads * dim) for name in ("k", "v"))
-        self._product(self.hidden, [(layer.query, q), (layer.key, k), (layer.value, v)], norm)
+        dim, width = layer.dim, layer.dim * (1 + layer.gated)  # of a head's query, and perhaps its gate
+        q, out = self.buffer("q", layer.heads * width), self.buffer("out", layer.heads * dim)
+        k, v = (self.buffer(name, layer.kv_heads * dim) for name in ("k", "v"))
+        self.product(self.hidden, [(layer.query, q), (layer.key, k), (layer.value, v)], norm)
         for x, heads, head_norm in ((q, layer.heads, layer.query_norm), (k, layer.kv_heads, layer.key_norm)):
             if head_norm is not None and not layer.norms_heads:
                 self._normalize(x, head_norm, x)
                 head_norm = None
             self._rotate(x, heads, layer, head_norm)
-        views = [x.view(len(x), -1, dim) for x in (q, k, v, out)]
-        self._attend(number, layer, *views)
+        wide, *views = q.view(len(q), -1, width), *(x.view(len(x), -1, dim) for x in (k, v, out))
+        self._attend(number, layer, wide[..., :dim], *views)
+        if layer.gated:
+            MixerOps(self).gate(out, wide[..., dim:], dim, None, activation=native.ACTIVATION_NUMBERS["sigmoid"])
         return out
 
     def _rotate(self, x: Tensor, heads: int, layer: Attention, norm: Norm | None) -> None:
         if norm is None and layer.angles is None:
             return
-        rotation = native.Rotary(x=x.data_ptr(), heads=heads, dim=layer.dim, neighbours=layer.rotates_neighbours)
+        assert x.shape[1] % heads == 0 and (layer.norms_heads or not layer.gated)
+        rotation = native.Rotary(
+            x=x.data_ptr(), heads=heads, dim=layer.dim, stride=x.shape[1] // heads, neighbours=layer.rotates_neighbours
+        )
         if norm is not None:
             given = self.weights.norm(norm, layer.dim)
             rotation.norm, rotation.norm_kind, rotation.epsilon = given.values.data_ptr(), given.kind, given.epsilon
-        self._op(native.ROTATE, rotation, -1 if layer.angles is None else self.angles.index(layer.angles))
+        self.op(native.ROTATE, rotation, -1 if layer.angles is None else self.angles.index(layer.angles))
 
     def set_angle_widths(self, widths: Sequence[int]) -> None:
         """How many dimensions of a head each kind of angles rotates."""
@@ -235,7 +250,7 @@ class DecoderOps:
         if (same := (kind.struct, kind.window, own)) not in known:
             self.kinds.append(kind)
             known.append(same)
-        self._op(native.ATTEND, None, known.index(same), 0 if own is not None else self.num_main_layers)
+        self.op(native.ATTEND, None, known.index(same), 0 if own is not None else self.num_main_layers)
         self.num_main_layers += own is None
 
     def attention_structs(self, call: AttentionCall) -> tuple[ctypes.Array, ctypes.Array, ctypes.Array]:
@@ -245,6 +260,8 @@ class DecoderOps:
             b"".join(kind.struct * texts for kind in self.kinds)
         )
         key_steps, value_steps = ((native.INTEGER * texts)() for _ in range(2))
+        if not self.kinds:
+            return structs, key_steps, value_steps
         main_rows = next(kind.new_rows for kind in self.kinds if kind.own_memory is None)
         for number, sequence in enumerate(call.sequences):
             cache, slots = sequence.kv_cache, sequence.past_length + sequence.num_rows
@@ -263,6 +280,18 @@ class DecoderOps:
                 sequence.fill_rows(struct, kind.window)
             start += sequence.num_rows
         return structs, key_steps, value_steps
+
+    def recurrent_calls(self, call: AttentionCall) -> list[RecurrentCall]:
+        """What layers that keep a state get of each text; to be ended after the call."""
+        if not self.states.state:
+            return []
+        calls, first = [], 0
+        for sequence in call.sequences:
+            cache, decided = sequence.kv_cache, sequence.num_rows - len(sequence.parents)
+            assert isinstance(cache, HybridKVCache) and cache.sizes == self.states
+            calls.append(cache.begin_call(first, sequence.past_length, decided, sequence.parents, sequence.ends_text))
+            first += sequence.num_rows
+        return calls
 
 
 def linear_struct(
