@@ -1,12 +1,14 @@
-"""Qwen3-Next: the gated delta rule in most layers, attention with a gate in the others; weights of norms plus one."""
+"""Qwen3-Next: the gated delta rule in most layers, attention with a gate in the others; experts; norms plus one."""
 
 from collections.abc import Callable
 from typing import Any
 
+from saltus.models.architectures.qwen2_moe import experts
 from saltus.models.decoder_description import (
     MLP,
     DecoderDescription,
     DeltaNet,
+    Experts,
     Norm,
     NotDescribed,
     Weight,
@@ -14,6 +16,7 @@ from saltus.models.decoder_description import (
     llama_attention,
     llama_layer,
     llama_mlp,
+    sparse_layers,
 )
 
 CLASSES = {"Qwen3NextForCausalLM"}
@@ -34,7 +37,7 @@ def delta_net(config: Any, path: str, inputs: tuple[Weight, ...] = ()) -> DeltaN
 
 
 def decoder(
-    config: Any, recurrent: Callable[[Any, str], DeltaNet], mlp: Callable[[Any, int], MLP]
+    config: Any, recurrent: Callable[[Any, str], DeltaNet], mlp: Callable[[Any, int], MLP | Experts]
 ) -> DecoderDescription:
     """A decoder whose layers are of two kinds."""
     layers = []
@@ -57,11 +60,10 @@ def decoder(
     return DecoderDescription(tuple(layers), norm(config, "norm"))
 
 
-def mlp_of(config: Any, layer: int) -> MLP:
-    """The MLP of a layer that has no experts."""
-    if layer not in config.mlp_only_layers and config.num_experts and (layer + 1) % config.decoder_sparse_step == 0:
-        raise NotDescribed("experts")
-    return llama_mlp(config, layer)
+def mlp_of(config: Any, layer: int) -> MLP | Experts:
+    """The experts or the MLP of a layer."""
+    is_sparse = sparse_layers(config)[layer]
+    return experts(config, layer, is_normalized=config.norm_topk_prob) if is_sparse else llama_mlp(config, layer)
 
 
 def describe(config: Any) -> DecoderDescription:
