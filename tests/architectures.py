@@ -95,6 +95,11 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
         "qk_nope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
         "topk_group": 1, "moe_intermediate_size": 40, "first_k_dense_replace": 1,
     },
+    "Glm4MoeLite": {
+        **LLAMA_LIKE, "num_key_value_heads": 6, "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+        "topk_group": 1, "moe_intermediate_size": 40, "mlp_layer_types": ["dense", "sparse"],
+    },
     "Mixtral": {**LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Qwen2Moe": {
         **LLAMA_LIKE, **EXPERTS, **WINDOW, **ALTERNATING, "use_sliding_window": True, "max_window_layers": 1,
@@ -121,6 +126,7 @@ DESCRIBED = [  # by a file of saltus.models.architectures
     "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3", "Gemma4", "Phi3", "Granite", "Glm4", "Cohere",
     "Cohere2", "Olmo2", "Olmo3", "SmolLM3", "Starcoder2", "Arcee", "Ernie4_5", "Exaone4", "Ministral", "Ministral3",
     "SeedOss", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Glm4Moe", "GraniteMoe", "GptOss",
+    "DeepseekV2", "DeepseekV3", "Glm4MoeLite",
 ]  # fmt: skip
 
 ONE_PER_FEATURE = [  # of attention, and of what is computed around it

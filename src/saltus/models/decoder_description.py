@@ -6,6 +6,7 @@ Paths are relative to the model without its output layer (`get_decoder()`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -95,6 +96,31 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class LatentAttention:
+    """Attention whose keys and values are expanded from a small vector of each token (DeepSeek-AI 2024, MLA).
+
+    A head's query and key have `plain` dimensions, then `rotated` ones; the latter are one vector for all keys of a
+    token. `latent` gives the small vector and that one; `expand` each head's plain key and value. Queries may be made
+    through a small vector, too: `query_latent`, with a norm.
+    """
+
+    query: Weight
+    latent: Weight
+    latent_norm: Norm
+    expand: Weight
+    output: Weight
+    heads: int
+    plain: int
+    rotated: int
+    value_dim: int
+    scale: float
+    angles: Angles
+    rotates_neighbours: bool
+    query_latent: Weight | None = None
+    query_norm: Norm | None = None
+
+
+@dataclass(frozen=True)
 class ShortConvolution:
     """C · conv(B · x), a causal convolution of each channel over `width` tokens; `inputs` gives B, C and x beside."""
 
@@ -143,7 +169,7 @@ class Mamba2:
     scales: tuple[tuple[float, int], ...] = ()  # what so many of the inputs' outputs are multiplied by, in turn
 
 
-Mixer = Attention | ShortConvolution | DeltaNet | Mamba2
+Mixer = Attention | LatentAttention | ShortConvolution | DeltaNet | Mamba2
 
 
 @dataclass(frozen=True)
@@ -280,6 +306,28 @@ def llama_attention(config: Any, layer: int, **changes: Any) -> Attention:
     if "reach" not in changes:
         settings["reach"] = sliding_window(config, layer)
     return Attention(**settings | changes)
+
+
+def latent_attention(config: Any, layer: int, **changes: Any) -> LatentAttention:
+    """Attention as DeepSeek names it, changed in places."""
+    path, rope = f"layers.{layer}.self_attn", config.rope_parameters
+    size = config.qk_nope_head_dim + config.qk_rope_head_dim
+    growth = rope.get("mscale_all_dim", 0) if rope.get("rope_type", "default") != "default" else 0
+    stretch = 1 + 0.1 * growth * math.log(rope["factor"]) if growth and rope["factor"] > 1 else 1.0
+    epsilon = 1e-6  # of the norms of small vectors, whatever the configuration says
+    settings: dict[str, Any] = {
+        "query": Weight(f"{path}.q_proj"), "latent": Weight(f"{path}.kv_a_proj_with_mqa"),
+        "latent_norm": Norm(f"{path}.kv_a_layernorm", epsilon), "expand": Weight(f"{path}.kv_b_proj"),
+        "output": Weight(f"{path}.o_proj"), "heads": config.num_attention_heads, "plain": config.qk_nope_head_dim,
+        "rotated": config.qk_rope_head_dim, "value_dim": config.v_head_dim, "scale": size**-0.5 * stretch**2,
+        "angles": Angles(), "rotates_neighbours": getattr(config, "rope_interleave", True),
+    }  # fmt: skip
+    if config.q_lora_rank is not None:
+        settings |= {
+            "query": Weight(f"{path}.q_b_proj"), "query_latent": Weight(f"{path}.q_a_proj"),
+            "query_norm": Norm(f"{path}.q_a_layernorm", epsilon),
+        }  # fmt: skip
+    return LatentAttention(**settings | changes)
 
 
 def fused_attention(config: Any, layer: int, name: str = "qkv_proj", **changes: Any) -> Attention:

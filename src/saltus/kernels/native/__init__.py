@@ -242,8 +242,8 @@ class Rearrangement(ctypes.Structure):
     """The struct `Rearrangement` of kernels.c, field for field."""
 
     _fields_ = [
-        *((name, POINTER) for name in ("x", "out", "runs")),
-        *((name, INTEGER) for name in ("rows", "inputs", "size", "num_runs")),
+        *((name, POINTER) for name in ("x", "other", "out", "runs")),
+        *((name, INTEGER) for name in ("rows", "inputs", "others", "size", "num_runs")),
     ]
 
 

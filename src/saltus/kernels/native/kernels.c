@@ -120,10 +120,10 @@ typedef struct {
 } ColumnScale;
 
 typedef struct {
-  const void *x;        // [rows, in], dense
-  void *out;            // [rows, size], dense: the columns of x in another order
-  const int64_t *runs;  // [num_runs, 2]: first columns of x and how many
-  int64_t rows, in, size, num_runs;
+  const void *x, *other;  // [rows, in], [rows, others], dense
+  void *out;            // [rows, size], dense: the columns of both in another order
+  const int64_t *runs;  // [num_runs, 2]: first columns and how many; those of `other` are counted from `in` on
+  int64_t rows, in, others, size, num_runs;
 } Rearrangement;
 
 typedef struct {

@@ -22,6 +22,7 @@ from saltus.models.decoder_description import (
     Attention,
     DecoderDescription,
     Experts,
+    LatentAttention,
     Layer,
     Mixer,
     Norm,
@@ -134,8 +135,8 @@ class DecoderOps:
         self.products: list[tuple[native.Linear, Sequence[Weight]]] = []  # and the layers whose outputs they are
         self.angles: list[Angles] = []  # of rotations
         self.kinds: list[_AttentionKind] = []
-        first = next((each.mixer for each in description.layers if isinstance(each.mixer, Attention)), None)
-        self.main_sizes = (0, 0) if first is None else (first.kv_heads, first.dim)
+        sizes = (_memory_sizes(each.mixer) for each in description.layers)
+        self.main_sizes = next(filter(None, sizes), (0, 0, 0))
         self.num_main_layers = 0  # whose keys and values have these sizes
         self.states = StateSizes(0, 0)  # of the layers that keep a state
         self.structs: list[Any] = []  # that operations point to
@@ -299,6 +300,8 @@ class DecoderOps:
         """What the output layer of a mixer multiplies."""
         if isinstance(mixer, Attention):
             return self._attention(number, mixer, norm)
+        if isinstance(mixer, LatentAttention):
+            return self._latent_attention(number, mixer, norm)
         self.places.append((0, None))  # it has no keys
         return MixerOps(self).add(mixer, norm)
 
@@ -325,6 +328,39 @@ class DecoderOps:
             MixerOps(self).gate(out, wide[..., dim:], dim, None, activation=native.ACTIVATION_NUMBERS["sigmoid"])
         return out
 
+    def _latent_attention(self, number: int, layer: LatentAttention, norm: Norm | None) -> Tensor:
+        """The same, with keys and values that are expanded from small vectors."""
+        plain, rotated, heads, value = layer.plain, layer.rotated, layer.heads, layer.value_dim
+        check_heads(heads, heads, plain + rotated)
+        q, out = self.buffer("q", heads * (plain + rotated)), self.buffer("out", heads * value)
+        small = self.buffer("latent", len(self.weights.matrix(layer.latent).weight))
+        first, k = self.buffer("latent normed", small.shape[1] - rotated), self.buffer("k", q.shape[1])
+        expanded, turned = self.buffer("expanded", heads * (plain + value)), self.buffer("turned", rotated)
+        if layer.query_latent is None:
+            self.product(self.hidden, [(layer.query, q), (layer.latent, small)], norm)
+        else:
+            made = self.buffer("query latent", len(self.weights.matrix(layer.query_latent).weight))
+            self.product(self.hidden, [(layer.query_latent, made), (layer.latent, small)], norm)
+            self.product(made, [(layer.query, q)], layer.query_norm)
+        self._copy(small, first)
+        self._copy(small, turned, first.shape[1])
+        self.product(first, [(layer.expand, expanded)], layer.latent_norm)
+        self._rotate(turned, 1, rotated, None, layer.angles, layer.rotates_neighbours)
+        self._rotate(q[:, plain:], heads, rotated, None, layer.angles, layer.rotates_neighbours)
+        width = expanded.shape[1]
+        runs = [run for head in range(heads) for run in ((head * (plain + value), plain), (width, rotated))]
+        self.weights.made.append(torch.tensor(runs))
+        self.op(native.REARRANGE, native.Rearrangement(
+            x=expanded.data_ptr(), other=turned.data_ptr(), out=k.data_ptr(), runs=self.weights.made[-1].data_ptr(),
+            inputs=width, others=rotated, size=k.shape[1], num_runs=len(runs),
+        ))  # fmt: skip
+        views = [x.view(len(x), heads, -1) for x in (q, k, expanded, out)]
+        simple = Attention(
+            layer.query, layer.latent, layer.expand, layer.output, heads, heads, plain + rotated, layer.scale
+        )  # fmt: skip
+        self._attend(number, simple, views[0], views[1], views[2][..., plain:], views[3])
+        return out
+
     def _prepare_heads(self, x: Tensor, heads: int, layer: Attention, norm: Norm | None, angles: Angles | None) -> None:
         """Norms and angles of queries or keys."""
         assert layer.norms_heads or not layer.gated
@@ -336,12 +372,12 @@ class DecoderOps:
     def _rotate(
         self, x: Tensor, heads: int, dim: int, norm: Norm | None, angles: Angles | None = None, neighbours: bool = False
     ) -> None:
-        """Norm each head, and rotate it where there are angles."""
+        """Norm the first `dim` numbers of each head, and rotate them where there are angles."""
         if norm is None and angles is None:
             return
-        assert x.shape[1] % heads == 0
+        assert x.stride(0) % heads == 0
         rotation = native.Rotary(
-            x=x.data_ptr(), heads=heads, dim=dim, stride=x.shape[1] // heads, neighbours=neighbours
+            x=x.data_ptr(), heads=heads, dim=dim, stride=x.stride(0) // heads, neighbours=neighbours
         )  # fmt: skip
         if norm is not None:
             given = self.weights.norm(norm, dim)
@@ -359,7 +395,7 @@ class DecoderOps:
 
     def _attend(self, number: int, layer: Attention, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         if layer.shares is None:
-            own = None if (layer.kv_heads, layer.dim) == self.main_sizes else number
+            own = None if (layer.kv_heads, layer.dim, v.shape[-1]) == self.main_sizes else number
             self.places.append((self.num_main_layers if own is None else 0, own))
             self.num_main_layers += own is None
         else:
@@ -430,6 +466,13 @@ class DecoderOps:
             calls.append(cache.begin_call(first, sequence.past_length, decided, sequence.parents, sequence.ends_text))
             first += sequence.num_rows
         return calls
+
+
+def _memory_sizes(mixer: Mixer) -> tuple[int, int, int] | None:
+    """The heads of a layer's keys and values, and the sizes of both; None: it has none."""
+    if isinstance(mixer, LatentAttention):
+        return mixer.heads, mixer.plain + mixer.rotated, mixer.value_dim
+    return (mixer.kv_heads, mixer.dim, mixer.dim) if isinstance(mixer, Attention) else None
 
 
 def linear_struct(

@@ -268,6 +268,8 @@ class _AngleTable:
         kind = {} if self.angles.layer_type is None else {"layer_type": self.angles.layer_type}
         with BatchInvariantMode():
             found = self.module(self.hidden[None], position_ids=positions[None], **kind)
+        if isinstance(found, torch.Tensor):  # of complex numbers
+            found = found.real, found.imag
         if self.angles.growth:
             steps = torch.floor(positions / self.angles.steps)
             found = [x * (1 + self.angles.growth * torch.log1p(steps))[None, :, None] for x in found]
