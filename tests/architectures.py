@@ -107,8 +107,8 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
     },
     "Qwen3Moe": {**LLAMA_LIKE, **EXPERTS, "head_dim": 16, "mlp_only_layers": [0], "norm_topk_prob": True},
     "Glm4Moe": {
-        **LLAMA_LIKE, "head_dim": 16, "use_qk_norm": True, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
-        "topk_group": 2, "moe_intermediate_size": 40, "first_k_dense_replace": 1, "attention_bias": True,
+        **LLAMA_LIKE, "head_dim": 16, "use_qk_norm": True, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "n_group": 4, "topk_group": 2, "moe_intermediate_size": 40, "first_k_dense_replace": 1, "attention_bias": True,
     },
     "GraniteMoe": {
         **LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2, "residual_multiplier": 0.3,
