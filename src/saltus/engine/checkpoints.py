@@ -33,7 +33,9 @@ from saltus.loading.sources import resolve
 from saltus.methods.assd.network import ANY_SUBSET, AnySubsetNetwork, load_pairwise_correction
 from saltus.methods.assd.xlnet import XlnetNetwork
 from saltus.methods.shared.adapter_files import load_adapter
+from saltus.models.architectures import describe_decoder
 from saltus.models.causal import CausalNetwork
+from saltus.models.cpu.native_decoder import supports_native_decoder
 from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
 from saltus.models.evabyte import EvaByteNetwork
 from saltus.models.evabyte_decoder import EvaByteDecoder
@@ -242,7 +244,7 @@ def make_network(model: Any, name: str, exact: bool = True, max_draft_tokens: in
     vocab = model.get_output_embeddings().weight.shape[0]
     text = [(7 * i + 3) % vocab for i in range(6)]
     sibling, *branch = ((11 * i + 5) % vocab for i in range(3))
-    why = next((f"it keeps a state in {kind} layers" for kind in _recurrent_layer_types(model)), None)
+    why = _why_no_states(model)
     if why is None:
         with torch.inference_mode(), silence_transformers():
             expected = model(torch.tensor([text + branch], device=model.device), use_cache=False).logits[
@@ -331,6 +333,15 @@ def context_length_of(model: Any) -> int | None:
         return length
     unscaled = rope.get("original_max_position_embeddings") or length
     return max(length, int(unscaled * rope.get("factor", 1)))
+
+
+def _why_no_states(model: Any) -> str | None:
+    """Why layers that keep a state cannot be had: Transformers' own cannot read a tree. None: they can, or are not."""
+    kinds = _recurrent_layer_types(model)
+    if not kinds or supports_native_decoder(model):
+        return None
+    state = f"it keeps a state in {kinds[0]} layers"
+    return state if describe_decoder(model) is None else f"{state}, which only compiled kernels on a CPU can read"
 
 
 def _recurrent_layer_types(model: Any) -> list[str]:

@@ -126,6 +126,8 @@ class CausalNetwork:
 
     def new_kv_cache(self) -> Any:
         """An empty KV cache for one text."""
+        if isinstance(self.native_decoder, NativeDecoder):
+            return self.native_decoder.new_kv_cache()
         return KVCache() if self.fixed_shape_runner is None else self.fixed_shape_runner.new_kv_cache()
 
     @property
@@ -381,4 +383,4 @@ def _sequence_rows(
     if node_rows is not None and parents:
         visible[num_new_tokens:, num_new_tokens:] = ancestor_mask(parents)
         positions[num_new_tokens:] = past_length + num_new_tokens + node_rows.offsets
-    return SequenceRows(kv_cache, past_length, positions, visible)
+    return SequenceRows(kv_cache, past_length, positions, visible, parents, node_rows is not None)

@@ -91,6 +91,59 @@ class Attention:
     softcap: float | None = None  # of scores
     sinks: str | None = None  # the path of a score of each head that takes weight and has no value
     shares: int | None = None
+    gated: bool = False  # `query` gives a query and a gate of each head; outputs are multiplied by the gate's sigmoid
+
+
+@dataclass(frozen=True)
+class ShortConvolution:
+    """C · conv(B · x), a causal convolution of each channel over `width` tokens; `inputs` gives B, C and x beside."""
+
+    inputs: Weight
+    kernel: str  # the path of a convolution of PyTorch, [channels, 1, width]
+    output: Weight
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """The gated delta rule (Yang et al. 2025) over queries, keys and values that went through a convolution and SiLU.
+
+    `inputs` give queries, keys and values beside each other; gates; weights of values, β; steps, a. Or there are two
+    whose outputs are those of one head of keys after the other: its query, key, values and gates; weights and steps.
+    """
+
+    inputs: tuple[Weight, ...]
+    path: str  # of the kernel conv1d, A_log, dt_bias and the norm
+    output: Weight
+    heads: int  # of values
+    groups: int  # heads of queries and keys
+    key_dim: int
+    value_dim: int
+    epsilon: float  # of the norm
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """A selective state space with one decay a head (Dao & Gu 2024); `inputs` gives gates, x, B, C and steps beside.
+
+    The norm of its outputs is of `norm_groups` parts, after the gate or before it; without a norm the gate is alone.
+    """
+
+    inputs: Weight
+    path: str  # of the kernel conv1d, A_log, dt_bias, D and the norm
+    output: Weight
+    heads: int
+    head_dim: int
+    groups: int  # of B and C
+    state: int
+    epsilon: float
+    limits: tuple[float, float] = (0.0, float("inf"))  # of steps
+    has_norm: bool = True
+    norm_groups: int = 1
+    gate_first: bool = True
+    scales: tuple[tuple[float, int], ...] = ()  # what so many of the inputs' outputs are multiplied by, in turn
+
+
+Mixer = Attention | ShortConvolution | DeltaNet | Mamba2
 
 
 @dataclass(frozen=True)
@@ -167,7 +220,7 @@ class Layer:
     `parallel`: both read the layer's input. The layer's output is multiplied by the number `output_scale`, by its path.
     """
 
-    mixer: Attention
+    mixer: Mixer
     mlp: MLP | Experts
     mixer_norm: Norm | None
     mlp_norm: Norm | None

@@ -102,7 +102,7 @@ class Rotary(ctypes.Structure):
 
     _fields_ = [
         *((name, POINTER) for name in ("x", "cos", "sin", "position", "norm")),
-        *((name, INTEGER) for name in ("rows", "heads", "dim", "turned", "neighbours", "norm_kind")),
+        *((name, INTEGER) for name in ("rows", "heads", "dim", "stride", "turned", "neighbours", "norm_kind")),
         ("epsilon", REAL),
     ]
 
@@ -145,6 +145,7 @@ class Op(ctypes.Structure):
 
 
 LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS, MIX_EXPERTS = range(9)  # kinds of Op
+CONVOLVE, RECUR, GATE, SCALE_COLUMNS, REARRANGE = range(9, 14)  # of mixers.inc
 NORM_KINDS = {"rms": 0, "rms-float32": 1, "layer": 2}
 ACTIVATION_NUMBERS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu_squared": 3, "sigmoid": 4, "clamped_swiglu": 6}
 SILU_ALONE = 5  # not of a gate
@@ -177,6 +178,74 @@ class Experts(ctypes.Structure):
     ]
 
 
+class RecurrentText(ctypes.Structure):
+    """The struct `RecurrentText` of recurrent_text.h, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("states", "inputs", "parents", "accepted", "marks", "copies")),
+        *((name, INTEGER) for name in ("first", "decided", "nodes", "num_accepted", "num_marks", "node_bytes")),
+    ]
+
+
+MAX_CONVOLUTION_WIDTH = 8
+STATE_COLUMNS = 32  # of a recurrence's state that stand together; as many, at least, are kept
+
+
+class Convolution(ctypes.Structure):
+    """The struct `Convolution` of kernels.c, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("x", "before", "after")),
+        *((name, INTEGER) for name in ("x_row", "before_row", "after_row")),
+        *((name, POINTER) for name in ("weight", "bias", "out")),
+        *((name, INTEGER) for name in ("channels", "width", "silu", "state_place", "node_place")),
+        ("text", POINTER),
+    ]
+
+
+class Recurrence(ctypes.Structure):
+    """The struct `Recurrence` of kernels.c, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("query", "key", "value", "step", "weight")),
+        *((name, INTEGER) for name in ("query_row", "key_row", "value_row", "step_row", "weight_row")),
+        *((name, POINTER) for name in ("bias", "rate", "skip", "out")),
+        *((name, INTEGER) for name in ("heads", "groups", "key_dim", "value_dim", "state_place", "node_place")),
+        *((name, REAL) for name in ("least", "most", "scale", "epsilon")),
+        ("text", POINTER),
+    ]
+
+
+class GatedNorm(ctypes.Structure):
+    """The struct `GatedNorm` of kernels.c, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("x", "gate", "weight")),
+        *((name, INTEGER) for name in ("gate_row", "gate_group", "rows", "size", "group", "weights")),
+        *((name, INTEGER) for name in ("gate_first", "activation")),
+        ("epsilon", REAL),
+        ("failed", POINTER),
+    ]
+
+
+class ColumnScale(ctypes.Structure):
+    """The struct `ColumnScale` of kernels.c, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("x", "scale")),
+        *((name, INTEGER) for name in ("rows", "size")),
+    ]
+
+
+class Rearrangement(ctypes.Structure):
+    """The struct `Rearrangement` of kernels.c, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("x", "out", "runs")),
+        *((name, INTEGER) for name in ("rows", "inputs", "size", "num_runs")),
+    ]
+
+
 class Decoder(ctypes.Structure):
     """The struct `Decoder` of kernels.c, field for field."""
 
@@ -187,10 +256,8 @@ class Decoder(ctypes.Structure):
         ("head", Linear),
         *((name, POINTER) for name in ("tokens", "ops")),
         ("num_ops", INTEGER),
-        *(
-            (name, POINTER)
-            for name in ("attentions", "key_step", "value_step", "angles", "kept", "selected", "seconds")
-        ),
+        *((name, POINTER) for name in ("attentions", "key_step", "value_step", "angles", "recurrent")),
+        *((name, POINTER) for name in ("kept", "selected", "seconds")),
         *((name, INTEGER) for name in ("texts", "rows", "num_selected", "vocab", "all_states")),
     ]
 

@@ -14,6 +14,8 @@ from saltus.kernels import native
 from saltus.kernels.packed_weight import PackedWeight, kernel_arguments, select_outputs
 from saltus.models.cpu.attention import AttentionCall
 from saltus.models.cpu.expert_ops import experts_struct
+from saltus.models.cpu.hybrid_kv_cache import HybridKVCache, RecurrentCall, StateSizes
+from saltus.models.cpu.mixer_ops import MixerOps
 from saltus.models.decoder_description import (
     MLP,
     Angles,
@@ -21,6 +23,7 @@ from saltus.models.decoder_description import (
     DecoderDescription,
     Experts,
     Layer,
+    Mixer,
     Norm,
     TokenInput,
     TokenInputs,
@@ -131,18 +134,18 @@ class DecoderOps:
         self.products: list[tuple[native.Linear, Sequence[Weight]]] = []  # and the layers whose outputs they are
         self.angles: list[Angles] = []  # of rotations
         self.kinds: list[_AttentionKind] = []
-        first = description.layers[0].mixer
-        self.main_sizes = first.kv_heads, first.dim
+        attention = [layer.mixer for layer in description.layers if isinstance(layer.mixer, Attention)]
+        self.main_sizes = (attention[0].kv_heads, attention[0].dim) if attention else (0, 0)
         self.num_main_layers = 0  # whose keys and values have these sizes
+        self.states = StateSizes(0, 0, tuple((each.kv_heads, each.dim) for each in attention))
         self.structs: list[Any] = []  # that operations point to
         self.list: list[tuple[int, Any, int, int]] = []
         if description.input_scale != 1:
             self._add(hidden, None, description.input_scale)
         if description.token_inputs is not None:
             self._token_inputs(description.token_inputs, len(description.layers))
-        self.places: list[
-            tuple[int, int | None]
-        ] = []  # of the layers' keys and values: in the main memory, or their own
+        # of layers' keys and values: in the main memory, or their own
+        self.places: dict[int, tuple[int, int | None]] = {}
         for number, layer in enumerate(description.layers):
             self._layer(number, layer)
         self.ops = (native.Op * len(self.list))()
@@ -150,31 +153,31 @@ class DecoderOps:
             op.kind, op.which, op.place = kind, which, place
             op.of = None if struct is None else ctypes.addressof(struct)
 
-    def _buffer(self, name: str, width: int) -> Tensor:
+    def buffer(self, name: str, width: int) -> Tensor:
         """[rows, width]; the same memory for the same name and width."""
         if (name, width) not in self.buffers:
             self.buffers[name, width] = torch.zeros(len(self.hidden), width, dtype=self.hidden.dtype)
         return self.buffers[name, width]
 
-    def _op(self, kind: int, struct: Any = None, which: int = 0, place: int = 0) -> None:
+    def op(self, kind: int, struct: Any = None, which: int = 0, place: int = 0) -> None:
         if struct is not None:
             self.structs.append(struct)
         self.list.append((kind, struct, which, place))
 
-    def _product(
+    def product(
         self, x: Tensor, outputs: Sequence[tuple[Weight, Tensor]], norm: Norm | None = None, **settings: Any
     ) -> None:
         given = None if norm is None else self.weights.norm(norm, x.shape[1])
         matrices = [(self.weights.matrix(weight), out) for weight, out in outputs]
         struct = linear_struct(x, matrices, given, **settings)
         self.products.append((struct, [weight for weight, _ in outputs]))
-        self._op(native.PRODUCT, struct)
+        self.op(native.PRODUCT, struct)
 
     def _normalize(self, x: Tensor, norm: Norm, out: Tensor, add: Tensor | None = None) -> None:
         given = self.weights.norm(norm, x.shape[1])
         assert x.shape == out.shape and (add is None or add.shape == x.shape)
         added = None if add is None else add.data_ptr()
-        self._op(native.NORMALIZE, native.Norm(
+        self.op(native.NORMALIZE, native.Norm(
             x=x.data_ptr(), out=out.data_ptr(), size=x.shape[1], add=added, **given.arguments("weight", "kind"),
         ))  # fmt: skip
 
@@ -184,12 +187,12 @@ class DecoderOps:
         assert x.shape == out.shape
         added = None if add is None else add.data_ptr()
         struct = native.Addition(x=x.data_ptr(), add=added, out=out.data_ptr(), size=x.shape[1], scale=scale)
-        self._op(native.ADD, struct)
+        self.op(native.ADD, struct)
 
     def _copy(self, x: Tensor, out: Tensor, first: int = 0) -> None:
         """Columns of x from the first one on."""
         assert 0 <= first <= x.shape[1] - out.shape[1]
-        self._op(native.COPY_COLUMNS, native.Columns(
+        self.op(native.COPY_COLUMNS, native.Columns(
             x=x.data_ptr(), out=out.data_ptr(), width=x.shape[1], first=first, size=out.shape[1],
         ))  # fmt: skip
 
@@ -198,15 +201,15 @@ class DecoderOps:
         table = self.weights.module(inputs.embedding).weight
         weight, format = kernel_arguments(table)
         count, width = table.shape
-        said, projected = self._buffer("said", width), self._buffer("projected", width)
-        self._op(native.EMBED_TOKENS, native.Expansion(
+        said, projected = self.buffer("said", width), self.buffer("projected", width)
+        self.op(native.EMBED_TOKENS, native.Expansion(
             weight=weight, out=said.data_ptr(), format=format, inputs=width,
         ), which=count)  # fmt: skip
         self._add(said, None, float(torch.tensor(inputs.embedding_scale, dtype=said.dtype)), said)
-        self._product(self.hidden, [(inputs.projection, projected)])
+        self.product(self.hidden, [(inputs.projection, projected)])
         size = width // layers
         given = self.weights.norm(inputs.norm, size)
-        self._op(native.NORMALIZE, native.Norm(
+        self.op(native.NORMALIZE, native.Norm(
             x=projected.data_ptr(), out=said.data_ptr(), size=size, parts=layers, add=said.data_ptr(),
             **given.arguments("weight", "kind"),
         ))  # fmt: skip
@@ -215,18 +218,18 @@ class DecoderOps:
     def _token_input(self, number: int, layer: TokenInput) -> None:
         """Add what tokens say to one layer."""
         size = len(self.weights.matrix(layer.gate).weight)
-        gate, said = self._buffer("token gate", size), self._buffer("said here", size)
-        made = self._buffer("made", self.hidden.shape[1])
+        gate, said = self.buffer("token gate", size), self.buffer("said here", size)
+        made = self.buffer("made", self.hidden.shape[1])
         (every,) = (buffer for (name, _), buffer in self.buffers.items() if name == "said")
-        self._product(self.hidden, [(layer.gate, gate)])
+        self.product(self.hidden, [(layer.gate, gate)])
         self._copy(every, said, number * size)
         activation = native.ACTIVATION_NUMBERS[layer.activation]
-        self._product(said, [(layer.output, made)], gate=gate, activation=activation)
+        self.product(said, [(layer.output, made)], gate=gate, activation=activation)
         self._normalize(made, layer.output_norm, self.hidden, add=self.hidden)
 
     def _layer(self, number: int, layer: Layer) -> None:
-        self._op(native.LAYER_BEGINS, which=number)
-        mixed = self._attention(number, layer.mixer, layer.mixer_norm)
+        self.op(native.LAYER_BEGINS, which=number)
+        mixed = self._mixer(number, layer.mixer, layer.mixer_norm)
         if not layer.parallel:
             self._to_hidden(mixed, layer.mixer.output, layer.mixer_output_norm, layer.residual_scale)
         if isinstance(layer.mlp, Experts):
@@ -247,22 +250,22 @@ class DecoderOps:
     ) -> tuple[Tensor, dict[str, Any]]:
         """What the last product of an MLP multiplies, and how it is prepared; other outputs are computed beside it."""
         width = len(self.weights.matrix(mlp.up).weight)
-        up = self._buffer("up", width)
+        up = self.buffer("up", width)
         if mlp.gate is None:
-            self._product(self.hidden, [(mlp.up, up), *others], norm)
+            self.product(self.hidden, [(mlp.up, up), *others], norm)
             alone = native.SILU_ALONE if mlp.activation == "silu" else native.ACTIVATION_NUMBERS[mlp.activation]
             return up, {"activation": alone}
-        gate = self._buffer("gate", width)
-        self._product(self.hidden, [(mlp.gate, gate), (mlp.up, up), *others], norm)
+        gate = self.buffer("gate", width)
+        self.product(self.hidden, [(mlp.gate, gate), (mlp.up, up), *others], norm)
         return up, {"gate": gate, "activation": native.ACTIVATION_NUMBERS[mlp.activation]}
 
     def _to_hidden(self, x: Tensor, weight: Weight, norm: Norm | None, scale: float, **settings: Any) -> None:
         """Add the product of x, through its norm and scaled, to the hidden states."""
         if norm is None and scale == 1:
-            self._product(x, [(weight, self.hidden)], add=self.hidden, **settings)
+            self.product(x, [(weight, self.hidden)], add=self.hidden, **settings)
             return
-        made = self._buffer("made", self.hidden.shape[1])
-        self._product(x, [(weight, made)], **settings)
+        made = self.buffer("made", self.hidden.shape[1])
+        self.product(x, [(weight, made)], **settings)
         self._add_normed(made, norm, scale)
 
     def _add_normed(self, made: Tensor, norm: Norm | None, scale: float) -> None:
@@ -277,30 +280,36 @@ class DecoderOps:
         size, given = self.hidden.shape[1], None if norm is None else self.weights.norm(norm, self.hidden.shape[1])
         struct = experts_struct(experts, self.weights, size, {} if given is None else given.arguments())
         if experts.shared is not None:
-            shared, gate = self._buffer("shared", size), self._buffer("shared gate", 1)
+            shared, gate = self.buffer("shared", size), self.buffer("shared gate", 1)
             x, settings = self._inner(
                 experts.shared, norm, [] if experts.shared_gate is None else [(experts.shared_gate, gate)]
             )
-            self._product(x, [(experts.shared.down, shared)], **settings)
+            self.product(x, [(experts.shared.down, shared)], **settings)
             struct.shared = shared.data_ptr()
             struct.shared_gate = None if experts.shared_gate is None else gate.data_ptr()
         struct.x, apart = self.hidden.data_ptr(), output_norm is not None or scale != 1
-        out = self._buffer("made", size) if apart else self.hidden
+        out = self.buffer("made", size) if apart else self.hidden
         struct.out, struct.add = out.data_ptr(), None if apart else self.hidden.data_ptr()
-        self._op(native.MIX_EXPERTS, struct)
+        self.op(native.MIX_EXPERTS, struct)
         if apart:
             self._add_normed(out, output_norm, scale)
+
+    def _mixer(self, number: int, mixer: Mixer, norm: Norm | None) -> Tensor:
+        """What the output layer of a mixer multiplies."""
+        if isinstance(mixer, Attention):
+            return self._attention(number, mixer, norm)
+        return MixerOps(self).add(mixer, norm)
 
     def _attention(self, number: int, layer: Attention, norm: Norm | None) -> Tensor:
         """The outputs of attention [rows, heads · size]."""
         check_heads(layer.heads, layer.kv_heads, layer.dim)
-        dim = layer.dim
-        q, out = (self._buffer(name, layer.heads * dim) for name in ("q", "out"))
-        k, v = (self._buffer(name, layer.kv_heads * dim) for name in ("k", "v"))
+        dim, width = layer.dim, layer.dim * (1 + layer.gated)  # of a head's query, and perhaps its gate
+        q, out = self.buffer("q", layer.heads * width), self.buffer("out", layer.heads * dim)
+        k, v = (self.buffer(name, layer.kv_heads * dim) for name in ("k", "v"))
         given = [
             (weight, x) for weight, x in ((layer.query, q), (layer.key, k), (layer.value, v)) if weight is not None
         ]
-        self._product(self.hidden, given, norm)
+        self.product(self.hidden, given, norm)
         if layer.key is not None and layer.value is None:
             self._copy(k, v)
         self._prepare_heads(q, layer.heads, layer, layer.query_norm, layer.query_angles or layer.angles)
@@ -308,7 +317,11 @@ class DecoderOps:
             self._prepare_heads(k, layer.kv_heads, layer, layer.key_norm, layer.angles)
             if layer.value_norm is not None:
                 self._rotate(v, layer.kv_heads, dim, layer.value_norm)
-        self._attend(number, layer, *(x.view(len(x), -1, dim) for x in (q, k, v, out)))
+        wide, *views = q.view(len(q), -1, width), *(x.view(len(x), -1, dim) for x in (k, v, out))
+        self._attend(number, layer, wide[..., :dim], *views)
+        if layer.gated:
+            assert layer.norms_heads
+            MixerOps(self).gate(out, wide[..., dim:], dim, None, activation=native.ACTIVATION_NUMBERS["sigmoid"])
         return out
 
     def _prepare_heads(self, x: Tensor, heads: int, layer: Attention, norm: Norm | None, angles: Angles | None) -> None:
@@ -324,13 +337,16 @@ class DecoderOps:
         """Norm each head, and rotate it where there are angles."""
         if norm is None and angles is None:
             return
-        rotation = native.Rotary(x=x.data_ptr(), heads=heads, dim=dim, neighbours=neighbours)
+        assert x.shape[1] % heads == 0 and x.shape[1] >= heads * dim
+        rotation = native.Rotary(
+            x=x.data_ptr(), heads=heads, dim=dim, stride=x.shape[1] // heads, neighbours=neighbours
+        )  # fmt: skip
         if norm is not None:
             given = self.weights.norm(norm, dim)
             rotation.norm, rotation.norm_kind, rotation.epsilon = given.values.data_ptr(), given.kind, given.epsilon
         if angles is not None and angles not in self.angles:
             self.angles.append(angles)
-        self._op(native.ROTATE, rotation, -1 if angles is None else self.angles.index(angles))
+        self.op(native.ROTATE, rotation, -1 if angles is None else self.angles.index(angles))
 
     def set_angle_widths(self, widths: Sequence[int]) -> None:
         """How many dimensions of a head each kind of angles rotates."""
@@ -342,10 +358,10 @@ class DecoderOps:
     def _attend(self, number: int, layer: Attention, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         if layer.shares is None:
             own = None if (layer.kv_heads, layer.dim) == self.main_sizes else number
-            self.places.append((self.num_main_layers if own is None else 0, own))
+            self.places[number] = self.num_main_layers if own is None else 0, own
             self.num_main_layers += own is None
         else:
-            self.places.append(self.places[layer.shares])
+            self.places[number] = self.places[layer.shares]
         place, own = self.places[number]
         sinks = None
         if layer.sinks is not None:
@@ -370,7 +386,7 @@ class DecoderOps:
         if (same := (kind.struct, kind.reach, own)) not in known:
             self.kinds.append(kind)
             known.append(same)
-        self._op(native.ATTEND, None, known.index(same), place)
+        self.op(native.ATTEND, None, known.index(same), place)
 
     def attention_structs(self, call: AttentionCall) -> tuple[ctypes.Array, ctypes.Array, ctypes.Array]:
         """Kernel arguments by kind and text, and the bytes between layers of each text's keys and values."""
@@ -379,6 +395,8 @@ class DecoderOps:
             b"".join(kind.struct * texts for kind in self.kinds)
         )
         key_steps, value_steps = ((native.INTEGER * texts)() for _ in range(2))
+        if not self.kinds:
+            return structs, key_steps, value_steps
         main_rows = next(kind.new_rows for kind in self.kinds if kind.own_memory is None)
         for number, sequence in enumerate(call.sequences):
             cache, slots = sequence.kv_cache, sequence.past_length + sequence.num_rows
@@ -398,6 +416,19 @@ class DecoderOps:
                 sequence.fill_rows(struct, kind.reach)
             start += sequence.num_rows
         return structs, key_steps, value_steps
+
+
+    def recurrent_calls(self, call: AttentionCall) -> list[RecurrentCall]:
+        """What layers that keep a state get of each text; to be ended after the call."""
+        if not self.states.state:
+            return []
+        calls, first = [], 0
+        for sequence in call.sequences:
+            cache, decided = sequence.kv_cache, sequence.num_rows - len(sequence.parents)
+            assert isinstance(cache, HybridKVCache) and cache.sizes == self.states
+            calls.append(cache.begin_call(first, sequence.past_length, decided, sequence.parents, sequence.ends_text))
+            first += sequence.num_rows
+        return calls
 
 
 def linear_struct(

@@ -16,6 +16,8 @@ from saltus.kernels.packed_weight import kernel_arguments, select_rows, uses_int
 from saltus.models.architectures import describe_decoder, find_architecture
 from saltus.models.cpu.attention import AttentionCall
 from saltus.models.cpu.decoder_ops import DecoderOps, Resolver, linear_struct
+from saltus.models.cpu.hybrid_kv_cache import HybridKVCache, RecurrentCall
+from saltus.models.cpu.kv_cache import KVCache
 from saltus.models.decoder_description import Angles
 from saltus.models.decoder_of import decoder_of
 from saltus.models.gated_lora import Adapter, Gate
@@ -23,6 +25,7 @@ from saltus.models.packed_decoder import PackedDecoder, check_widths
 
 STATIC_ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional"}  # angles depend on the position alone
 INITIAL_ROPE_POSITIONS = 1024  # of a table of angles, at first
+MANY_SLOTS = 2**31  # more than a text has tokens
 
 
 def supports_native_decoder(model: Any) -> bool:
@@ -66,6 +69,7 @@ class DecoderCall:
     logits: Tensor
     hidden_states: list[Tensor]  # after each layer that was asked for, and the last ones
     pointed_to: tuple[Any, ...]  # kept alive, since the struct points to them
+    recurrent: list[RecurrentCall]  # to be ended after the call
 
     @property
     def states(self) -> Tensor:
@@ -117,6 +121,15 @@ class NativeDecoder:
             head=linear_struct(self.hidden, [(weights.output_layer(self.model), None)]),
             ops=ctypes.addressof(layers.ops), num_ops=len(layers.ops), vocab=vocab,
         )  # fmt: skip
+
+    def new_kv_cache(self) -> KVCache:
+        """An empty KV cache for one text, with states where layers keep them."""
+        if not self.layers.states.state:
+            return KVCache()
+        cache = HybridKVCache(sizes=self.layers.states)
+        if not self.layers.kinds:  # no layer has keys
+            cache.keys = cache.values = torch.empty(0, 1, MANY_SLOTS, 1, dtype=self.dtype)
+        return cache
 
     def attach_adapter(self, adapter: Adapter | None) -> None:
         """Add an adapter's low-rank parts to gated rows from now on; copies them in the model's dtype."""
@@ -174,6 +187,8 @@ class NativeDecoder:
         else:
             made.struct.embedding.rows, made.struct.embedding.count = inputs.data_ptr(), rows
         raise_if_failed(self.decode(ctypes.byref(made.struct)), made.struct.vocab)
+        for recurrent in made.recurrent:
+            recurrent.end()
         return made.logits, made.states
 
     def prepare(
@@ -194,6 +209,9 @@ class NativeDecoder:
             struct_of_angles.cos, struct_of_angles.sin = cos.data_ptr(), sin.data_ptr()
             struct_of_angles.position = positions.data_ptr() if indexed else None
         struct.angles = ctypes.addressof(angles)
+        recurrent = self.layers.recurrent_calls(call)
+        texts = (native.RecurrentText * len(recurrent))(*(each.struct for each in recurrent))
+        struct.recurrent = ctypes.addressof(texts) if recurrent else None
         attentions, key_steps, value_steps = self.layers.attention_structs(call)
         struct.attentions, struct.texts, struct.rows = ctypes.addressof(attentions), len(call.sequences), rows
         struct.key_step, struct.value_step = ctypes.addressof(key_steps), ctypes.addressof(value_steps)
@@ -208,10 +226,9 @@ class NativeDecoder:
         struct.selected, struct.num_selected = logit_rows.data_ptr(), selected
         struct.all_states = output_hidden_states
         struct.seconds = None if self.seconds is None else ctypes.addressof(self.seconds)
-        pointed_to = angles, tables, positions, call, attentions, key_steps, value_steps, kept, logit_rows
-        return DecoderCall(
-            struct, logits, [*(collected[layer] for layer in hidden_state_layers if collected), normed], pointed_to
-        )
+        pointed_to = angles, tables, positions, call, attentions, key_steps, value_steps, kept, logit_rows, texts
+        states = [*(collected[layer] for layer in hidden_state_layers if collected), normed]
+        return DecoderCall(struct, logits, states, pointed_to, recurrent)
 
     def _write_inputs(self, hidden: Tensor, inputs: Tensor, gate: Gate | None) -> None:
         """Write embeddings that are given, or those of tokens and of an adapter's queries, to the hidden states."""
