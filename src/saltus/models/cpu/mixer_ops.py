@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ ALIGNMENT = 64  # bytes, of a layer's states
 KEY_UNIT = 4  # keys of a state are padded to multiples of it
 
 
+@runtime_checkable
 class Operations(Protocol):
     """What is needed of DecoderOps."""
 
@@ -184,5 +185,5 @@ class MixerOps:
         """Where a layer has its own in the states of a text, and in the inputs of a node."""
         sizes = self.ops.states
         state, node = (-(-size // ALIGNMENT) * ALIGNMENT for size in (state, node))
-        self.ops.states = StateSizes(sizes.state + state, sizes.node + node)
+        self.ops.states = replace(sizes, state=sizes.state + state, node=sizes.node + node)
         return {"state_place": sizes.state, "node_place": sizes.node}
