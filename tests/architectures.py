@@ -122,11 +122,25 @@ GEMMA4_SHARED = {  # layers that read the keys and values of others, with wider 
     "use_double_wide_mlp": True, "attention_k_eq_v": False,
 }  # fmt: skip
 
+MIXERS = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+DELTA_RULE = {
+    **LLAMA_LIKE, **MIXERS, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 10, "linear_value_head_dim": 36,
+}  # fmt: skip
+RECURRENT: dict[str, dict] = {  # on our kernels alone
+    "Lfm2": {**LLAMA_LIKE, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+    "Qwen3_5": DELTA_RULE,
+    "Qwen3Next": {**DELTA_RULE, **EXPERTS, "shared_expert_intermediate_size": 40, "initializer_range": 0.06},
+    "Qwen3_5Moe": {**DELTA_RULE, **EXPERTS, "shared_expert_intermediate_size": 40, "initializer_range": 0.06},
+}
+ARCHITECTURES |= RECURRENT
+
 DESCRIBED = [  # by a file of saltus.models.architectures
     "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3", "Gemma4", "Phi3", "Granite", "Glm4", "Cohere",
     "Cohere2", "Olmo2", "Olmo3", "SmolLM3", "Starcoder2", "Arcee", "Ernie4_5", "Exaone4", "Ministral", "Ministral3",
     "SeedOss", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Glm4Moe", "GraniteMoe", "GptOss",
     "DeepseekV2", "DeepseekV3", "Glm4MoeLite",
+    *RECURRENT,
 ]  # fmt: skip
 
 ONE_PER_FEATURE = [  # of attention, and of what is computed around it
@@ -135,10 +149,10 @@ ONE_PER_FEATURE = [  # of attention, and of what is computed around it
     "GptOss", "Llama4", "Gemma3n",  # sinks; chunks, and queries scaled by position; layers that share keys
     "Glm4", "Cohere2", "Olmo2", "Ministral3",  # rotated neighbours; parallel MLP; norms of all heads
     "Granite", "Starcoder2",  # multipliers; LayerNorm, no gates
-    "GptOss", "Llama4", "Gemma3n",  # sinks; chunks, and queries scaled by position; layers that share keys
     "GPT2", "GPTNeoX",  # learned positions; a part of each head is rotated
     "GPTBigCode", "DeepseekV3",  # one key head; short values
     "Qwen2Moe", "Qwen3Moe", "Glm4Moe",  # experts, with a shared one; in some layers; by groups
+    *RECURRENT,
 ]  # fmt: skip
 
 
@@ -156,7 +170,11 @@ def tiny(name: str, seed: int = 0, **changes) -> PreTrainedModel:
 
 def configuration(name: str) -> str:
     name = name.split()[0]
-    return f"{name}TextConfig" if name in ("Gemma3", "Gemma3n", "Gemma4", "Llama4") else f"{name}Config"
+    return (
+        f"{name}TextConfig"
+        if name in ("Gemma3", "Gemma3n", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
+        else f"{name}Config"
+    )
 
 
 def model_class(name: str) -> type[PreTrainedModel]:

@@ -76,7 +76,8 @@ class Mixer:
 
 
 def convolution(dtype, channels=75, width=4, bias=True, silu=True, gated=False) -> Mixer:
-    inputs = dict.fromkeys(("x", "before", "after") if gated else ("x",), channels)
+    names = ("x", "before", "after") if gated else ("x",)
+    inputs: dict[str, int] = dict.fromkeys(names, channels)
     tensors = {"weight": normal(width, channels, seed=1).to(dtype)}
     if bias:
         tensors["bias"] = normal(channels, seed=2).to(dtype)
@@ -247,7 +248,7 @@ NORMS = {
 @pytest.mark.parametrize("name", NORMS)
 def test_a_norm_with_a_gate_is_that_of_transformers(name, dtype, run):
     module, group, weights, gate_first = NORMS[name]
-    x, gate = normal(5, 72).to(dtype), normal(5, 80, seed=1).to(dtype)[:, 4:76]
+    x, gate, weight = normal(5, 72).to(dtype), normal(5, 80, seed=1).to(dtype)[:, 4:76], None
     if module is None:
         expected = x.float() * F.silu(gate.float())
     else:
@@ -258,7 +259,7 @@ def test_a_norm_with_a_gate_is_that_of_transformers(name, dtype, run):
             expected = module(x.float().reshape(shape), gate.float().reshape(shape)).reshape(5, 72)
     struct = native.GatedNorm(
         x=x.data_ptr(), gate=gate.data_ptr(), gate_row=gate.stride(0), rows=5, size=72, group=group, weights=weights,
-        weight=None if module is None else weight.data_ptr(), gate_first=gate_first, epsilon=1e-5,
+        gate_group=group, weight=None if weight is None else weight.data_ptr(), gate_first=gate_first, epsilon=1e-5,
     )  # fmt: skip
     run("gated_norm", struct)
     bound = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 4e-3}[dtype]
@@ -290,15 +291,15 @@ def read(cache: HybridKVCache, tokens: list[int], tree: ForwardInputs | None = N
     return past
 
 
-def test_a_text_that_differs_goes_back_to_the_newest_snapshot_before():
-    cache = HybridKVCache(sizes=SIZES)
-    prompt = list(range(1, 1301))
+@pytest.mark.parametrize(
+    ("kept", "added", "read_already"),
+    [(1300, [], 1299), (1300, [7, 8], 1300), (1295, [7], 1284), (1030, [7], 1024), (900, [7], 0)],
+    ids=["the prompt again", "a longer text", "the prompt's end differs", "its middle", "its beginning"],
+)
+def test_a_text_that_differs_goes_back_to_the_newest_snapshot_before(kept, added, read_already):
+    cache, prompt = HybridKVCache(sizes=SIZES), list(range(1, 1301))
     assert read(cache, prompt) == 0
-    assert read(cache, prompt) == 1299, "the same prompt again"
-    assert read(cache, [*prompt, 7, 8]) == 1300
-    assert read(cache, [*prompt[:-5], 7]) == 1284, "the prompt's last tokens differ"
-    assert read(cache, [*prompt[:1030], 7]) == 1024
-    assert read(cache, [*prompt[:900], 7]) == 0
+    assert read(cache, [*prompt[:kept], *added]) == read_already
 
 
 def test_accepted_nodes_are_read_and_others_are_not():

@@ -19,6 +19,7 @@ from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode
 from saltus.models.cpu import attention
 from saltus.models.cpu.attention import AttentionCall, SequenceRows, ancestor_mask
+from saltus.models.cpu.hybrid_kv_cache import StateSizes
 from saltus.models.cpu.kv_cache import KVCache
 from saltus.models.cpu.native_decoder import NativeDecoder, supports_native_decoder
 from saltus.models.cpu.torch_decoder import TorchDecoder
@@ -123,6 +124,12 @@ class CausalNetwork:
     def context_tokens(canvas: Canvas) -> np.ndarray:
         """The decided tokens in the order of the KV cache."""
         return canvas.decided_prefix
+
+    @property
+    def state_sizes(self) -> StateSizes | None:
+        """What recurrent layers keep; None if there are none."""
+        decoder = self.native_decoder
+        return decoder.layers.states if isinstance(decoder, NativeDecoder) and decoder.layers.states.state else None
 
     def new_kv_cache(self) -> Any:
         """An empty KV cache for one text."""

@@ -138,16 +138,16 @@ class DecoderOps:
         sizes = (_memory_sizes(each.mixer) for each in description.layers)
         self.main_sizes = next(filter(None, sizes), (0, 0, 0))
         self.num_main_layers = 0  # whose keys and values have these sizes
-        self.states = StateSizes(0, 0)  # of the layers that keep a state
+        attention = [layer.mixer for layer in description.layers if isinstance(layer.mixer, Attention)]
+        self.states = StateSizes(0, 0, tuple((each.kv_heads, each.dim) for each in attention))
         self.structs: list[Any] = []  # that operations point to
         self.list: list[tuple[int, Any, int, int]] = []
         if description.input_scale != 1:
             self._add(hidden, None, description.input_scale)
         if description.token_inputs is not None:
             self._token_inputs(description.token_inputs, len(description.layers))
-        self.places: list[
-            tuple[int, int | None]
-        ] = []  # of the layers' keys and values: in the main memory, or their own
+        # of layers' keys and values: in the main memory, or their own
+        self.places: dict[int, tuple[int, int | None]] = {}
         for number, layer in enumerate(description.layers):
             self._layer(number, layer)
         self.ops = (native.Op * len(self.list))()
@@ -302,7 +302,6 @@ class DecoderOps:
             return self._attention(number, mixer, norm)
         if isinstance(mixer, LatentAttention):
             return self._latent_attention(number, mixer, norm)
-        self.places.append((0, None))  # it has no keys
         return MixerOps(self).add(mixer, norm)
 
     def _attention(self, number: int, layer: Attention, norm: Norm | None) -> Tensor:
@@ -396,10 +395,10 @@ class DecoderOps:
     def _attend(self, number: int, layer: Attention, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         if layer.shares is None:
             own = None if (layer.kv_heads, layer.dim, v.shape[-1]) == self.main_sizes else number
-            self.places.append((self.num_main_layers if own is None else 0, own))
+            self.places[number] = self.num_main_layers if own is None else 0, own
             self.num_main_layers += own is None
         else:
-            self.places.append(self.places[layer.shares])
+            self.places[number] = self.places[layer.shares]
         place, own = self.places[number]
         sinks = None
         if layer.sinks is not None:

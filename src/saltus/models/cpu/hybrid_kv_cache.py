@@ -28,10 +28,11 @@ MIN_NODES = 32  # whose inputs there is memory for, at least
 
 @dataclass(frozen=True)
 class StateSizes:
-    """What the recurrent layers of a network keep, in bytes."""
+    """What the recurrent layers of a network keep, in bytes, and which layers keep keys and values."""
 
     state: int  # of a text: all states of all layers
     node: int  # of a tree's node: its inputs in all layers
+    attention: tuple[tuple[int, int], ...] = ()  # beside them: heads of keys and values, and their size, by layer
 
     def of_text(self, num_tokens: int, max_nodes: int = MIN_NODES) -> int:
         """The most that a text of so many tokens keeps besides keys and values.

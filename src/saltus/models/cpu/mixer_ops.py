@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ ALIGNMENT = 64  # bytes, of a layer's states
 KEY_UNIT = 4  # keys of a state are padded to multiples of it
 
 
+@runtime_checkable
 class Operations(Protocol):
     """What is needed of DecoderOps."""
 
@@ -173,9 +174,7 @@ class MixerOps:
         self.ops.op(native.GATE_ROWS, struct)
 
     def _vector(self, path: str, size: int) -> Tensor:
-        values = self.ops.weights.base.get_parameter(path).detach().float()
-        assert values.shape == (size,)
-        return values
+        return self.ops.weights.floats(self.ops.weights.tensor(path), size)
 
     def _kept(self, x: Tensor) -> int:
         """Where a tensor's memory is, which the decoder keeps alive."""
@@ -186,5 +185,5 @@ class MixerOps:
         """Where a layer has its own in the states of a text, and in the inputs of a node."""
         sizes = self.ops.states
         state, node = (-(-size // ALIGNMENT) * ALIGNMENT for size in (state, node))
-        self.ops.states = StateSizes(sizes.state + state, sizes.node + node)
+        self.ops.states = replace(sizes, state=sizes.state + state, node=sizes.node + node)
         return {"state_place": sizes.state, "node_place": sizes.node}
