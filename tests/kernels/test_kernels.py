@@ -246,6 +246,16 @@ def test_torch_alone_rounds_a_curve_by_its_place():
     )
 
 
+def test_a_complex_number_is_multiplied_alike_at_every_place():
+    """As rotary embeddings of Llama 4 and DeepSeek V2 are: torch rounds those of a vector's end otherwise."""
+    one, other = (torch.view_as_complex(normal(39, 2, seed=seed)) for seed in (1, 2))
+    with BatchInvariantMode():
+        alone = torch.cat([one[i : i + 1] * other[i : i + 1] for i in range(39)])
+        for length in range(1, 40):
+            assert torch.equal(one[:length] * other[:length], alone[:length])
+    torch.testing.assert_close(alone, one * other)
+
+
 # Attention
 
 
