@@ -135,7 +135,6 @@ ONE_PER_FEATURE = [  # of attention, and of what is computed around it
     "GptOss", "Llama4", "Gemma3n",  # sinks; chunks, and queries scaled by position; layers that share keys
     "Glm4", "Cohere2", "Olmo2", "Ministral3",  # rotated neighbours; parallel MLP; norms of all heads
     "Granite", "Starcoder2",  # multipliers; LayerNorm, no gates
-    "GptOss", "Llama4", "Gemma3n",  # sinks; chunks, and queries scaled by position; layers that share keys
     "GPT2", "GPTNeoX",  # learned positions; a part of each head is rotated
     "GPTBigCode", "DeepseekV3",  # one key head; short values
     "Qwen2Moe", "Qwen3Moe", "Glm4Moe",  # experts, with a shared one; in some layers; by groups
