@@ -122,6 +122,11 @@ GEMMA4_SHARED = {  # layers that read the keys and values of others, with wider 
     "use_double_wide_mlp": True, "attention_k_eq_v": False,
 }  # fmt: skip
 
+GEMMA4_EXPERTS = {
+    "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 40,
+    "hidden_size_per_layer_input": 0,
+}  # fmt: skip
+
 DESCRIBED = [  # by a file of saltus.models.architectures
     "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3", "Gemma4", "Phi3", "Granite", "Glm4", "Cohere",
     "Cohere2", "Olmo2", "Olmo3", "SmolLM3", "Starcoder2", "Arcee", "Ernie4_5", "Exaone4", "Ministral", "Ministral3",
