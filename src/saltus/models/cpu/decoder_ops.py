@@ -238,10 +238,11 @@ class DecoderOps:
         mixed = self._mixer(number, layer.mixer, layer.mixer_norm)
         if not layer.parallel:
             self._to_hidden(mixed, layer.mixer.output, layer.mixer_output_norm, layer.residual_scale)
-        if not isinstance(layer.mlp, MLP):
-            assert not layer.parallel
-            add = self._experts if isinstance(layer.mlp, Experts) else self._mlp_and_experts
-            add(layer.mlp, layer.mlp_norm, layer.mlp_output_norm, layer.residual_scale)
+        assert isinstance(layer.mlp, MLP) or not layer.parallel
+        if isinstance(layer.mlp, Experts):
+            self._experts(layer.mlp, layer.mlp_norm, layer.mlp_output_norm, layer.residual_scale)
+        elif isinstance(layer.mlp, MLPAndExperts):
+            self._mlp_and_experts(layer.mlp, layer.mlp_norm, layer.mlp_output_norm, layer.residual_scale)
         else:
             x, settings = self._inner(layer.mlp, layer.mlp_norm)
             if layer.parallel:
