@@ -134,6 +134,10 @@ RECURRENT: dict[str, dict] = {  # on our kernels alone
     "Qwen3_5Moe": {**DELTA_RULE, **EXPERTS, "shared_expert_intermediate_size": 40, "initializer_range": 0.06},
 }
 ARCHITECTURES |= RECURRENT
+GEMMA4_EXPERTS = {
+    "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 40,
+    "hidden_size_per_layer_input": 0,
+}  # fmt: skip
 
 DESCRIBED = [  # by a file of saltus.models.architectures
     "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3", "Gemma4", "Phi3", "Granite", "Glm4", "Cohere",

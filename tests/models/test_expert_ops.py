@@ -11,6 +11,7 @@ from torch import nn
 
 from architectures import LLAMA_LIKE, VOCAB
 from saltus.kernels import native
+from saltus.models.architectures import gpt_oss
 from saltus.models.cpu.decoder_ops import Resolver
 from saltus.models.cpu.expert_ops import experts_struct
 from saltus.models.decoder_description import Experts, deepseek_mixture, mixture
@@ -25,13 +26,6 @@ GROUPED = {
     "v_head_dim": 12, "q_lora_rank": 16, "kv_lora_rank": 16,
 }  # fmt: skip
 LOCAL = {"num_local_experts": EXPERTS, "num_experts_per_tok": 3}
-
-
-def gpt_oss(config: Any) -> Experts:
-    return mixture(
-        config, 0, router="layers.0.mlp.router", activation="clamped_swiglu", is_normalized=True, is_transposed=True,
-        takes_turns=True, limit=config.swiglu_limit, alpha=config.swiglu_alpha,
-    )  # fmt: skip
 
 
 def llama4(config: Any) -> Experts:
@@ -57,7 +51,7 @@ def deepseek_v2(config: Any) -> Experts:
 
 
 BLOCKS = {
-    "GptOss": ({**LOCAL, "head_dim": 8, "swiglu_limit": 1.0}, gpt_oss),
+    "GptOss": ({**LOCAL, "head_dim": 8, "swiglu_limit": 1.0}, lambda config: gpt_oss.describe(config).layers[0].mlp),
     "Llama4": ({**LOCAL, "num_experts_per_tok": 2, "head_dim": 8, "interleave_moe_layer_step": 1}, llama4),
     "DeepseekV2": ({**GROUPED, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0}, deepseek_v2),
     "DeepseekV3": (GROUPED, lambda config: replace(deepseek_mixture(config, 0), shared=None)),

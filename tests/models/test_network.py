@@ -11,6 +11,7 @@ from transformers import BloomConfig, BloomForCausalLM
 from architectures import (
     ARCHITECTURES,
     DESCRIBED,
+    GEMMA4_EXPERTS,
     GEMMA4_SHARED,
     LLAMA_LIKE,
     ONE_PER_FEATURE,
@@ -109,12 +110,16 @@ def test_half_precision_gives_the_logits_of_the_models_own_forward(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"), [("Gemma4", GEMMA4_SHARED), ("Gemma4", {"hidden_size_per_layer_input": 0})]
+    ("name", "changes"),
+    [("Gemma4", GEMMA4_SHARED), ("Gemma4", {"hidden_size_per_layer_input": 0}), ("Gemma4", GEMMA4_EXPERTS)],
 )
 def test_a_described_decoder_with_other_layers(name, changes):
     model, tokens = tiny(name, **changes), text(LENGTH)
     for layer in model.model.layers:
         layer.layer_scalar.fill_(0.8)
+        if layer.enable_moe_block:
+            torch.nn.init.uniform_(layer.router.scale, 0.5, 2)
+            torch.nn.init.uniform_(layer.router.per_expert_scale, 0.5, 2)
     network = CausalNetwork(model)
     assert network.compute_path == ("native" if native.load_kernels() is not None else "transformers")
     assert off(chain(network, tokens), own_logits(model, tokens)).max() < 5e-5

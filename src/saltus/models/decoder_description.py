@@ -214,7 +214,10 @@ class Experts:
     `is_transposed`, and perhaps their biases `…_bias`. Scores are the softmax of the router's logits or the sigmoid of
     each. Experts are chosen by score plus the selection bias, of equal ones the first; with groups, only from those
     whose `best_of_group` best scores have the greatest sums. A weight is the score, divided by `least_sum` plus the sum
-    of the chosen ones if `is_normalized`, times `scale`.
+    of the chosen ones if `is_normalized`, times `scale` and the expert's own `expert_scale`.
+
+    The router reads what the experts read, or the layer's input through `router_norm`; each of its inputs is multiplied
+    by `router_scale` (the path of a tensor) and `router_factor`.
     """
 
     router: str
@@ -227,6 +230,10 @@ class Experts:
     least_sum: float = 0.0
     scale: float = 1.0
     selection_bias: str | None = None  # the path of a tensor [experts]
+    expert_scale: str | None = None  # likewise
+    router_norm: Norm | None = None
+    router_scale: str | None = None
+    router_factor: float = 1.0
     groups: int = 1
     top_groups: int = 1
     best_of_group: int = 1
@@ -240,6 +247,17 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class MLPAndExperts:
+    """norm(mlp) + norm(experts) of the same layer's input; the experts' own comes through `experts_norm` (Gemma 4)."""
+
+    mlp: MLP
+    experts: Experts
+    experts_norm: Norm
+    mlp_output_norm: Norm
+    experts_output_norm: Norm
+
+
+@dataclass(frozen=True)
 class Layer:
     """x + mixer(norm(x)), then the same with the MLP; each output may have a norm of its own, or be scaled.
 
@@ -247,7 +265,7 @@ class Layer:
     """
 
     mixer: Mixer
-    mlp: MLP | Experts
+    mlp: MLP | Experts | MLPAndExperts
     mixer_norm: Norm | None
     mlp_norm: Norm | None
     mixer_output_norm: Norm | None = None
@@ -366,10 +384,11 @@ def fused_mlp(config: Any, layer: int) -> MLP:
 def mixture(config: Any, layer: int, **changes: Any) -> Experts:
     """Experts as most architectures name them, changed in places."""
     path = f"layers.{layer}.mlp"
-    settings = {
-        "router": f"{path}.gate", "experts": f"{path}.experts", "top_k": config.num_experts_per_tok,
-        "activation": activation(config.hidden_act),
-    }  # fmt: skip
+    settings = {"router": f"{path}.gate", "experts": f"{path}.experts"}
+    if "top_k" not in changes:
+        settings["top_k"] = config.num_experts_per_tok
+    if "activation" not in changes:
+        settings["activation"] = activation(config.hidden_act)
     return Experts(**settings | changes)
 
 

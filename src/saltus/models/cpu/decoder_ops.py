@@ -25,6 +25,7 @@ from saltus.models.decoder_description import (
     LatentAttention,
     Layer,
     Mixer,
+    MLPAndExperts,
     Norm,
     TokenInput,
     TokenInputs,
@@ -82,17 +83,20 @@ class Resolver:
     def output_layer(self, model: Any) -> Matrix:
         return Matrix(model.lm_head.weight, getattr(model.lm_head, "bias", None))
 
+    def keep(self, made: Tensor) -> Tensor:
+        """Keep a tensor that kernels read as long as the weights."""
+        self.made.append(made)
+        return made
+
     def floats(self, values: Tensor, size: int) -> Tensor:
         """A vector of this size in float32."""
         assert values.shape == (size,)
-        self.made.append(values.detach().float().contiguous())
-        return self.made[-1]
+        return self.keep(values.detach().float().contiguous())
 
     def dense(self, weight: Tensor) -> Tensor:
         """A matrix without gaps, expanded if it is packed."""
         if isinstance(weight, PackedWeight):
-            self.made.append(weight.dequantize())
-            return self.made[-1]
+            return self.keep(weight.dequantize())
         assert weight.is_contiguous()
         return weight.detach()
 
@@ -234,9 +238,11 @@ class DecoderOps:
         mixed = self._mixer(number, layer.mixer, layer.mixer_norm)
         if not layer.parallel:
             self._to_hidden(mixed, layer.mixer.output, layer.mixer_output_norm, layer.residual_scale)
+        assert isinstance(layer.mlp, MLP) or not layer.parallel
         if isinstance(layer.mlp, Experts):
-            assert not layer.parallel
             self._experts(layer.mlp, layer.mlp_norm, layer.mlp_output_norm, layer.residual_scale)
+        elif isinstance(layer.mlp, MLPAndExperts):
+            self._mlp_and_experts(layer.mlp, layer.mlp_norm, layer.mlp_output_norm, layer.residual_scale)
         else:
             x, settings = self._inner(layer.mlp, layer.mlp_norm)
             if layer.parallel:
@@ -279,22 +285,42 @@ class DecoderOps:
 
     def _experts(self, experts: Experts, norm: Norm | None, output_norm: Norm | None, scale: float) -> None:
         """Add what a mixture of experts gives, through its norm and scaled, to the hidden states."""
-        size, given = self.hidden.shape[1], None if norm is None else self.weights.norm(norm, self.hidden.shape[1])
-        struct = experts_struct(experts, self.weights, size, {} if given is None else given.arguments())
+        if output_norm is None and scale == 1:
+            self._mix(experts, norm, self.hidden, add=self.hidden)
+            return
+        made = self.buffer("made", self.hidden.shape[1])
+        self._mix(experts, norm, made)
+        self._add_normed(made, output_norm, scale)
+
+    def _mix(self, experts: Experts, norm: Norm | None, out: Tensor, add: Tensor | None = None) -> None:
+        """out = a mixture of experts of the hidden states + add"""
+        size = self.hidden.shape[1]
+        given = {} if norm is None else self.weights.norm(norm, size).arguments()
+        struct = experts_struct(experts, self.weights, size, given)
         if experts.shared is not None:
             shared, gate = self.buffer("shared", size), self.buffer("shared gate", 1)
-            x, settings = self._inner(
-                experts.shared, norm, [] if experts.shared_gate is None else [(experts.shared_gate, gate)]
-            )
+            beside = [] if experts.shared_gate is None else [(experts.shared_gate, gate)]
+            x, settings = self._inner(experts.shared, norm, beside)
             self.product(x, [(experts.shared.down, shared)], **settings)
             struct.shared = shared.data_ptr()
-            struct.shared_gate = None if experts.shared_gate is None else gate.data_ptr()
-        struct.x, apart = self.hidden.data_ptr(), output_norm is not None or scale != 1
-        out = self.buffer("made", size) if apart else self.hidden
-        struct.out, struct.add = out.data_ptr(), None if apart else self.hidden.data_ptr()
+            struct.shared_gate = gate.data_ptr() if beside else None
+        if experts.router_norm is not None:
+            routed = self.buffer("routed", size)
+            self._normalize(self.hidden, experts.router_norm, routed)
+            struct.routed = routed.data_ptr()
+        struct.x, struct.out = self.hidden.data_ptr(), out.data_ptr()
+        struct.add = None if add is None else add.data_ptr()
         self.op(native.MIX_EXPERTS, struct)
-        if apart:
-            self._add_normed(out, output_norm, scale)
+
+    def _mlp_and_experts(self, both: MLPAndExperts, norm: Norm | None, output_norm: Norm | None, scale: float) -> None:
+        """Add the sum of both, through its norm and scaled, to the hidden states."""
+        made, mixed = (self.buffer(name, self.hidden.shape[1]) for name in ("made", "mixed"))
+        x, settings = self._inner(both.mlp, norm)
+        self.product(x, [(both.mlp.down, made)], **settings)
+        self._normalize(made, both.mlp_output_norm, made)
+        self._mix(both.experts, both.experts_norm, mixed)
+        self._normalize(mixed, both.experts_output_norm, made, add=made)
+        self._add_normed(made, output_norm, scale)
 
     def _mixer(self, number: int, mixer: Mixer, norm: Norm | None) -> Tensor:
         """What the output layer of a mixer multiplies."""

@@ -25,6 +25,9 @@ def experts_struct(layer: Experts, weights: Resolver, hidden: int, norm: dict[st
     """
     router, module = weights.module(layer.router), weights.module(layer.experts)
     router_weight = weights.dense(router.weight)
+    if layer.router_scale is not None:
+        scale = weights.tensor(layer.router_scale).float() * layer.router_factor
+        router_weight = weights.keep((router_weight.float() * scale).contiguous())
     experts, down = len(router_weight), _stack(module, "down_proj", layer.is_transposed)
     width = down.shape[2]
     _check(layer, experts)
@@ -42,6 +45,8 @@ def experts_struct(layer: Experts, weights: Resolver, hidden: int, norm: dict[st
         struct.router_bias = weights.floats(bias, experts).data_ptr()
     if layer.selection_bias is not None:
         struct.selection_bias = weights.floats(weights.tensor(layer.selection_bias), experts).data_ptr()
+    if layer.expert_scale is not None:
+        struct.expert_scale = weights.floats(weights.tensor(layer.expert_scale), experts).data_ptr()
     for number, name, start, stop in _matrices(layer, module, width):
         stack = _stack(module, name, layer.is_transposed)
         assert stack.shape[0] == experts and (number == DOWN or stack.shape[2] == hidden)
