@@ -395,7 +395,7 @@ def mixture(config: Any, layer: int, **changes: Any) -> Experts:
 def deepseek_mixture(config: Any, layer: int, **changes: Any) -> Experts:
     """Experts as DeepSeek V3 has them: by sigmoids and groups, beside shared experts (DeepSeek-AI 2024)."""
     path = f"layers.{layer}.mlp"
-    settings = {
+    settings: dict[str, Any] = {
         "scoring": "sigmoid", "is_normalized": config.norm_topk_prob, "least_sum": 1e-20,
         "scale": config.routed_scaling_factor, "selection_bias": f"{path}.gate.e_score_correction_bias",
         "groups": config.n_group, "top_groups": config.topk_group, "best_of_group": 2,
