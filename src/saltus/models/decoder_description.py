@@ -384,7 +384,7 @@ def fused_mlp(config: Any, layer: int) -> MLP:
 def mixture(config: Any, layer: int, **changes: Any) -> Experts:
     """Experts as most architectures name them, changed in places."""
     path = f"layers.{layer}.mlp"
-    settings = {"router": f"{path}.gate", "experts": f"{path}.experts"}
+    settings: dict[str, Any] = {"router": f"{path}.gate", "experts": f"{path}.experts"}
     if "top_k" not in changes:
         settings["top_k"] = config.num_experts_per_tok
     if "activation" not in changes:
