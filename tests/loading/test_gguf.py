@@ -526,7 +526,7 @@ def test_experts_are_packed_with_the_other_matrices(tmp_path, monkeypatch, name,
     found = architectures.chain(network, tokens)
     own = packed(torch.tensor(tokens[None]), use_cache=False).logits[0]  # Transformers' layers on the same weights
     errors = (found.float() - own.float()).norm(dim=-1) / own.float().norm(dim=-1)
-    assert errors.sort().values[:22].max() < 0.03  # rounding sends a few rows to other experts
+    assert errors.sort().values[:22].max() < 0.06  # rounding sends a few rows to other experts
     kv_cache = network.new_kv_cache()
     for length in range(1, 30):
         assert torch.equal(architectures.read(network, tokens[:length], kv_cache=kv_cache)[0], found[length - 1])
