@@ -19,6 +19,7 @@ from gguf.quants import dequantize, quantize
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaTokenizer
 
+import architectures
 import saltus
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
@@ -35,6 +36,7 @@ from saltus.loading.sources import resolve
 from saltus.methods.ptp.network import DrafterShape
 from saltus.methods.published.dflash import DFlashShape
 from saltus.methods.published.eagle3 import Eagle3Shape
+from saltus.models.causal import CausalNetwork
 from saltus.models.packed_decoder import PackedDecoder
 
 # What gguf reads and does not write: where the scales and minimums stand, and how large usual ones are.
@@ -504,6 +506,30 @@ def test_a_hugging_face_model_is_packed_once_and_is_another_model(tmp_path, monk
     assert not torch.equal(packed(text).logits, model(text).logits)
     with pytest.raises(ValueError, match="for bfloat16 on the CPU"):
         load_model("tiny", folder, torch.float32, weights="q8_0")
+
+
+@pytest.mark.parametrize("arithmetic", ["int8", "bf16"])
+@pytest.mark.parametrize("name", ["Qwen2Moe", "Mixtral"])
+def test_experts_are_packed_with_the_other_matrices(tmp_path, monkeypatch, name, arithmetic):
+    monkeypatch.setattr(packing, "cache_folder", lambda: tmp_path / "cache")
+    model = architectures.tiny(
+        name, hidden_size=64, intermediate_size=32, moe_intermediate_size=32, shared_expert_intermediate_size=32
+    )
+    model.save_pretrained(tmp_path / "model")
+    packed = load_model("tiny", tmp_path / "model", weights="q8_0", arithmetic=arithmetic)
+    stacks = [weight for weight in packed.parameters() if weight.ndim == 3]
+    assert len(stacks) == 4
+    assert {type(weight) for weight in stacks} == {PackedWeight}
+    network = CausalNetwork(packed)
+    assert network.compute_path == "native"
+    tokens = architectures.text(30)
+    found = architectures.chain(network, tokens)
+    own = packed(torch.tensor(tokens[None]), use_cache=False).logits[0]  # Transformers' layers on the same weights
+    errors = (found.float() - own.float()).norm(dim=-1) / own.float().norm(dim=-1)
+    assert errors.sort().values[:22].max() < 0.06  # rounding sends a few rows to other experts
+    kv_cache = network.new_kv_cache()
+    for length in range(1, 30):
+        assert torch.equal(architectures.read(network, tokens[:length], kv_cache=kv_cache)[0], found[length - 1])
 
 
 # Without Transformers' model classes

@@ -1,4 +1,4 @@
-"""Texts of models whose attention is unlike Llama's: the same whatever drafts, alone, in a batch, after other texts."""
+"""Texts of models that are unlike Llama: the same whatever drafts, alone, in a batch, after other texts."""
 
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -24,6 +24,7 @@ NAMES = [
     "GptOss", "Llama4",  # sinks; chunks, and queries scaled by position
     "Gemma4 of unlike heads", "Gemma4 of shared keys", "Gemma3n",  # layers of other sizes, and that share keys
     "DeepseekV2",  # values shorter than keys
+    "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Glm4Moe",  # experts
 ]  # fmt: skip
 METHODS = ["lookup", "jacobi", "small_model"]
 SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8)}
