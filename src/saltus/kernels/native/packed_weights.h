@@ -125,11 +125,18 @@ static const float from_minus_8[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 
 static const float of_iq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 static const float of_mxfp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
-// The 16 possible weights: scale · number + offset.
-#ifdef __AVX512BW__
+// Of the 16 possible weights so many as fit a vector: scale · number + offset. Subnormal ones, which only MXFP4 has, are
+// zeros, as wherever numbers are rounded to bfloat16.
 static inline lanes possible_weights(lanes scale, const float *numbers, lanes offset) {
-  return multiply_add(load_f32(numbers), scale, offset);
+  const lanes weights = multiply_add(load_f32(numbers), scale, offset);
+#ifdef __AVX512BF16__  // rounding does so
+  return weights;
+#else
+  const ilanes bits = (ilanes)weights, normal = (bits & 0x7f800000) != 0;
+  return (lanes)(bits & (normal | INT32_MIN));
+#endif
 }
+#ifdef __AVX512BW__
 
 // 32 weights, looked up among the possible ones. Of an index 4 bits count.
 static inline void look_up(__m512i index, lanes possible, uint16_t *out) {
@@ -144,8 +151,7 @@ static inline void look_up(__m512i index, lanes possible, uint16_t *out) {
 #else
 // 32 weights: scale · numbers[q] + offset, of 4-bit q.
 static inline void expand_4_bits(bytes32 q, lanes scale, const float *numbers, lanes offset, uint16_t *out) {
-  const lanes some = multiply_add(load_f32(numbers), scale, offset);
-  const lanes more = multiply_add(load_f32(numbers + 8), scale, offset);
+  const lanes some = possible_weights(scale, numbers, offset), more = possible_weights(scale, numbers + 8, offset);
 #ifdef __AVX2__
   const __m256i words = small_16(some, more);
   const __m256i low = _mm256_and_si256(words, _mm256_set1_epi16(255));
