@@ -155,7 +155,7 @@ typedef struct {
 
 // What a decoder does, in order. `of` is a struct that stays the same from call to call, but for its rows.
 enum { LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS, MIX_EXPERTS, CONVOLVE, RECUR,
-       GATE, SCALE_COLUMNS, REARRANGE };
+       GATE_OUTPUTS, SCALE_COLUMNS, REARRANGE };
 typedef struct {
   int64_t kind;
   const void *of;  // Linear, Norm, Rotary, Addition, Columns, Expansion, Experts, or one of what mixers.inc takes

@@ -417,7 +417,6 @@ class DecoderOps:
             start += sequence.num_rows
         return structs, key_steps, value_steps
 
-
     def recurrent_calls(self, call: AttentionCall) -> list[RecurrentCall]:
         """What layers that keep a state get of each text; to be ended after the call."""
         if not self.states.state:
