@@ -127,17 +127,38 @@ DELTA_RULE = {
     **LLAMA_LIKE, **MIXERS, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 10, "linear_value_head_dim": 36,
 }  # fmt: skip
+SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 40, "initializer_range": 0.06}
+MAMBA = {
+    **LLAMA_LIKE, "mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_d_head": 16, "mamba_expand": 2,
+}  # fmt: skip
 RECURRENT: dict[str, dict] = {  # on our kernels alone
     "Lfm2": {**LLAMA_LIKE, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "Qwen3_5": DELTA_RULE,
-    "Qwen3Next": {**DELTA_RULE, **EXPERTS, "shared_expert_intermediate_size": 40, "initializer_range": 0.06},
-    "Qwen3_5Moe": {**DELTA_RULE, **EXPERTS, "shared_expert_intermediate_size": 40, "initializer_range": 0.06},
-}
+    "Qwen3Next": {**DELTA_RULE, "num_experts": 0},
+    "Qwen3_5Moe": {**DELTA_RULE, **SHARED_EXPERT},
+    "Qwen3Next with experts": {**DELTA_RULE, **SHARED_EXPERT},
+    "FalconH1": {
+        **MAMBA, "mamba_d_ssm": 96, "key_multiplier": 0.7, "attention_in_multiplier": 1.3, "ssm_in_multiplier": 1.2,
+        "attention_out_multiplier": 0.8, "ssm_out_multiplier": 0.6, "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+        "mlp_multipliers": [1.3, 0.8], "lm_head_multiplier": 0.5, "embedding_multiplier": 2.0,
+    },
+    "FalconH1 with a norm": {**MAMBA, "mamba_d_ssm": 96, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    "GraniteMoeHybrid": {
+        **MAMBA, **MIXERS, "num_local_experts": 4, "shared_intermediate_size": 40, "residual_multiplier": 0.3,
+        "embedding_multiplier": 3.0, "logits_scaling": 2.0, "attention_multiplier": 0.2,
+    },
+    "GraniteMoeHybrid without experts": {
+        **MAMBA, **MIXERS, "num_local_experts": 0, "shared_intermediate_size": 40, "position_embedding_type": "rope",
+    },
+    "Mamba2": {"hidden_size": 48, "num_heads": 6, "head_dim": 16, "state_size": 10, "n_groups": 2},
+}  # fmt: skip
 ARCHITECTURES |= RECURRENT
 GEMMA4_EXPERTS = {
     "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 40,
     "hidden_size_per_layer_input": 0,
 }  # fmt: skip
+
+TEXT_PARTS = {"Gemma3", "Gemma3n", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe"}  # of models of pictures and text
 
 DESCRIBED = [  # by a file of saltus.models.architectures
     "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3", "Gemma4", "Phi3", "Granite", "Glm4", "Cohere",
@@ -174,11 +195,7 @@ def tiny(name: str, seed: int = 0, **changes) -> PreTrainedModel:
 
 def configuration(name: str) -> str:
     name = name.split()[0]
-    return (
-        f"{name}TextConfig"
-        if name in ("Gemma3", "Gemma3n", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
-        else f"{name}Config"
-    )
+    return f"{name}TextConfig" if name in TEXT_PARTS else f"{name}Config"
 
 
 def model_class(name: str) -> type[PreTrainedModel]:

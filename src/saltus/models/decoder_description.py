@@ -173,6 +173,13 @@ Mixer = Attention | LatentAttention | ShortConvolution | DeltaNet | Mamba2
 
 
 @dataclass(frozen=True)
+class SideBySide:
+    """Mixers that read the same; their outputs are added, each times its number."""
+
+    parts: tuple[tuple[Mixer, float], ...]
+
+
+@dataclass(frozen=True)
 class MLP:
     """down(activation(gate x) · up x), or down(activation(up x)) without a gate."""
 
@@ -180,6 +187,8 @@ class MLP:
     up: Weight
     down: Weight
     activation: Activation = "silu"
+    gate_scale: float = 1.0  # of what the gate gives, before the activation
+    output_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -264,8 +273,8 @@ class Layer:
     `parallel`: both read the layer's input. The layer's output is multiplied by the number `output_scale`, by its path.
     """
 
-    mixer: Mixer
-    mlp: MLP | Experts | MLPAndExperts
+    mixer: Mixer | SideBySide
+    mlp: MLP | Experts | MLPAndExperts | None
     mixer_norm: Norm | None
     mlp_norm: Norm | None
     mixer_output_norm: Norm | None = None
@@ -430,3 +439,8 @@ def llama_decoder(config: Any, layers: list[Layer], **changes: Any) -> DecoderDe
     """A decoder whose last norm is Llama's, changed in places."""
     settings: dict[str, Any] = {"layers": tuple(layers), "norm": Norm("norm", config.rms_norm_eps)}
     return DecoderDescription(**settings | changes)
+
+
+def mixers_of(layer: Layer) -> tuple[tuple[Mixer, float], ...]:
+    """The mixers of a layer, and what their outputs are multiplied by."""
+    return layer.mixer.parts if isinstance(layer.mixer, SideBySide) else ((layer.mixer, 1.0),)

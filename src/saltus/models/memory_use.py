@@ -21,11 +21,10 @@ def kv_bytes_per_token(network: Network) -> int:
     if model is None:
         return 0
     config = model.config.get_text_config()
-    sizes = layer_sizes(config)
-    if (states := state_sizes(network)) is not None:  # where the other layers have neither keys nor values
-        sizes = states.attention
-        if not sizes:
-            return 0
+    states = state_sizes(network)
+    sizes = layer_sizes(config) if states is None else states.attention  # other layers have neither keys nor values
+    if not sizes:
+        return 0
     odd = [size for size in sizes if size != sizes[0]]  # have buffers of their own, besides those of equal layers
     numbers = len(sizes) * math.prod(sizes[0]) + sum(map(math.prod, odd))
     return 2 * numbers * model.dtype.itemsize

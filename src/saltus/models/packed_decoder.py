@@ -48,7 +48,7 @@ def check_decoder_config(config: Any) -> None:
 def check_widths(config: Any) -> None:
     """`check_decoder_sizes` of what all layers have in common."""
     names = "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"
-    check_decoder_sizes(1, 1, **{name: getattr(config, name) for name in names})
+    check_decoder_sizes(1, 1, **{name: getattr(config, name) for name in names if hasattr(config, name)})
 
 
 def check_heads(heads: int, kv_heads: int, head_dim: int) -> None:

@@ -146,7 +146,7 @@ class Op(ctypes.Structure):
 
 # kinds of Op
 LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS, MIX_EXPERTS = range(9)
-CONVOLVE, RECUR, GATE_ROWS, SCALE_COLUMNS, REARRANGE = range(9, 14)
+CONVOLVE, RECUR, GATE_OUTPUTS, SCALE_COLUMNS, REARRANGE = range(9, 14)
 NORM_KINDS = {"rms": 0, "rms-float32": 1, "layer": 2}
 ACTIVATION_NUMBERS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu_squared": 3, "sigmoid": 4, "clamped_swiglu": 6}
 SILU_ALONE = 5  # not of a gate

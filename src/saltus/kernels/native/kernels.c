@@ -156,7 +156,7 @@ typedef struct {
 // What a decoder does, in order. `of` is a struct that stays the same from call to call, but for its rows.
 enum {
   LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS, MIX_EXPERTS,
-  CONVOLVE, RECUR, GATE_ROWS, SCALE_COLUMNS, REARRANGE
+  CONVOLVE, RECUR, GATE_OUTPUTS, SCALE_COLUMNS, REARRANGE
 };
 typedef struct {
   int64_t kind;

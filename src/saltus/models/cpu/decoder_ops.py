@@ -30,6 +30,7 @@ from saltus.models.decoder_description import (
     TokenInput,
     TokenInputs,
     Weight,
+    mixers_of,
 )
 from saltus.models.packed_decoder import check_heads
 from saltus.models.reach import Reach
@@ -139,10 +140,10 @@ class DecoderOps:
         self.products: list[tuple[native.Linear, Sequence[Weight]]] = []  # and the layers whose outputs they are
         self.angles: list[Angles] = []  # of rotations
         self.kinds: list[_AttentionKind] = []
-        sizes = (_memory_sizes(each.mixer) for each in description.layers)
-        self.main_sizes = next(filter(None, sizes), (0, 0, 0))
+        mixers = [mixer for layer in description.layers for mixer, _ in mixers_of(layer)]
+        attention = [mixer for mixer in mixers if isinstance(mixer, Attention)]
+        self.main_sizes = next(filter(None, map(_memory_sizes, mixers)), (0, 0, 0))
         self.num_main_layers = 0  # whose keys and values have these sizes
-        attention = [layer.mixer for layer in description.layers if isinstance(layer.mixer, Attention)]
         self.states = StateSizes(0, 0, tuple((each.kv_heads, each.dim) for each in attention))
         self.structs: list[Any] = []  # that operations point to
         self.list: list[tuple[int, Any, int, int]] = []
@@ -235,23 +236,32 @@ class DecoderOps:
 
     def _layer(self, number: int, layer: Layer) -> None:
         self.op(native.LAYER_BEGINS, which=number)
-        mixed = self._mixer(number, layer.mixer, layer.mixer_norm)
+        mixed = [
+            (self._mixer(number, mixer, layer.mixer_norm), mixer.output, layer.mixer_output_norm, scale)
+            for mixer, scale in mixers_of(layer)
+        ]
         if not layer.parallel:
-            self._to_hidden(mixed, layer.mixer.output, layer.mixer_output_norm, layer.residual_scale)
+            self._add_mixed(mixed, layer.residual_scale)
         assert isinstance(layer.mlp, MLP) or not layer.parallel
         if isinstance(layer.mlp, Experts):
             self._experts(layer.mlp, layer.mlp_norm, layer.mlp_output_norm, layer.residual_scale)
         elif isinstance(layer.mlp, MLPAndExperts):
             self._mlp_and_experts(layer.mlp, layer.mlp_norm, layer.mlp_output_norm, layer.residual_scale)
-        else:
+        elif layer.mlp is not None:
             x, settings = self._inner(layer.mlp, layer.mlp_norm)
             if layer.parallel:
-                self._to_hidden(mixed, layer.mixer.output, layer.mixer_output_norm, layer.residual_scale)
-            self._to_hidden(x, layer.mlp.down, layer.mlp_output_norm, layer.residual_scale, **settings)
+                self._add_mixed(mixed, layer.residual_scale)
+            scale = layer.residual_scale * layer.mlp.output_scale
+            self._to_hidden(x, layer.mlp.down, layer.mlp_output_norm, scale, **settings)
         if layer.token_input is not None:
             self._token_input(number, layer.token_input)
         if layer.output_scale is not None:
             self._add(self.hidden, None, float(self.weights.tensor(layer.output_scale)))
+
+    def _add_mixed(self, mixed: Sequence[tuple[Tensor, Weight, Norm | None, float]], scale: float) -> None:
+        """Add the outputs of mixers to the hidden states."""
+        for x, output, norm, own_scale in mixed:
+            self._to_hidden(x, output, norm, scale * own_scale)
 
     def _inner(
         self, mlp: MLP, norm: Norm | None, others: Sequence[tuple[Weight, Tensor]] = ()
@@ -265,6 +275,8 @@ class DecoderOps:
             return up, {"activation": alone}
         gate = self.buffer("gate", width)
         self.product(self.hidden, [(mlp.gate, gate), (mlp.up, up), *others], norm)
+        if mlp.gate_scale != 1:
+            self._add(gate, None, mlp.gate_scale, gate)
         return up, {"gate": gate, "activation": native.ACTIVATION_NUMBERS[mlp.activation]}
 
     def _to_hidden(self, x: Tensor, weight: Weight, norm: Norm | None, scale: float, **settings: Any) -> None:

@@ -171,7 +171,7 @@ class MixerOps:
             size=x.shape[1], group=group, weights=0 if weight is None else len(weight),
             weight=None if weight is None else weight.data_ptr(), **settings,
         )  # fmt: skip
-        self.ops.op(native.GATE_ROWS, struct)
+        self.ops.op(native.GATE_OUTPUTS, struct)
 
     def _vector(self, path: str, size: int) -> Tensor:
         return self.ops.weights.floats(self.ops.weights.tensor(path), size)
