@@ -37,6 +37,7 @@ from saltus.methods.ptp.network import DrafterShape
 from saltus.methods.published.dflash import DFlashShape
 from saltus.methods.published.eagle3 import Eagle3Shape
 from saltus.models.causal import CausalNetwork
+from saltus.models.gguf_architecture import LLAMA_TENSORS
 from saltus.models.packed_decoder import PackedDecoder
 
 # What gguf reads and does not write: where the scales and minimums stand, and how large usual ones are.
@@ -98,7 +99,7 @@ def write(model, file: Path, formats: list[Q], **more) -> None:
     if config.model_type == "mistral":
         out.add_sliding_window(config.sliding_window)
     add_vocabulary(out, **more)
-    names = {ours: name for name, ours in gguf_files.TENSOR_NAMES.items()}
+    names = {ours: name for name, ours in LLAMA_TENSORS.items()}
     at = 0
     for name, weight in model.named_parameters():
         block, key, part = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.*)\.(weight|bias)", name).groups()
@@ -318,7 +319,7 @@ def test_what_is_not_supported_is_one_line_that_names_it_and_what_is(tmp_path):
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.close()
-    assert "architecture mamba; supported are llama, qwen2, qwen3" in complaint(file)
+    assert "architecture mamba; supported are cohere2, command-r, gemma, gemma2" in complaint(file)
     file = tmp_path / "experts.gguf"
     out = gguf.GGUFWriter(file, "llama")
     out.add_expert_count(8)
@@ -338,7 +339,7 @@ def test_what_is_not_supported_is_one_line_that_names_it_and_what_is(tmp_path):
     assert "splits texts as 'poro-chat' does; supported are" in complaint(file)
     file = tmp_path / "kind.gguf"
     write(tiny("llama"), file, [Q.Q8_0], kind="rwkv")
-    assert "a tokenizer of the kind rwkv; supported are gpt2 and llama" in complaint(file)
+    assert "a tokenizer of the kind rwkv; supported are gpt2, llama, gemma4" in complaint(file)
     file = tmp_path / "format.gguf"
     write(tiny("llama"), file, [Q.TQ2_0])
     assert "as TQ2_0; supported are F16, Q4_0" in complaint(file)

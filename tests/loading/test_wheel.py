@@ -26,6 +26,7 @@ from saltus.loading import gguf_files, sources, wheel
 from saltus.loading.fetching import SourceError, atomic_folder
 from saltus.loading.progress import Stage, no_progress
 from saltus.loading.wheel import Wheel, convert_wheel
+from saltus.models.gguf_architecture import LLAMA_TENSORS
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 BYTES = [chr(b if 33 <= b < 127 else 256 + b) for b in range(256)]  # near enough to GPT-2's table for these texts
@@ -63,7 +64,7 @@ def write_gguf(network: LlamaForCausalLM, file: Path) -> None:
     out.add_unk_token_id(0)
     out.add_pad_token_id(2)
     out.add_chat_template(TEMPLATE)
-    theirs = {ours: name for name, ours in gguf_files.TENSOR_NAMES.items()}
+    theirs = {ours: name for name, ours in LLAMA_TENSORS.items()}
     for name, weight in network.state_dict().items():
         block, kind = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.*)\.weight", name).groups()
         if kind == "lm_head":

@@ -129,6 +129,11 @@ def test_a_described_decoder_with_other_layers(name, changes):
     assert torch.equal(torch.cat(one_by_one), chain(network, tokens))
 
 
+def test_gemmas_activation_is_the_one_that_its_layers_use():
+    model, tokens = tiny("Gemma2", hidden_act="silu"), text(LENGTH)
+    assert off(chain(CausalNetwork(model), tokens), own_logits(model, tokens)).max() < BOUNDS[torch.float32]
+
+
 @each_dtype
 @each_feature
 def test_one_token_at_a_time_and_all_at_once_give_the_same_bits(networks, name, dtype):

@@ -4,42 +4,28 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from gguf import GGMLQuantizationType
 
 from saltus.kernels.packed_weight import PACKED_FORMATS
 from saltus.loading.fetching import SourceError, first_line
 from saltus.loading.gguf_header import BIG_ENDIAN, GgufHeader, TensorInfo, read_gguf_header
-from saltus.loading.gguf_tokenizers import make_tokenizer
+from saltus.loading.gguf_tokenizers import end_tokens, make_tokenizer
 from saltus.loading.model_folders import INDEX_FILE, is_lfs_pointer
 from saltus.loading.split_gguf import parts_of
-from saltus.models.packed_decoder import check_decoder_sizes, make_decoder_config
+from saltus.models.architectures import gguf_architectures
+from saltus.models.gguf_architecture import LONG_FACTORS, SHORT_FACTORS, GgufArchitecture, GgufModel, is_norm
+from saltus.models.packed_decoder import read_decoder_config
 from saltus.storage.cache_folder import cache_folder
 
 Q = GGMLQuantizationType
 PLAIN_FORMATS = (Q.F32, Q.BF16)
-LLAMA, MISTRAL, QWEN2, QWEN3 = "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
-ARCHITECTURES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
-TENSOR_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_norm": "input_layernorm",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_norm": "post_attention_layernorm",
-}
+MAX_NUMBERS = 4096  # of a tensor that becomes a part of the configuration
 ROPE_FACTORS = "rope_freqs.weight"  # divide the rotary frequencies (Llama 3.1)
 
 
@@ -53,6 +39,7 @@ class GgufTensor:
     size: int  # bytes
     interleaved_heads: int = 0  # if rows of heads are interleaved: of queries and keys of the architecture llama
     part: int = 0  # of a file that is split, in which it lies
+    added: int = 0  # to each number when it was stored
 
 
 def write_gguf_folder(file: Path, folder: Path, stored_as: str) -> None:
@@ -71,18 +58,19 @@ def write_gguf_folder(file: Path, folder: Path, stored_as: str) -> None:
         )
     metadata = header.metadata
     name = metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in ARCHITECTURES:
+    known = gguf_architectures()
+    if not isinstance(name, str) or name not in known:
         raise SourceError(
-            f"{file.name} holds a model of the architecture {name}; supported are {', '.join(ARCHITECTURES)}"
+            f"{file.name} holds a model of the architecture {name}; supported are {', '.join(sorted(known))}"
         )
     tokenizer = make_tokenizer(metadata, file.name)
     try:
-        config = _config(header, name, file.name, {tensor.name for each in headers for tensor in each.tensors})
-        make_decoder_config(config)
+        config = _config(known[name], headers, parts)
+        read_decoder_config(config)
     except SourceError:
         raise
-    except (ValueError, TypeError) as error:  # of numbers that no decoder has
-        raise SourceError(f"{file.name}: {error}") from None
+    except (ValueError, TypeError, LookupError, ArithmeticError) as error:  # of numbers that no decoder has
+        raise SourceError(f"{file.name}: {first_line(error)}") from None
     _write_json(folder / "config.json", config)
     special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(folder / "generation_config.json", special)
@@ -110,10 +98,15 @@ def write_index(
     stored_as: Sequence[str],
 ) -> None:
     """Write where the weights lie in the parts of a GGUF file to `folder`; `stored_as` are the parts' paths in it."""
+    metadata = headers[0].metadata
+    architecture = gguf_architectures()[metadata["general.architecture"]]
+    last = config["num_hidden_layers"]
+    later = range(last, last + metadata.get(f"{architecture.name}.nextn_predict_layers", 0))
     named = [
-        _tensor(tensor, config, file, part)
+        found
         for part, (header, file) in enumerate(zip(headers, files, strict=True))
         for tensor in header.tensors
+        if (found := _tensor(tensor, architecture, config, later, file, part)) is not None
     ]
     tensors = {name: asdict(tensor) for name, tensor in named}
     if len(tensors) < len(named):
@@ -133,7 +126,9 @@ def read_gguf_index(folder: Path) -> tuple[list[Path], dict[str, GgufTensor]]:
             key: GgufTensor(**{**fields, "shape": tuple(fields["shape"])}) for key, fields in content["tensors"].items()
         }
         numbers = [x for tensor in tensors.values() for x in (tensor.format, *tensor.shape, tensor.offset, tensor.size)]
-        numbers += [number for tensor in tensors.values() for number in (tensor.interleaved_heads, tensor.part)]
+        numbers += [
+            number for tensor in tensors.values() for number in (tensor.interleaved_heads, tensor.part, tensor.added)
+        ]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise SourceError(f"{folder / INDEX_FILE} is damaged ({error}); fetch the model again") from None
     if not tensors or any(type(number) is not int for number in numbers):
@@ -149,86 +144,69 @@ def read_gguf_index(folder: Path) -> tuple[list[Path], dict[str, GgufTensor]]:
     return [folder / name for name in names], tensors
 
 
-def _config(header: GgufHeader, name: str, file: str, tensors: Collection[str]) -> dict[str, Any]:
-    metadata = header.metadata
+def _config(architecture: GgufArchitecture, headers: Sequence[GgufHeader], files: Sequence[Path]) -> dict[str, Any]:
+    """Transformers' configuration. Errors: SourceError, or what a wrong number leads to."""
+    # Written by us, not by Transformers: the same file with each of its versions.
+    metadata = headers[0].metadata
+    places = {
+        tensor.name: (tensor, file) for header, file in zip(headers, files, strict=True) for tensor in header.tensors
+    }
 
-    # Written by hand, not by Transformers: the same file with each of its versions, hence the same fingerprint.
-    def of(key: str, default: Any = None) -> Any:
-        return metadata.get(f"{name}.{key}", default)
+    def read_numbers(name: str) -> list[float]:
+        if name not in places:
+            raise ValueError(f"it lacks {name}; fetch it again")
+        tensor, file = places[name]
+        if tensor.format != Q.F32 or len(tensor.shape) != 1 or tensor.shape[0] > MAX_NUMBERS:
+            raise ValueError(
+                f"its {name} is {tensor.format.name} {list(tensor.shape)}, but must be F32 [{MAX_NUMBERS}] at most"
+            )
+        return np.fromfile(file, "<f4", tensor.shape[0], offset=tensor.offset).tolist()
 
-    if of("expert_count", 0):
-        raise SourceError(f"{file} holds a mixture of experts, which is not supported; choose a dense model")
-    heads, hidden = of("attention.head_count"), of("embedding_length")
-    check_decoder_sizes(heads, 1, hidden_size=hidden)
-    head_dim = of("attention.key_length") or of("rope.dimension_count") or hidden // heads
-    window = of("attention.sliding_window", 0)
-    architecture = MISTRAL if name == "llama" and window else ARCHITECTURES[name]
-    token_count = len(metadata["tokenizer.ggml.tokens"])
-    biased = "blk.0.attn_q.bias" in tensors
-    return {
-        "architectures": [architecture],
-        "attention_bias": biased,
+    shapes = {name: tensor.shape for name, (tensor, _) in places.items()}
+    model = GgufModel(architecture.name, metadata, shapes, read_numbers)
+    if architecture.name == "llama" and model.get("expert_count", 0):
+        raise SourceError(f"{files[0].name} holds a mixture of experts, which is not supported; choose a dense model")
+    return architecture.config(model) | {
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "dtype": "bfloat16",
-        "eos_token_id": _end_tokens(metadata),
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "intermediate_size": of("feed_forward_length"),
-        "max_position_embeddings": of("context_length"),
-        "mlp_bias": False,
-        "model_type": architecture.removesuffix("ForCausalLM").lower(),
-        "num_attention_heads": heads,
-        "num_hidden_layers": of("block_count"),
-        "num_key_value_heads": of("attention.head_count_kv", heads),
+        "eos_token_id": end_tokens(metadata),
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
-        "rms_norm_eps": float(f"{of('attention.layer_norm_rms_epsilon'):.6g}"),  # stored as a float32
-        "rope_parameters": _rope(of, file),
-        "tie_word_embeddings": "output.weight" not in tensors,
-        "vocab_size": token_count,
-        **({"sliding_window": window} if architecture == MISTRAL else {}),
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
     }
 
 
-def _end_tokens(metadata: dict[str, Any]) -> int | list[int] | None:
-    """The tokens that end a text, and a turn of a conversation if the file names another one for that."""
-    named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
-    ends = list(dict.fromkeys(token for token in named if token is not None))
-    return ends if len(ends) > 1 else next(iter(ends), None)
+def _tensor(
+    tensor: TensorInfo,
+    architecture: GgufArchitecture,
+    config: Mapping[str, Any],
+    later: range,
+    file: Path,
+    number: int,
+) -> tuple[str, GgufTensor] | None:
+    """The name of a tensor in Transformers, and where it lies in a part of the file; None if it is not needed.
 
-
-def _rope(of: Any, file: str) -> dict[str, Any]:
-    """How positions are scaled; what a file does not say has llama.cpp's defaults."""
-    rope = {"rope_theta": of("rope.freq_base", 10000.0), "rope_type": "default"}
-    factor = of("rope.scaling.factor") or of("rope.scale_linear") or 1.0
-    kind = of("rope.scaling.type", "linear" if of("rope.scale_linear") else "none")
-    if kind not in ("none", "linear", "yarn"):
-        raise SourceError(f"{file} scales positions by {kind!r}; supported are none, linear and yarn")
-    if kind == "none" or factor == 1:
-        return rope
-    rope |= {"rope_type": kind, "factor": factor}
-    if kind == "yarn":
-        rope["original_max_position_embeddings"] = of("rope.scaling.original_context_length") or of("context_length")
-    return rope
-
-
-def _tensor(tensor: TensorInfo, config: dict[str, Any], file: Path, number: int) -> tuple[str, GgufTensor]:
-    """The name of a tensor in Transformers, and where it lies in a part of the file."""
+    Blocks in `later` predict later tokens.
+    """
+    parts = re.fullmatch(r"(?:blk\.(\d+)\.)?((?:nextn\.)?\w+)\.(weight|bias)", tensor.name)
+    if parts is not None and parts[1] and int(parts[1]) in later:
+        return None
+    if tensor.name in (LONG_FACTORS, SHORT_FACTORS) or architecture.ignored(config, tensor.name):
+        return None
     if tensor.format not in (*PACKED_FORMATS, *PLAIN_FORMATS):
         names = ", ".join(known.name for known in (*PACKED_FORMATS, *PLAIN_FORMATS))
         raise SourceError(f"{file.name} stores {tensor.name} as {tensor.format.name}; supported are {names}")
     place = int(tensor.format), tensor.shape, tensor.offset, tensor.size
     if tensor.name == ROPE_FACTORS:
         return ROPE_FACTORS, GgufTensor(*place, part=number)
-    parts = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", tensor.name)
-    if parts is None or parts[2] not in TENSOR_NAMES:
-        raise SourceError(f"{file.name} has a tensor {tensor.name}, which no supported architecture has")
-    block, kind, part = parts.groups()
-    interleaved = 0
-    if config["model_type"] in ("llama", "mistral") and kind in ("attn_q", "attn_k"):
-        interleaved = config["num_attention_heads" if kind == "attn_q" else "num_key_value_heads"]
-    where = f"model.layers.{block}." if block else ""
-    return f"{where}{TENSOR_NAMES[kind]}.{part}", GgufTensor(*place, interleaved, number)
+    name = None if parts is None else architecture.tensor_name(*parts.groups())
+    if name is None:
+        raise SourceError(f"{file.name} has a tensor {tensor.name}, which models of {architecture.name} do not have")
+    assert parts is not None
+    heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(parts[2])
+    interleaved = config[heads] if architecture.interleaves_heads and heads else 0
+    added = architecture.added_to_norms if is_norm(parts[2]) else 0
+    return name, GgufTensor(*place, interleaved, number, added)
 
 
 def _write_tokenizer_config(metadata: dict[str, Any], folder: Path) -> None:

@@ -11,10 +11,11 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.torch import load_file
 from torch import Tensor
 
-from saltus.loading.gguf_files import TENSOR_NAMES, read_gguf_index, write_index
+from saltus.loading.gguf_files import read_gguf_index, write_index
 from saltus.loading.gguf_header import read_gguf_header
 from saltus.loading.model_folders import INDEX_FILE
 from saltus.loading.packing import PACKINGS, quantized_blocks
+from saltus.models.gguf_architecture import LLAMA_TENSORS
 
 WEIGHTS_FILE, PACKED_FILE = "model.safetensors", "model.gguf"
 
@@ -67,7 +68,7 @@ def _write_gguf(
     writer.add_rope_dimension_count(config["head_dim"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    short = {name: key for key, name in TENSOR_NAMES.items()}
+    short = {name: key for key, name in LLAMA_TENSORS.items()}
     for name, weight in sorted(weights.items()):
         module, _, part = name.rpartition(".")
         layer, inner = "", module

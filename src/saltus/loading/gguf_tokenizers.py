@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
@@ -14,21 +15,69 @@ SPECIAL_TOKENS = ("bos", "eos", "eot", "unknown", "padding")  # whose ids GGUF f
 MAX_TOKEN_LENGTH = 1024  # characters; merges of SentencePiece's tokens are found in the square of it
 SPACE = "▁"  # what SentencePiece writes for a space
 
-# How the tokenizers of each kind split a text before merging, by GGUF's names; the names of llama.cpp.
+# What ends a text or a turn of a conversation, also where a file names another token for that; as llama.cpp has it.
+END_TOKENS = {
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>", "<|end_of_text|>",
+    "<end_of_turn>", "<turn|>", "<|tool_response>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>",
+    "<｜end▁of▁sentence｜>",
+}  # fmt: skip
+KEEPS_SPACE = {"<unk>", "<s>", "<|endoftext|>"}  # of Phi-3's special tokens; the others take the spaces behind them
+
+# How byte-level tokenizers split a text before merging.
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
 QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-SPLITS = {
-    "llama-bpe": LLAMA3_SPLIT, "llama3": LLAMA3_SPLIT, "llama-v3": LLAMA3_SPLIT,
-    "qwen2": QWEN2_SPLIT, "deepseek-r1-qwen": QWEN2_SPLIT,
-}  # fmt: skip
-WORD_KINDS = {"default", "gpt-2"}  # the split of GPT-2
-DIGIT_KINDS = {"smollm", "starcoder", "refact", "command-r"}  # digits one by one, then the split of GPT-2
-NFC_KINDS = {"qwen2", "deepseek-r1-qwen"}
-BOS_KINDS = {"llama-bpe", "llama3", "llama-v3"}  # begin a text with the bos token unless the file says otherwise
-KINDS = sorted({*SPLITS, *WORD_KINDS, *DIGIT_KINDS})
+QWEN35_SPLIT = QWEN2_SPLIT.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"  # cases, or of scripts without
+TEKKEN_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GPT4O_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK_V3_SPLITS = (
+    r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ByteLevelKind:
+    """How a byte-level tokenizer splits: by expressions in turn, or as GPT-2 does, perhaps after single digits."""
+
+    splits: tuple[str, ...] = ()
+    single_digits: bool = False
+    prefers_words: bool = False  # a word that is a token stays whole, whatever its merges
+    adds_bos: bool = False  # unless the file says otherwise
+    composes: bool = False  # characters and their accents (NFC)
+
+
+KINDS = {  # by GGUF's names
+    name: kind
+    for names, kind in {
+        "default gpt-2 phi-2 mpt olmo jais trillion granite-docling exaone4 gigachat a.x-4.0 mellum": ByteLevelKind(),
+        "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": ByteLevelKind(single_digits=True),
+        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2": ByteLevelKind(
+            (LLAMA3_SPLIT,), prefers_words=True, adds_bos=True
+        ),
+        "smaug-bpe": ByteLevelKind((LLAMA3_SPLIT,), prefers_words=True),
+        "dbrx chatglm-bpe glm4": ByteLevelKind((LLAMA3_SPLIT,)),
+        "qwen2 deepseek-r1-qwen": ByteLevelKind((QWEN2_SPLIT,), composes=True),
+        "stablelm2 megrez hunyuan solar-open grok-2 kormo": ByteLevelKind((QWEN2_SPLIT,)),
+        "qwen35": ByteLevelKind((QWEN35_SPLIT,), composes=True),
+        "tekken": ByteLevelKind((TEKKEN_SPLIT,), prefers_words=True, adds_bos=True),
+        "gpt-4o llama4 kanana2 minimax-m2": ByteLevelKind((GPT4O_SPLIT,)),
+        "tiny_aya cohere2moe": ByteLevelKind((r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O_SPLIT)),
+        "deepseek-v3 hunyuan-dense joyai-llm": ByteLevelKind(DEEPSEEK_V3_SPLITS),
+    }.items()
+    for name in names.split()
+}
 
 
 def make_tokenizer(metadata: dict[str, Any], file: str) -> Tokenizer:
@@ -38,11 +87,12 @@ def make_tokenizer(metadata: dict[str, Any], file: str) -> Tokenizer:
     """
     if "tokenizer.ggml.tokens" not in metadata:
         raise SourceError(f"{file} has no tokenizer; choose a file with a whole model")
-    if (kind := metadata.get("tokenizer.ggml.model")) not in ("gpt2", "llama"):
-        raise SourceError(f"{file} has a tokenizer of the kind {kind}; supported are gpt2 and llama")
+    makers = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _gemma4}
+    if (kind := metadata.get("tokenizer.ggml.model")) not in makers:
+        raise SourceError(f"{file} has a tokenizer of the kind {kind}; supported are {', '.join(makers)}")
     _check_metadata(metadata, kind, file)
     try:
-        tokenizer, adds_bos = _byte_level(metadata, file) if kind == "gpt2" else (_sentencepiece(metadata), True)
+        tokenizer, adds_bos = makers[kind](metadata, file)
         _add_special_tokens(tokenizer, metadata, adds_bos)
     except SourceError:
         raise
@@ -76,14 +126,27 @@ def _check_metadata(metadata: dict[str, Any], kind: str, file: str) -> None:
         )
 
 
+def end_tokens(metadata: dict[str, Any]) -> int | list[int] | None:
+    """The tokens that end a text, and a turn of a conversation, of metadata that `make_tokenizer` has checked."""
+    named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    tokens = metadata["tokenizer.ggml.tokens"]
+    types = metadata.get("tokenizer.ggml.token_type") or ()
+    added = [number for number, type in enumerate(types) if type in (CONTROL_TOKEN_TYPE, USER_TOKEN_TYPE)]
+    ends = [token for token in named if token is not None] + [each for each in added if tokens[each] in END_TOKENS]
+    ends = list(dict.fromkeys(ends))
+    return ends if len(ends) > 1 else next(iter(ends), None)
+
+
 def _add_special_tokens(tokenizer: Tokenizer, metadata: dict[str, Any], adds_bos: bool) -> None:
     tokens = metadata["tokenizer.ggml.tokens"]
     types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    takes_space = (metadata.get("general.architecture"), metadata["tokenizer.ggml.model"]) == ("phi3", "llama")
     for wanted, add in ((CONTROL_TOKEN_TYPE, tokenizer.add_special_tokens), (USER_TOKEN_TYPE, tokenizer.add_tokens)):
         special = wanted == CONTROL_TOKEN_TYPE
         # all at once: each call rebuilds the search for all of them
-        add([AddedToken(token, normalized=False, special=special) for token, type in zip(tokens, types, strict=True)
-             if type == wanted])  # fmt: skip
+        add([AddedToken(token, normalized=False, special=special, rstrip=special and takes_space and
+                        token not in KEEPS_SPACE)
+             for token, type in zip(tokens, types, strict=True) if type == wanted])  # fmt: skip
     bos = metadata.get("tokenizer.ggml.bos_token_id")
     if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", adds_bos):
         bos_token = (tokens[bos], bos)
@@ -92,26 +155,44 @@ def _add_special_tokens(tokenizer: Tokenizer, metadata: dict[str, Any], adds_bos
         )
 
 
+def _merges(metadata: dict[str, Any]) -> list[Any]:
+    """Pairs of tokens; what is none is an error of the library."""
+    return [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", ())]
+
+
 def _byte_level(metadata: dict[str, Any], file: str) -> tuple[Tokenizer, bool]:
-    kind = metadata.get("tokenizer.ggml.pre", "default")
-    if kind not in KINDS:
-        raise SourceError(f"{file} splits texts as {kind!r} does; supported are {', '.join(KINDS)}")
+    """The tokenizer, and whether texts begin with a bos token."""
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    if not isinstance(name, str) or name not in KINDS:
+        raise SourceError(f"{file} splits texts as {name!r} does; supported are {', '.join(sorted(KINDS))}")
+    kind = KINDS[name]
     vocabulary = {token: number for number, token in enumerate(metadata["tokenizer.ggml.tokens"])}
-    merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", ())]
-    tokenizer: Any = Tokenizer(BPE(vocabulary, merges, ignore_merges=kind in BOS_KINDS))
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind not in SPLITS)
-    if kind in SPLITS:
-        first: list[Any] = [pre_tokenizers.Split(Regex(SPLITS[kind]), "isolated")]
-    else:
-        first = [pre_tokenizers.Digits(individual_digits=True)] if kind in DIGIT_KINDS else []
+    tokenizer: Any = Tokenizer(BPE(vocabulary, _merges(metadata), ignore_merges=kind.prefers_words))
+    first: list[Any] = [pre_tokenizers.Split(Regex(split), "isolated") for split in kind.splits]
+    if kind.single_digits:
+        first = [pre_tokenizers.Digits(individual_digits=True)]
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not kind.splits)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*first, words])
     tokenizer.decoder = decoders.ByteLevel()
-    if kind in NFC_KINDS:
+    if kind.composes:
         tokenizer.normalizer = normalizers.NFC()
-    return tokenizer, kind in BOS_KINDS
+    return tokenizer, kind.adds_bos
 
 
-def _sentencepiece(metadata: dict[str, Any]) -> Tokenizer:
+def _gemma4(metadata: dict[str, Any], file: str) -> tuple[Tokenizer, bool]:
+    """Byte-pair encoding of a whole text, in which spaces are visible; unknown characters fall back to bytes."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+    unknown_token = None if unknown is None else tokens[unknown]
+    model = BPE(vocabulary, _merges(metadata), unk_token=unknown_token, fuse_unk=True, byte_fallback=True)
+    tokenizer: Any = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer, True
+
+
+def _sentencepiece(metadata: dict[str, Any], file: str) -> tuple[Tokenizer, bool]:
     """Byte-pair encoding of SentencePiece: spaces are visible, unknown characters fall back to bytes."""
     tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
     vocabulary = {token: number for number, token in enumerate(tokens)}
@@ -131,4 +212,4 @@ def _sentencepiece(metadata: dict[str, Any]) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, "first" if prefix else "never", split=False)
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
-    return tokenizer
+    return tokenizer, True

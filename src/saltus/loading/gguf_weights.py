@@ -20,11 +20,13 @@ from saltus.kernels.packed_weight import PACKED_FORMATS, Arithmetic, PackedWeigh
 from saltus.loading.fetching import SourceError, first_line
 from saltus.loading.gguf_files import PLAIN_FORMATS, ROPE_FACTORS, GgufTensor, read_gguf_index
 from saltus.models.packed_decoder import (
+    LLAMA_TYPES,
     ROPE_TYPES,
     DecoderConfig,
     PackedDecoder,
     check_layer_count,
     make_decoder_config,
+    read_decoder_config,
 )
 
 
@@ -49,7 +51,12 @@ def load_gguf_model(
     if factors is not None:
         _check_size(ROPE_FACTORS, factors, files[factors.part])
     config = _read_config(folder, tensors)
-    if packed and own_classes and config.rope_parameters["rope_type"] in ROPE_TYPES:
+    if (
+        packed
+        and own_classes
+        and config.model_type in LLAMA_TYPES
+        and config.rope_parameters["rope_type"] in ROPE_TYPES
+    ):
         model: Any = PackedDecoder(config, lambda: _transformers_model(folder, dtype))
     else:
         model = _transformers_model(folder, dtype)
@@ -57,17 +64,24 @@ def load_gguf_model(
     for name, tensor in tensors.items():
         path, _, attribute = name.rpartition(".")
         weight = _weight(contents[tensor.part], tensor, dtype, packed, arithmetic)
-        parameter = weight if isinstance(weight, PackedWeight) else Parameter(weight, requires_grad=False)
-        setattr(model.get_submodule(path), attribute, parameter)
+        module = model.get_submodule(path)
+        is_plain = isinstance(weight, PackedWeight) or attribute in module._buffers
+        setattr(module, attribute, weight if is_plain else Parameter(weight, requires_grad=False))
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     if factors is not None:
-        divisors = _bytes(contents[factors.part], factors).view(np.float32).copy()
-        model.model.rotary_emb.inv_freq /= torch.from_numpy(divisors)
+        _divide_frequencies(model, _bytes(contents[factors.part], factors).view(np.float32).copy(), files[0])
     if hasattr(mmap, "MADV_DONTNEED"):  # of what was copied no second copy stays in memory; the rest is read again
         for content in contents:
             cast("mmap.mmap", content.base).madvise(mmap.MADV_DONTNEED)
     return model.eval()
+
+
+def _divide_frequencies(model: Any, divisors: np.ndarray, file: Path) -> None:
+    frequencies = getattr(model.model.rotary_emb, "inv_freq", None)
+    if frequencies is None or frequencies.shape != divisors.shape:
+        raise SourceError(f"{file} has {ROPE_FACTORS} that do not fit its architecture; fetch it again")
+    frequencies /= torch.from_numpy(divisors)
 
 
 def _mapped(file: Path, folder: Path) -> np.ndarray:
@@ -81,7 +95,10 @@ def _read_config(folder: Path, tensors: Mapping[str, GgufTensor]) -> DecoderConf
     """The configuration of a folder with these weights. Errors: SourceError."""
     file = folder / "config.json"
     try:
-        config = make_decoder_config(json.loads(file.read_bytes()))
+        fields = json.loads(file.read_bytes())
+        config = read_decoder_config(fields)
+        if config.model_type in LLAMA_TYPES:
+            config = make_decoder_config(fields)
         check_layer_count(config.num_hidden_layers, tensors)
     except (ValueError, TypeError) as error:
         raise SourceError(f"{file} is damaged: {first_line(error)}") from None
@@ -89,19 +106,35 @@ def _read_config(folder: Path, tensors: Mapping[str, GgufTensor]) -> DecoderConf
 
 
 def _transformers_model(folder: Path, dtype: torch.dtype) -> Any:
-    """The model of Transformers, with weights on "meta"."""
+    """The model of Transformers, with weights on "meta". Errors: SourceError for numbers that it does not take."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)  # its frequencies are computed, not loaded
-    model.generation_config = GenerationConfig.from_pretrained(folder, trust_remote_code=False)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        _compute_buffers(model)
+        model.generation_config = GenerationConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # the classes check their numbers in many ways
+        raise SourceError(f"{folder / 'config.json'} describes no model that loads ({first_line(error)})") from error
     return model
 
 
+@torch.no_grad()
+def _compute_buffers(model: Any) -> None:
+    """Give a model on "meta" what is computed, not loaded, such as rotary frequencies and scales of embeddings."""
+    for module in model.modules():
+        computed = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
+        for name, buffer in computed.items():
+            setattr(module, name, torch.empty_like(buffer, device="cpu"))
+        if computed:
+            model._init_weights(module)
+
+
 def _check_complete(model: Any, tensors: dict[str, GgufTensor], files: Sequence[Path], sizes: Sequence[int]) -> None:
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    stored = model.state_dict().keys()  # of buffers, those that are not computed
+    weights = [*model.named_parameters(), *((name, buffer) for name, buffer in model.named_buffers() if name in stored)]
+    expected = {name: tuple(weight.shape) for name, weight in weights}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     if wrong := sorted(name for name in {*expected, *shapes} if expected.get(name) != shapes.get(name)):
         raise SourceError(
@@ -142,11 +175,12 @@ def _weight(
         pairs = rows.reshape(heads, tensor.shape[0] // heads // 2, 2, -1)
         rows = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
     blocks, format = torch.from_numpy(np.asarray(rows)), GGMLQuantizationType(tensor.format)
-    if format == GGMLQuantizationType.F32:
-        return blocks.view(torch.float32).to(torch.bfloat16).to(dtype).view(tensor.shape)
-    if format == GGMLQuantizationType.BF16:
-        return blocks.view(torch.bfloat16).to(dtype).view(tensor.shape)
-    assert format in PACKED_FORMATS
-    if packed and len(tensor.shape) in (2, 3):
+    if packed and len(tensor.shape) in (2, 3) and not tensor.added and format in PACKED_FORMATS:
         return PackedWeight.from_blocks(blocks, format, arithmetic)
-    return dequantize_blocks(blocks, format).to(dtype).view(tensor.shape)
+    if format in PACKED_FORMATS:
+        numbers = dequantize_blocks(blocks, format)
+    else:
+        numbers = blocks.view(torch.float32 if format == GGMLQuantizationType.F32 else torch.bfloat16)
+    if tensor.added:
+        numbers = numbers.float() - tensor.added
+    return numbers.to(torch.bfloat16).to(dtype).view(tensor.shape)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 MAX_SIZE = 1 << 24  # of any number in a decoder's configuration
+LLAMA_TYPES = {"llama", "mistral", "qwen2", "qwen3"}  # model types that PackedDecoder has the modules of
 ROPE_TYPES = {"default", "linear"}  # that RotaryEmbedding computes
 
 
@@ -71,31 +72,51 @@ class DecoderConfig(SimpleNamespace):
         return self
 
 
-def make_decoder_config(fields: Mapping[str, Any]) -> DecoderConfig:
-    """The configuration of a Llama-type decoder. Errors: ValueError for fields that are missing or of another type."""
+def read_decoder_config(fields: Mapping[str, Any]) -> DecoderConfig:
+    """The configuration of any decoder. Errors: ValueError for fields that are missing or of another type."""
     config = DecoderConfig(**fields)
-    types = {
-        "model_type": str, "attention_bias": bool, "tie_word_embeddings": bool, "rope_parameters": dict,
-        "num_attention_heads": int, "num_key_value_heads": int, "head_dim": int, "hidden_size": int,
-        "intermediate_size": int, "num_hidden_layers": int, "vocab_size": int, "hidden_act": str,
-    }  # fmt: skip
-    for name, type in types.items():
-        if not isinstance(value := getattr(config, name, None), type):
-            raise ValueError(f"a decoder's {name} is {value!r}, but must be of type {type.__name__}; fetch it again")
+    sizes = "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "intermediate_size"
+    types = {"model_type": str, "tie_word_embeddings": bool, "rope_parameters": dict}
+    _check_types(config, types | dict.fromkeys((*sizes, "num_hidden_layers", "vocab_size"), int))
     check_decoder_config(config)
     rope = config.rope_parameters
-    if not isinstance(kind := rope.get("rope_type"), str):
-        raise ValueError(f"a decoder's rope_type is {kind!r}, but must be a word, such as default; fetch it again")
-    numbers = {"rope_theta": rope.get("rope_theta"), "rms_norm_eps": getattr(config, "rms_norm_eps", None)}
-    for name, value in (numbers | ({} if kind == "default" else {"factor": rope.get("factor")})).items():
-        if not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ValueError(f"a decoder's {name} is {value!r}, but must be a number above 0; fetch it again")
+    for parameters in rope.values() if rope and all(isinstance(each, dict) for each in rope.values()) else [rope]:
+        _check_rope(parameters)
     for name in ("max_position_embeddings", "sliding_window"):
         if (length := getattr(config, name, None)) is not None and (not isinstance(length, int) or length < 1):
             raise ValueError(f"a decoder's {name} is {length!r}, but must be 1 or more; fetch it again")
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         _check_token_ids(name, getattr(config, name, None), config.vocab_size)
     return config
+
+
+def make_decoder_config(fields: Mapping[str, Any]) -> DecoderConfig:
+    """The configuration of a Llama-type decoder. Errors: ValueError for fields that are missing or of another type."""
+    config = read_decoder_config(fields)
+    _check_types(config, {"attention_bias": bool, "hidden_act": str})
+    _check_positive("rms_norm_eps", getattr(config, "rms_norm_eps", None))
+    if not isinstance(config.rope_parameters.get("rope_type"), str):
+        raise ValueError("a decoder of Llama's type has one rope_type for all layers; fetch it again")
+    return config
+
+
+def _check_types(config: DecoderConfig, types: Mapping[str, type]) -> None:
+    for name, type in types.items():
+        if not isinstance(value := getattr(config, name, None), type):
+            raise ValueError(f"a decoder's {name} is {value!r}, but must be of type {type.__name__}; fetch it again")
+
+
+def _check_rope(rope: Mapping[str, Any]) -> None:
+    if not isinstance(kind := rope.get("rope_type"), str):
+        raise ValueError(f"a decoder's rope_type is {kind!r}, but must be a word, such as default; fetch it again")
+    _check_positive("rope_theta", rope.get("rope_theta"))
+    if kind in ("linear", "yarn", "dynamic"):
+        _check_positive("factor", rope.get("factor"))
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"a decoder's {name} is {value!r}, but must be a number above 0; fetch it again")
 
 
 def _check_token_ids(name: str, value: Any, vocabulary: int) -> None:

@@ -1,7 +1,7 @@
 """One file for each `model_type` whose decoder runs on our kernels: it describes the decoder of a configuration.
 
 A file has `CLASSES`, the names of the Transformers classes that it is for, and `describe(config)`, which returns a
-DecoderDescription or raises NotDescribed.
+DecoderDescription or raises NotDescribed. If llama.cpp writes such models, it has `GGUF`, a GgufArchitecture.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
+from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any
 
 from saltus.models.decoder_description import DecoderDescription, NotDescribed
+from saltus.models.gguf_architecture import GgufArchitecture
 
 
 @lru_cache
@@ -30,3 +32,11 @@ def describe_decoder(model: Any) -> DecoderDescription | None:
         return None if found is None else found.describe(config)
     except NotDescribed:
         return None
+
+
+@lru_cache
+def gguf_architectures() -> dict[str, GgufArchitecture]:
+    """What GGUF files have of each architecture, by its name there."""
+    modules = [import_module(f"{__name__}.{found.name}") for found in iter_modules(__path__)]
+    found = [module.GGUF for module in modules if hasattr(module, "GGUF")]
+    return {architecture.name: architecture for architecture in found}

@@ -10,6 +10,7 @@ from saltus.models.decoder_description import (
     llama_attention,
     llama_mlp,
 )
+from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, decoder_config, layer_types
 
 CLASSES = {"Cohere2ForCausalLM"}
 ANGLES = Angles(layout="neighbours")
@@ -36,3 +37,15 @@ def describe(config: Any) -> DecoderDescription:
         for number, kind in enumerate(config.layer_types)
     ]
     return decoder(config, layers)
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture."""
+    return decoder_config(
+        model, "cohere2", "Cohere2ForCausalLM", sliding_window=model.size("attention.sliding_window"),
+        layer_types=layer_types(model, 4), logit_scale=model.number("logit_scale", 0.0) or 1.0,
+        layer_norm_eps=model.number("attention.layer_norm_epsilon"),
+    )  # fmt: skip
+
+
+GGUF = GgufArchitecture("cohere2", gguf_config)

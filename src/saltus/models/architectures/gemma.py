@@ -4,6 +4,7 @@ from typing import Any
 
 from saltus.models.architectures.gemma2 import decoder, norm
 from saltus.models.decoder_description import DecoderDescription, llama_layer
+from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config
 
 CLASSES = {"GemmaForCausalLM"}
 
@@ -18,3 +19,11 @@ def describe(config: Any) -> DecoderDescription:
         for layer in range(config.num_hidden_layers)
     ]  # fmt: skip
     return decoder(config, layers)
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture."""
+    return llama_config(model, "gemma", "GemmaForCausalLM", hidden_act="gelu_pytorch_tanh")
+
+
+GGUF = GgufArchitecture("gemma", gguf_config, added_to_norms=1)

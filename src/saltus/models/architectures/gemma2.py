@@ -10,6 +10,7 @@ from saltus.models.decoder_description import (
     llama_attention,
     llama_mlp,
 )
+from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, layer_types, llama_config
 
 CLASSES = {"Gemma2ForCausalLM"}
 
@@ -46,3 +47,31 @@ def describe(config: Any) -> DecoderDescription:
         layer(config, number, llama_attention(config, number, **settings)) for number in range(config.num_hidden_layers)
     ]
     return decoder(config, layers)
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture."""
+    return gemma_config(
+        model, "gemma2", "Gemma2ForCausalLM", wide_layers=46, layer_types=layer_types(model, 2),
+        sliding_window=model.size("attention.sliding_window", 4096),
+        attn_logit_softcapping=model.number("attn_logit_softcapping", 50.0),
+        final_logit_softcapping=model.number("final_logit_softcapping", 30.0),
+    )  # fmt: skip
+
+
+def gemma_config(
+    model: GgufModel, model_type: str, architecture: str, wide_layers: int, **changes: Any
+) -> dict[str, Any]:
+    """Of Gemma 2 and 3; scores of those with so many layers (27B) are scaled by the width, not the size, of heads."""
+    config = llama_config(model, model_type, architecture, **changes)
+    config["hidden_activation"] = "gelu_pytorch_tanh"
+    is_wide = config["num_hidden_layers"] == wide_layers
+    width = config["hidden_size"] // config["num_attention_heads"]
+    return config | {"query_pre_attn_scalar": width if is_wide else config["head_dim"]}
+
+
+TENSORS = {
+    "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+GGUF = GgufArchitecture("gemma2", gguf_config, TENSORS, added_to_norms=1)

@@ -4,6 +4,7 @@ from typing import Any
 
 from saltus.models.architectures import gemma2
 from saltus.models.decoder_description import Angles, DecoderDescription, head_norms, llama_attention
+from saltus.models.gguf_architecture import FULL, SLIDING, GgufArchitecture, GgufModel, layer_types, rope
 
 CLASSES = {"Gemma3ForCausalLM"}
 
@@ -17,3 +18,19 @@ def describe(config: Any) -> DecoderDescription:
         attention = llama_attention(config, number, angles=Angles(layer_type=kind), **norms, **settings)
         layers.append(gemma2.layer(config, number, attention))
     return gemma2.decoder(config, layers)
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture; positions are scaled where layers see all of the text."""
+    window = model.size("attention.sliding_window", 0, least=0)
+    local = {"rope_theta": model.number("rope.freq_base_swa", 10000.0), "rope_type": "default"}
+    return gemma2.gemma_config(
+        model, "gemma3_text", "Gemma3ForCausalLM", wide_layers=62,
+        layer_types=layer_types(model, 6 if window else 1), sliding_window=window or None,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=model.number("final_logit_softcapping", 0.0) or None,
+        rope_parameters={FULL: rope(model), SLIDING: local},
+    )  # fmt: skip
+
+
+GGUF = GgufArchitecture("gemma3", gguf_config, gemma2.TENSORS, added_to_norms=1)

@@ -1,7 +1,9 @@
 """Gemma 4: other heads where layers see all of the text, shared keys and values, and token inputs of layers."""
 
+from collections.abc import Mapping
 from typing import Any
 
+from saltus.models.architectures import gemma2
 from saltus.models.decoder_description import (
     Angles,
     DecoderDescription,
@@ -17,6 +19,16 @@ from saltus.models.decoder_description import (
     llama_mlp,
     mixture,
     sliding_window,
+)
+from saltus.models.gguf_architecture import (
+    FULL,
+    SLIDING,
+    GgufArchitecture,
+    GgufModel,
+    decoder_config,
+    layer_types,
+    num_layers,
+    same_for_layers,
 )
 
 CLASSES = {"Gemma4ForCausalLM"}
@@ -89,3 +101,56 @@ def describe(config: Any) -> DecoderDescription:
         embedding_scale=config.hidden_size**0.5, logit_softcap=config.final_logit_softcapping or 0.0,
         token_inputs=inputs,
     )  # fmt: skip
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture; a part of heads is rotated where angles are not divided by a huge number."""
+    layers, kinds = num_layers(model), layer_types(model, 6)
+    shared = model.size("attention.shared_kv_layers", 0, least=0)
+    dim, widths = model.size("attention.key_length"), model.sizes("feed_forward_length", layers)
+    kv_heads = model.sizes("attention.head_count_kv", layers)
+    if kinds[-1] != FULL or SLIDING not in kinds or shared >= layers:
+        raise ValueError("its last layer must see all of the text, others a window, and some have keys of their own")
+    own = [number for number, kind in enumerate(kinds[: layers - shared]) if kind == FULL]
+    rotated = sum(divisor < 1e29 for divisor in model.read_numbers(ROPE_FREQUENCIES))
+    size = model.size("embedding_length_per_layer_input", 0, least=0)
+    full = [kv_heads[number] for number in range(layers) if kinds[number] == FULL]
+    local = [kv_heads[number] for number in range(layers) if kinds[number] == SLIDING]
+    return decoder_config(
+        model, "gemma4_text", "Gemma4ForCausalLM", hidden_activation="gelu_pytorch_tanh",
+        head_dim=model.size("attention.key_length_swa"), global_head_dim=dim,
+        num_key_value_heads=same_for_layers(local, "heads of keys"),
+        num_global_key_value_heads=same_for_layers(full, "heads of keys"),
+        intermediate_size=same_for_layers(widths[: layers - shared], "widths"),
+        use_double_wide_mlp=widths[-1] != widths[0], num_kv_shared_layers=shared, layer_types=kinds,
+        attention_k_eq_v=any(f"blk.{number}.attn_v.weight" not in model.shapes for number in own),
+        sliding_window=model.size("attention.sliding_window"),
+        rms_norm_eps=model.number("attention.layer_norm_rms_epsilon"),
+        final_logit_softcapping=model.number("final_logit_softcapping", 0.0) or None,
+        hidden_size_per_layer_input=size,
+        vocab_size_per_layer_input=model.shapes["per_layer_token_embd.weight"][0] if size else 1,
+        rope_parameters={
+            FULL: {
+                "rope_type": "proportional", "partial_rotary_factor": 2 * rotated / dim,
+                "rope_theta": model.number("rope.freq_base", 1e6),
+            },
+            SLIDING: {"rope_type": "default", "rope_theta": model.number("rope.freq_base_swa", 10000.0)},
+        },
+    )  # fmt: skip
+
+
+def is_ignored(config: Mapping[str, Any], tensor: str) -> bool:
+    """Angles, which are in the configuration, and keys and values of layers that share those of others."""
+    parts, last = tensor.split("."), config["num_hidden_layers"] - config["num_kv_shared_layers"]
+    is_shared = len(parts) == 4 and parts[1].isdecimal() and int(parts[1]) >= last
+    return tensor == ROPE_FREQUENCIES or (is_shared and parts[2] in ("attn_k", "attn_v", "attn_k_norm"))
+
+
+ROPE_FREQUENCIES = "rope_freqs.weight"
+TENSORS = gemma2.TENSORS | {
+    "layer_output_scale.weight": "layer_scalar", "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm", "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}  # fmt: skip
+GGUF = GgufArchitecture("gemma4", gguf_config, TENSORS, ignored=is_ignored)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from saltus.models.decoder_description import DecoderDescription, Norm, fused_mlp, llama_attention, llama_layer
+from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config, partial_rope
 
 CLASSES = {"Glm4ForCausalLM"}
 
@@ -28,3 +29,17 @@ def describe(config: Any) -> DecoderDescription:
             )
         )  # fmt: skip
     return DecoderDescription(tuple(layers), norm(config, "norm"))
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture."""
+    if model.has("rope.dimension_sections"):
+        raise ValueError("it has positions of images (M-RoPE), which are not supported")
+    return llama_config(model, "glm4", "Glm4ForCausalLM", rope_parameters=partial_rope(model))
+
+
+TENSORS = {
+    "ffn_up": "mlp.gate_up_proj", "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+}  # fmt: skip
+GGUF = GgufArchitecture("glm4", gguf_config, TENSORS)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from saltus.models.decoder_description import DecoderDescription, llama_attention, llama_decoder, llama_layer
+from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config
 
 CLASSES = {"GraniteForCausalLM"}
 
@@ -19,3 +20,20 @@ def describe(config: Any) -> DecoderDescription:
     return llama_decoder(
         config, layers, input_scale=config.embedding_multiplier, logit_scale=1 / config.logits_scaling
     )  # fmt: skip
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture."""
+    dim = model.size("embedding_length") // model.size("attention.head_count")
+    if model.get("rope.scaling.finetuned") is False:
+        raise ValueError("it has no rotary embeddings, which is not supported")
+    return llama_config(
+        model, "granite", "GraniteForCausalLM",
+        attention_multiplier=model.number("attention.scale", 0.0) or dim**-0.5,
+        embedding_multiplier=model.number("embedding_scale", 0.0) or 1.0,
+        residual_multiplier=model.number("residual_scale", 0.0) or 1.0,
+        logits_scaling=model.number("logit_scale", 0.0) or 1.0,
+    )  # fmt: skip
+
+
+GGUF = GgufArchitecture("granite", gguf_config, interleaves_heads=True)

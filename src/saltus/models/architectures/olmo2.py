@@ -11,6 +11,7 @@ from saltus.models.decoder_description import (
     llama_attention,
     llama_mlp,
 )
+from saltus.models.gguf_architecture import FULL, SLIDING, GgufArchitecture, GgufModel, layer_types, llama_config, rope
 
 CLASSES = {"Olmo2ForCausalLM"}
 
@@ -38,3 +39,19 @@ def decoder(config: Any, mixers: list[Attention]) -> DecoderDescription:
 def describe(config: Any) -> DecoderDescription:
     """See saltus.models.architectures."""
     return decoder(config, [attention(config, layer) for layer in range(config.num_hidden_layers)])
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture; models with windows are OLMo 3's, which scale positions where there is none."""
+    if not (window := model.size("attention.sliding_window", 0, least=0)):
+        return llama_config(model, "olmo2", "Olmo2ForCausalLM")
+    full = rope(model)
+    local = {"rope_theta": model.number("rope.freq_base_swa", full["rope_theta"]), "rope_type": "default"}
+    return llama_config(
+        model, "olmo3", "Olmo3ForCausalLM", sliding_window=window, layer_types=layer_types(model, 4),
+        rope_parameters={FULL: full, SLIDING: local},
+    )  # fmt: skip
+
+
+TENSORS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+GGUF = GgufArchitecture("olmo2", gguf_config, TENSORS)

@@ -9,6 +9,7 @@ from saltus.models.decoder_description import (
     llama_decoder,
     llama_layer,
 )
+from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config, original_length, partial_rope
 
 CLASSES = {"Phi3ForCausalLM"}
 
@@ -20,3 +21,15 @@ def describe(config: Any) -> DecoderDescription:
         for layer in range(config.num_hidden_layers)
     ]
     return llama_decoder(config, layers)
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture."""
+    window = model.size("attention.sliding_window", 0, least=0)
+    return llama_config(
+        model, "phi3", "Phi3ForCausalLM", sliding_window=window or None, rope_parameters=partial_rope(model),
+        original_max_position_embeddings=original_length(model),
+    )  # fmt: skip
+
+
+GGUF = GgufArchitecture("phi3", gguf_config, {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"})

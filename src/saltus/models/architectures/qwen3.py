@@ -9,6 +9,7 @@ from saltus.models.decoder_description import (
     llama_decoder,
     llama_layer,
 )
+from saltus.models.gguf_architecture import GgufArchitecture, llama_config
 
 CLASSES = {"Qwen3ForCausalLM"}
 
@@ -20,3 +21,6 @@ def describe(config: Any) -> DecoderDescription:
         for layer in range(config.num_hidden_layers)
     ]
     return llama_decoder(config, layers)
+
+
+GGUF = GgufArchitecture("qwen3", lambda model: llama_config(model, "qwen3", "Qwen3ForCausalLM"))

@@ -3,6 +3,7 @@
 from typing import Any
 
 from saltus.models.decoder_description import Angles, DecoderDescription, llama_attention, llama_decoder, llama_layer
+from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config, num_layers
 
 CLASSES = {"SmolLM3ForCausalLM"}
 
@@ -14,3 +15,12 @@ def describe(config: Any) -> DecoderDescription:
         angles = Angles() if config.no_rope_layers[layer] else None
         layers.append(llama_layer(config, layer, mixer=llama_attention(config, layer, angles=angles)))
     return llama_decoder(config, layers)
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture; every fourth layer is not rotated, which files do not say."""
+    rotated = [int((layer + 1) % 4 != 0) for layer in range(num_layers(model))]
+    return llama_config(model, "smollm3", "SmolLM3ForCausalLM", no_rope_layers=rotated)
+
+
+GGUF = GgufArchitecture("smollm3", gguf_config, interleaves_heads=True)

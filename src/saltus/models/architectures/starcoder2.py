@@ -3,6 +3,7 @@
 from typing import Any
 
 from saltus.models.decoder_description import MLP, DecoderDescription, Norm, Weight, activation, llama_layer
+from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, decoder_config
 
 CLASSES = {"Starcoder2ForCausalLM"}
 
@@ -20,3 +21,14 @@ def describe(config: Any) -> DecoderDescription:
             )
         )  # fmt: skip
     return DecoderDescription(tuple(layers), Norm("norm", epsilon, "layer"))
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture."""
+    return decoder_config(
+        model, "starcoder2", "Starcoder2ForCausalLM", hidden_act="gelu_pytorch_tanh", sliding_window=None,
+        norm_epsilon=model.number("attention.layer_norm_epsilon"), use_bias="blk.0.attn_q.bias" in model.shapes,
+    )  # fmt: skip
+
+
+GGUF = GgufArchitecture("starcoder2", gguf_config, {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"})

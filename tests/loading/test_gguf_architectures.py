@@ -1,0 +1,141 @@
+"""GGUF files of each architecture give the logits of Transformers' model with the weights that were written."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Q
+
+import gguf_models
+import saltus
+from gguf_models import CASES, write
+from saltus.core.canvas import continuation
+from saltus.core.forward import ForwardInputs
+from saltus.engine.checkpoints import load_checkpoint, load_model
+from saltus.kernels.packed_weight import PackedWeight
+from saltus.loading import gguf_files, sources
+from saltus.loading.fetching import SourceError
+from saltus.loading.sources import resolve
+from saltus.models.architectures import gguf_architectures
+
+NOT_DESCRIBED = {"command-r, norms of heads"}  # run by the layers of Transformers
+OF_FILES = {"llama", "qwen2", "qwen3"}  # that test_gguf.py writes
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """The kernels stay where they are."""
+    for module in (sources, gguf_files):
+        monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
+
+
+def written(name: str, tmp_path, formats, **more):
+    """A model, and a file of it."""
+    case, file = CASES[name], tmp_path / "tiny.gguf"
+    model = gguf_models.tiny(case)
+    write(model, case, file, formats, **more)
+    return model, file
+
+
+def test_every_architecture_is_tested():
+    assert set(gguf_architectures()) == {case.name for case in CASES.values()} | OF_FILES
+
+
+@pytest.mark.parametrize("formats", [[Q.F16, Q.F32], [Q.Q8_0, Q.Q4_0]], ids=["plain", "packed"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_logits_are_those_of_transformers(name, formats, tmp_path):
+    theirs, file = written(name, tmp_path, formats)
+    folder = resolve(str(file))
+    expanded = load_model("tiny", folder, weights="bf16")
+    assert type(expanded) is type(theirs)
+    assert not any(isinstance(weight, PackedWeight) for weight in expanded.parameters())
+    text = torch.randint(2, 300, (1, 48), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert torch.equal(theirs(text).logits, expanded(text).logits), "the same weights and settings"
+        assert (load_model("tiny", folder, torch.float32)(text).logits - theirs.float()(text).logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernels_read_packed_weights_where_they_lie(name, tmp_path):
+    theirs, file = written(name, tmp_path, [Q.Q8_0, Q.Q4_0, Q.F16, Q.F32])
+    text = np.random.default_rng(0).integers(2, 300, 40)
+    inputs = ForwardInputs(continuation(text, 8), (5, 6, 7), (-1, 0, -1))
+    logits = {}
+    for dtype, weights in (("bfloat16", "file"), ("bfloat16", "bf16"), ("float32", "file")):
+        network = load_checkpoint(str(file), "cpu", dtype, weights=weights, arithmetic="bf16").network
+        assert (network.native_decoder is None) == (name in NOT_DESCRIBED)
+        is_packed = any(isinstance(weight, PackedWeight) for weight in network.model.parameters())
+        assert is_packed == ((dtype, weights) == ("bfloat16", "file"))
+        logits[dtype, weights] = network.forward([inputs], [network.new_kv_cache()])[0].logits
+    numbers = [logits["bfloat16", weights] for weights in ("file", "bf16")]
+    assert torch.equal(*numbers), "packed weights are the numbers that they are expanded to"
+    with torch.no_grad():
+        expected = theirs.float()(torch.from_numpy(np.append(text, 7))[None]).logits[0, -2:]
+    assert (logits["float32", "file"][[0, 3]] - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_texts_of_methods_are_those_of_plain_decoding(name, tmp_path):
+    _, file = written(name, tmp_path, [Q.Q8_0, Q.Q4_0])
+    engine = saltus.load(str(file), "jacobi+lookup", device="cpu")
+    texts = {
+        tuple(engine.generate("one two one two", raw=True, temperature=0.9, max_new_tokens=16, method=method).tokens)
+        for method in ("plain", "lookup", "jacobi+lookup")
+    }
+    assert len(texts) == 1
+
+
+# Files that cannot be served
+
+
+def complaint(file) -> str:
+    with pytest.raises(SourceError) as caught:
+        load_model("tiny", resolve(str(file)))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tensors_that_are_missing_or_too_many_are_one_line(name, tmp_path):
+    _, file = written(name, tmp_path, [Q.Q8_0], left_out="blk.1.ffn_down.weight")
+    assert "lacks model.layers.1.mlp." in complaint(file)
+    for tensor in ("blk.0.ffn_gate_inp.weight", "blk.9.attn_q.weight", "unheard_of"):
+        _, file = written(
+            name, tmp_path, [Q.Q8_0], more=lambda out, tensor=tensor: out.add_tensor(tensor, np.ones(32, np.float32))
+        )
+        assert "has a tensor" in (line := complaint(file)) or "lacks" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_wrong_settings_are_one_line_or_a_model(name, tmp_path):
+    """Whatever is in place of a setting: what does not fit the tensors is refused before anything is computed."""
+    values = [0, 1, 3, 7, 1 << 31, -1, 0.0, -2.5, 1e30, "x", [1, 2], [0.5] * 4, True]
+    draws, refused, keys = random.Random(0), [], []
+    for _ in range(12):
+        chosen = draws.randrange(1 << 30)
+
+        def spoil(out, chosen=chosen):
+            settings = out.kv_data[0]
+            own = sorted(key for key in settings if key.startswith(f"{CASES[name].name}."))
+            key = own[chosen % len(own)]
+            del settings[key]
+            out.add_key_value(key, *typed(values[chosen // len(own) % len(values)]))
+            keys.append(key)
+
+        _, file = written(name, tmp_path, [Q.Q8_0], more=spoil)
+        try:
+            network = load_checkpoint(str(file), "cpu").network
+            network.forward([ForwardInputs(continuation([3, 4], 1), (), ())], [network.new_kv_cache()])
+        except ValueError as error:
+            refused.append(str(error))
+    assert refused, keys
+    assert not any("\n" in line for line in refused)
+
+
+def typed(value):
+    """A value with its type in GGUF."""
+    kinds = gguf_models.gguf.GGUFValueType
+    found = {bool: kinds.BOOL, int: kinds.INT64, float: kinds.FLOAT32, str: kinds.STRING, list: kinds.ARRAY}
+    return value, found[type(value)]
