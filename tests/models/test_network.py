@@ -323,8 +323,10 @@ def test_layers_with_states_need_compiled_kernels(name, monkeypatch):
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_models_with_states_are_served(name):
-    network = make_network(tiny(name), "mine")
-    assert network.compute_path == "native"
+    for exact in (True, False):  # there is no other way of reading trees
+        network = make_network(tiny(name), "mine", exact)
+        assert network.compute_path == "native"
+        assert network.batch_invariant
 
 
 def test_position_biases_are_refused():
