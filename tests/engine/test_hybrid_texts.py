@@ -82,9 +82,8 @@ def test_a_repeated_prompt_and_one_that_goes_on_are_not_read_again(engine):
     expected = plain_texts(engine, [longer], max_new_tokens=LENGTH)
     engine.decoder.prefix_tree.clear()
     engine.generate(PROMPTS[0], raw=True, max_new_tokens=LENGTH, ignore_eos=True)
-    length = len(engine.encode(PROMPTS[0], raw=True))
-    prompt = engine.text_request(PROMPTS[0], raw=True, max_new_tokens=4).prompt
-    assert len(engine.decoder.prefix_tree.take(prompt[:-1])["target"].tokens) == length - 1
+    prompt = engine.encode(PROMPTS[0], raw=True)
+    assert len(engine.decoder.prefix_tree.take(prompt[:-1])["target"].tokens) == len(prompt) - 1
     goes_on = engine.generate(longer, raw=True, max_new_tokens=LENGTH, ignore_eos=True)
     assert list(goes_on.tokens) == expected[0]
 
