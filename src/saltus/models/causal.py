@@ -96,8 +96,10 @@ class CausalNetwork:
                 self._evaluate, self.num_layers, self.device, self.fixed_shape_settings, graphs, decoder,
                 self.hidden_state_layers,
             )  # fmt: skip
-        elif self.batch_invariant and supports_native_decoder(self.model):
-            self.native_decoder = NativeDecoder(self.model, max(self.max_rows_per_call, 1 + MAX_NODES))
+        elif supports_native_decoder(self.model):
+            decoder = NativeDecoder(self.model, max(self.max_rows_per_call, 1 + MAX_NODES))
+            if self.batch_invariant or decoder.layers.states.state:  # nothing else reads trees into states
+                self.native_decoder, self.batch_invariant = decoder, True
 
     any_subset = False
     accepts_drafters = True
