@@ -261,7 +261,7 @@ def make_network(model: Any, name: str, exact: bool = True, max_draft_tokens: in
                 # rounding alone: of float32, of bfloat16, of activations in 8 bits; what a sibling does is about 1
                 if not expected.isfinite().all():
                     _require_finite_weights(model, name)
-                bound = 0.01 if expected.dtype == torch.float32 else 0.6 if uses_integers(model) else 0.2
+                bound = 0.01 if model.dtype == torch.float32 else 0.6 if uses_integers(model) else 0.2
                 expected, computed = expected.float(), computed.float()
                 if kv_cache.keys is None:
                     why = "its attention does not go through Transformers' AttentionInterface"
