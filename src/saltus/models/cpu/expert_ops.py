@@ -13,7 +13,7 @@ from saltus.models.decoder_description import Experts
 from saltus.models.packed_decoder import check_sizes
 
 if TYPE_CHECKING:
-    from saltus.models.cpu.decoder_ops import Resolver
+    from saltus.models.cpu.decoder_weights import Resolver
 
 GATE, UP, DOWN = range(3)  # of weights, in the struct
 

@@ -15,7 +15,8 @@ from saltus.kernels.batch_invariant_ops import BatchInvariantMode
 from saltus.kernels.packed_weight import kernel_arguments, select_rows, uses_integers
 from saltus.models.architectures import describe_decoder, find_architecture
 from saltus.models.cpu.attention import AttentionCall
-from saltus.models.cpu.decoder_ops import DecoderOps, Resolver, linear_struct
+from saltus.models.cpu.decoder_ops import DecoderOps
+from saltus.models.cpu.decoder_weights import Resolver, linear_struct
 from saltus.models.cpu.hybrid_kv_cache import HybridKVCache, RecurrentCall
 from saltus.models.cpu.kv_cache import KVCache
 from saltus.models.decoder_description import Angles
