@@ -5,8 +5,10 @@ import torch
 import transformers
 from transformers import set_seed
 
-from architectures import LLAMA_LIKE, VOCAB, chain, text
+from architectures import LLAMA_LIKE, VOCAB, chain, read, text
 from saltus.engine.checkpoints import load_model
+from saltus.kernels import native
+from saltus.kernels.packed_weight import PackedWeight
 from saltus.models.causal import CausalNetwork
 
 TEXT = {
@@ -45,3 +47,15 @@ def test_the_text_part_of_a_model_has_the_logits_of_the_whole(name, tmp_path):
         expected = whole(input_ids=torch.from_numpy(tokens[None])).logits[0].float()
     ours = chain(CausalNetwork(model), tokens).float()
     assert (ours - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_the_text_part_of_tied_embeddings_is_packed_with_its_output_layer(tmp_path):
+    _, settings, vision, more = WHOLE["Gemma3"]
+    text_settings = {**settings, "hidden_size": 64}
+    config = transformers.Gemma3Config(text_config=text_settings, vision_config=vision, **more)
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
+    model = load_model("Gemma3", tmp_path, weights="q8_0")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert isinstance(model.lm_head.weight, PackedWeight) == (native.load_kernels() is not None)
+    network, tokens = CausalNetwork(model), text(20)
+    assert torch.equal(chain(network, tokens)[-1], read(network, tokens)[0])

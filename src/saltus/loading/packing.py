@@ -32,7 +32,7 @@ def pack_model(model: Any, packing: str, folder: Path, arithmetic: Arithmetic = 
     """
     format = PACKINGS[packing]
     size = GGML_QUANT_SIZES[format][0]
-    layers = {name: (layer, "weight") for name, layer in _packable_layers(model, size)}
+    layers = {name: (layer, "weight") for name, layer in packable_layers(model, size)}
     if not layers:
         raise ValueError(f"no weights of {folder} can be packed as {packing}; load it with the weights of its file")
     stacks = _packable_stacks(model, size)
@@ -62,12 +62,13 @@ def pack_layers(layers: Iterable[Any], packing: str, arithmetic: Arithmetic) -> 
             layer.weight = nn.Parameter(weight, requires_grad=False)
 
 
-def _packable_layers(model: Any, block: int) -> Iterator[tuple[str, Any]]:
+def packable_layers(model: Any, block: int) -> Iterator[tuple[str, Any]]:
     """Linear layers and embeddings by name, each matrix once."""
     seen = set()
     for name, layer in model.named_modules():
-        packable = type(layer) in (nn.Linear, UninitializedLinear, nn.Embedding) and layer.weight.shape[1] % block == 0
-        if packable and layer.weight not in seen:
+        # of embeddings also classes that multiply rows, such as Gemma's; output layers may be tied to them
+        known = type(layer) in (nn.Linear, UninitializedLinear) or isinstance(layer, nn.Embedding)
+        if known and layer.weight.shape[1] % block == 0 and layer.weight not in seen:
             seen.add(layer.weight)
             yield name, layer
 
