@@ -51,7 +51,7 @@ def test_the_text_part_of_a_model_has_the_logits_of_the_whole(name, tmp_path):
 
 def test_the_text_part_of_tied_embeddings_is_packed_with_its_output_layer(tmp_path):
     _, settings, vision, more = WHOLE["Gemma3"]
-    text_settings = {**settings, "hidden_size": 64}
+    text_settings = {**settings, "hidden_size": 96}
     config = transformers.Gemma3Config(text_config=text_settings, vision_config=vision, **more)
     transformers.Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
     model = load_model("Gemma3", tmp_path, weights="q8_0")
