@@ -62,7 +62,8 @@ KINDS = {  # by GGUF's names
     name: kind
     for names, kind in {
         "default gpt-2 phi-2 mpt olmo jais trillion granite-docling exaone4 gigachat a.x-4.0 mellum": ByteLevelKind(),
-        "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": ByteLevelKind(single_digits=True),
+        "smollm starcoder refact codeshell exaone minerva-7b mellum2": ByteLevelKind(single_digits=True),
+        "command-r": ByteLevelKind(single_digits=True, composes=True),
         "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2": ByteLevelKind(
             (LLAMA3_SPLIT,), prefers_words=True, adds_bos=True
         ),

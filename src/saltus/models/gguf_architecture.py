@@ -115,7 +115,6 @@ def decoder_config(model: GgufModel, model_type: str, architecture: str, **chang
     heads, hidden = model.size("attention.head_count"), model.size("embedding_length")
     settings = {
         "architectures": [architecture],
-        "hidden_act": "silu",
         "hidden_size": hidden,
         "intermediate_size": model.get("feed_forward_length"),
         "max_position_embeddings": model.size("context_length"),
@@ -125,6 +124,8 @@ def decoder_config(model: GgufModel, model_type: str, architecture: str, **chang
         "num_key_value_heads": model.get("attention.head_count_kv", heads),
         "head_dim": model.get("attention.key_length") or hidden // heads,
     }
+    if "hidden_activation" not in changes:  # its name in some
+        settings["hidden_act"] = "silu"
     if "rope_parameters" not in changes:
         settings["rope_parameters"] = rope(model)
     return settings | changes

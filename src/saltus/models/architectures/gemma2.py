@@ -63,8 +63,7 @@ def gemma_config(
     model: GgufModel, model_type: str, architecture: str, wide_layers: int, **changes: Any
 ) -> dict[str, Any]:
     """Of Gemma 2 and 3; scores of those with so many layers (27B) are scaled by the width, not the size, of heads."""
-    config = llama_config(model, model_type, architecture, **changes)
-    config["hidden_activation"] = "gelu_pytorch_tanh"
+    config = llama_config(model, model_type, architecture, hidden_activation="gelu_pytorch_tanh", **changes)
     is_wide = config["num_hidden_layers"] == wide_layers
     width = config["hidden_size"] // config["num_attention_heads"]
     return config | {"query_pre_attn_scalar": width if is_wide else config["head_dim"]}

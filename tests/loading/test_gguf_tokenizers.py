@@ -1,0 +1,157 @@
+"""Tokenizers of GGUF files are those that Transformers makes of the same vocabulary."""
+
+import json
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
+from transformers import CohereTokenizer, GemmaTokenizer, GPT2Tokenizer, Qwen2Tokenizer
+from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
+
+from saltus.loading.gguf_tokenizers import END_TOKENS, KINDS, end_tokens, make_tokenizer
+
+TEXTS = [
+    "It's 1234 apples, isn't it?  No: 12,345!\n\n\nNext   line\t\ttabs", "naïve café — 漢字とかな 😀 ‘quoted’ ½ Ⅷ",
+    "x=1;y_2 += 'Z'\r\n//comment\n", " leading", "trailing ", "I'LL we've THEY'RE camelCase HTTPServer",
+    "a\u0301 combining हिन्दी ไทย", "",
+]  # fmt: skip
+
+
+def metadata_of(tokenizer: Tokenizer, **more) -> dict:
+    """What a GGUF file says of a trained byte-pair tokenizer."""
+    content = json.loads(tokenizer.to_str())["model"]
+    tokens = sorted(content["vocab"], key=content["vocab"].get)
+    merges = [" ".join(merge) for merge in content["merges"]]
+    return {f"tokenizer.ggml.{key}": value for key, value in {"tokens": tokens, "merges": merges, **more}.items()}
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Byte-level, with merges across the borders of words, so that a split that is missing shows."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator(TEXTS * 3, trainer)
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "theirs"),
+    [
+        ("gpt-2", GPT2Tokenizer), ("olmo", GPT2Tokenizer), ("command-r", CohereTokenizer), ("qwen2", Qwen2Tokenizer),
+        ("qwen35", Qwen3_5Tokenizer),
+    ],
+)  # fmt: skip
+def test_a_byte_level_tokenizer_is_the_one_of_transformers(kind, theirs, trained):
+    content = json.loads(trained.to_str())["model"]
+    expected = theirs(vocab=content["vocab"], merges=[tuple(merge) for merge in content["merges"]])
+    ours = make_tokenizer(metadata_of(trained, model="gpt2", pre=kind), "x.gguf")
+    for text in TEXTS:
+        assert ours.encode(text).ids == expected.encode(text, add_special_tokens=False), text
+        assert ours.decode(ours.encode(text).ids) == expected.decode(expected.encode(text, add_special_tokens=False))
+
+
+WORDS = {  # of "HTTPServer's cafés 12345 x();\n\n  y हि"
+    "default": ["HTTPServer", "'s", "Ġcaf", "Ġ12345", "Ġx", "();"],
+    "refact": ["HTTPServer", "'s", "Ġcaf", "Ġ", "1", "2", "3", "4", "5", "Ġx", "();"],
+    "smaug-bpe": ["HTTPServer", "'s", "Ġcaf", "Ġ", "123", "45", "Ġx", "();ĊĊ"],
+    "dbrx": ["HTTPServer", "'s", "Ġcaf", "Ġ", "123", "45", "Ġx", "();ĊĊ"],
+    "glm4": ["HTTPServer", "'s", "Ġcaf", "Ġ", "123", "45", "Ġx", "();ĊĊ"],
+    "stablelm2": ["HTTPServer", "'s", "Ġcaf", "Ġ", "1", "2", "3", "4", "5", "Ġx", "();ĊĊ"],
+    "tekken": ["HTTPServer", "'s", "Ġcaf", "Ġ", "1", "2", "3", "4", "5", "Ġx", "();ĊĊ"],
+    "gpt-4o": ["HTTPServer's", "Ġcaf", "Ġ", "123", "45", "Ġx", "();ĊĊ"],
+    "tiny_aya": ["HTTPServer's", "Ġcaf", "Ġ", "12", "345", "Ġx", "();ĊĊ"],
+    "deepseek-v3": ["HTTPServer", "'s", "Ġcaf", "Ġ", "123", "45", "Ġx", "();ĊĊ"],
+}
+
+
+@pytest.mark.parametrize("kind", WORDS)
+def test_texts_are_split_as_their_kind_does(kind, trained):
+    made = make_tokenizer(metadata_of(trained, model="gpt2", pre=kind), "x.gguf")
+    words = [text for text, _ in made.pre_tokenizer.pre_tokenize_str("HTTPServer's caf 12345 x();\n\n")]
+    assert words[: len(WORDS[kind])] == WORDS[kind]
+    for text in TEXTS:
+        assert made.decode(made.encode(text).ids, skip_special_tokens=False) == text
+
+
+def test_cases_and_scripts_split_as_newer_tokenizers_do(trained):
+    def words(kind, text):
+        made = make_tokenizer(metadata_of(trained, model="gpt2", pre=kind), "x.gguf")
+        return len(made.pre_tokenizer.pre_tokenize_str(text))
+
+    assert [words(kind, "camelCase") for kind in ("dbrx", "tekken", "gpt-4o")] == [1, 2, 2]
+    assert [words(kind, "हि") for kind in ("qwen2", "qwen35", "gpt-4o", "deepseek-v3")] == [2, 1, 1, 1]
+    assert [words(kind, "漢字abc") for kind in ("dbrx", "deepseek-v3")] == [1, 2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_gives_ascii_back(kind, trained):
+    made = make_tokenizer(metadata_of(trained, model="gpt2", pre=kind), "x.gguf")
+    text = "It's 1234 apples, isn't it?  No: 12,345!\n\n\nNext   line\t\ttabs"
+    assert made.decode(made.encode(text).ids, skip_special_tokens=False) == text
+
+
+def gemma() -> tuple[dict, list]:
+    """A vocabulary of Gemma's kind and its merges, the most frequent first."""
+    tokens = [
+        "<pad>",
+        "<eos>",
+        "<bos>",
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\n",
+        "\n\n",
+        "<end_of_turn>",
+    ]
+    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("▁", "c"), ("a", "t"), ("▁c", "at"), ("▁", "▁")]
+    tokens += ["▁", "t", "h", "e", "c", "a", *("".join(merge) for merge in merges)]
+    return {token: number for number, token in enumerate(tokens)}, merges
+
+
+GEMMA_TEXTS = ("the cat", " the  cat", "cat é 漢 z", "the\ncat\n\nthe", "cat<end_of_turn>\nthe", "")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma4"])
+def test_gemmas_tokenizer_is_the_one_of_transformers(kind):
+    """Runs of lines are tokens of their own (Gemma to Gemma 3), or merged (Gemma 4)."""
+    vocabulary, merges = gemma()
+    tokens, lines = list(vocabulary), ["\n", "\n\n"] if kind == "llama" else []
+    merges = merges if lines else [("\n", "\n"), *merges]
+    types = [3, 3, 3, 2, *[6] * 256, *([4, 4] if lines else [1, 1]), 3, *[1] * (len(tokens) - 263)]
+    scores = [0.0] * 269 + [-float(rank) for rank in range(len(tokens) - 269)]  # of what is merged
+    data = {
+        "model": kind, "tokens": tokens, "token_type": types, "scores": scores, "bos_token_id": 2,
+        "unknown_token_id": 3, "add_space_prefix": False, "eos_token_id": 1,
+        "merges": [" ".join(merge) for merge in merges],
+    }  # fmt: skip
+    ours = make_tokenizer({f"tokenizer.ggml.{key}": value for key, value in data.items()}, "x.gguf")
+    theirs = GemmaTokenizer(vocab=vocabulary, merges=merges)
+    theirs.add_tokens([AddedToken(token, normalized=False) for token in (*lines, "<end_of_turn>")])
+    for text in GEMMA_TEXTS:
+        ids = ours.encode(text, add_special_tokens=False).ids
+        assert ids == theirs.encode(text, add_special_tokens=False), text
+        assert ours.decode(ids, skip_special_tokens=False) == text
+    assert ours.encode("the").ids[0] == 2, "a text begins with the bos token"
+    assert end_tokens({f"tokenizer.ggml.{key}": value for key, value in data.items()}) == [1, 262]
+
+
+def test_special_tokens_of_phi_3_take_the_space_behind_them():
+    tokens = ["<unk>", "<s>", "</s>", "<|user|>", "<|end|>", "<|endoftext|>", "▁", "a", "\n"]
+    data = {
+        "model": "llama", "tokens": tokens, "token_type": [2, 3, 3, 3, 3, 3, 1, 1, 1], "scores": [0.0] * len(tokens),
+        "unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 5, "add_bos_token": False,
+    }  # fmt: skip
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in data.items()} | {"general.architecture": "phi3"}
+    made = make_tokenizer(metadata, "x.gguf")
+    assert made.encode("<|user|>\na<|end|>\n<|endoftext|>\n").ids == [3, 7, 4, 5, 8]
+    assert end_tokens(metadata) == [5, 4]
+    other = make_tokenizer(metadata | {"general.architecture": "llama"}, "x.gguf")
+    assert other.encode("<|user|>\na<|end|>\n").ids == [3, 8, 7, 4, 8]
+
+
+def test_words_that_look_like_ends_are_no_ends():
+    tokens = [*sorted(END_TOKENS), "end"]
+    metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 3}
+    assert end_tokens(metadata) == 3
+    assert end_tokens(metadata | {"tokenizer.ggml.token_type": [1] * len(tokens)}) == 3
+    types = [3] * len(tokens)
+    assert set(end_tokens(metadata | {"tokenizer.ggml.token_type": types})) == set(range(len(END_TOKENS)))
