@@ -14,6 +14,12 @@ WINDOW = {"sliding_window": 12}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"]}
 
+SHARED_KEYS = {  # the last two layers attend to the keys of the first two
+    **LLAMA_LIKE, **WINDOW, "head_dim": 16, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+}  # fmt: skip
+
 ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the tests
     "Llama": LLAMA_LIKE,
     "Qwen2": LLAMA_LIKE,
@@ -26,6 +32,29 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
         **LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 16, "global_head_dim": 40, "num_global_key_value_heads": 1,
         "attention_k_eq_v": True, "initializer_range": 0.1, "vocab_size_per_layer_input": VOCAB,
         "hidden_size_per_layer_input": 8,
+    },
+    "Gemma4 of unlike heads": {
+        **LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 16, "global_head_dim": 512, "initializer_range": 0.05,
+        "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8,
+    },
+    "Gemma4 of shared keys": {**SHARED_KEYS, "global_head_dim": 40, "initializer_range": 0.1},
+    "Gemma3n": {**SHARED_KEYS, "laurel_rank": 8, "altup_num_inputs": 2},
+    "GptOss": {**LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "GraniteSWA": {**LLAMA_LIKE, **WINDOW, **ALTERNATING, "attention_multiplier": 0.35, "initializer_range": 0.1},
+    "MiMoV2Flash": {  # the second layer has sinks, a window and twice the key heads; values are shorter than keys
+        **LLAMA_LIKE, **WINDOW, "num_key_value_heads": 1, "layer_types": ["full_attention", "sliding_attention"],
+        "head_dim": 16, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+                            for kind in ("full_attention", "sliding_attention")},
+    },
+    "Llama4": {  # the first and the last layer attend by chunks, the second one without rotary embeddings
+        **LLAMA_LIKE, "num_hidden_layers": 3, "head_dim": 20, "attention_chunk_size": 12, "no_rope_layers": [1, 0, 1],
+        "floor_scale": 4, "attn_scale": 0.5, "intermediate_size_mlp": 72, "num_local_experts": 4,
+        "interleave_moe_layer_step": 2,
+    },
+    "Llama4 without experts": {
+        **LLAMA_LIKE, "num_hidden_layers": 2, "head_dim": 8, "attention_chunk_size": 12, "no_rope_layers": [1, 0],
+        "floor_scale": 4, "attn_scale": 0.5, "intermediate_size_mlp": 72, "moe_layers": [], "num_local_experts": 1,
     },
     "GPT2": {"n_embd": 48, "n_head": 6, "n_layer": 2, "n_positions": 512},
     "GPTNeoX": {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6},
@@ -42,20 +71,50 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
     "Olmo2": LLAMA_LIKE,
     "Olmo3": {**LLAMA_LIKE, **WINDOW, **ALTERNATING},
     "StableLm": LLAMA_LIKE,
+    "Arcee": {**LLAMA_LIKE, "head_dim": 8},
+    "Ernie4_5": {**LLAMA_LIKE, "head_dim": 8},
+    "Exaone4": {**LLAMA_LIKE, **WINDOW, **ALTERNATING, "sliding_window_pattern": 2},
+    "Ministral": {**LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 8},
+    "Ministral3": {
+        **LLAMA_LIKE, "head_dim": 8, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "SeedOss": {**LLAMA_LIKE, "head_dim": 8},
     "SmolLM3": {**LLAMA_LIKE, "no_rope_layers": [1, 0]},
     "Starcoder2": {**LLAMA_LIKE, **WINDOW},
     "GPTBigCode": {"n_embd": 48, "n_head": 6, "n_layer": 2, "n_positions": 512},
+    "DeepseekV2": {
+        **LLAMA_LIKE, "num_key_value_heads": 6, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+        "topk_group": 1, "moe_intermediate_size": 40, "first_k_dense_replace": 1,
+    },
     "DeepseekV3": {
         **LLAMA_LIKE, "num_key_value_heads": 6, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
         "topk_group": 1, "moe_intermediate_size": 40, "first_k_dense_replace": 1,
+    },
+    "Glm4MoeLite": {
+        **LLAMA_LIKE, "num_key_value_heads": 6, "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+        "topk_group": 1, "moe_intermediate_size": 40, "mlp_layer_types": ["dense", "sparse"],
     },
     "Mixtral": {**LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Qwen2Moe": {
         **LLAMA_LIKE, **EXPERTS, **WINDOW, **ALTERNATING, "use_sliding_window": True, "max_window_layers": 1,
         "shared_expert_intermediate_size": 40,
     },
-    "Qwen3Moe": {**LLAMA_LIKE, **EXPERTS, "head_dim": 16},
+    "Qwen3Moe": {**LLAMA_LIKE, **EXPERTS, "head_dim": 16, "mlp_only_layers": [0], "norm_topk_prob": True},
+    "Glm4Moe": {
+        **LLAMA_LIKE, "head_dim": 16, "use_qk_norm": True, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "n_group": 4, "topk_group": 2, "moe_intermediate_size": 40, "first_k_dense_replace": 1, "attention_bias": True,
+    },
+    "GraniteMoe": {
+        **LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2, "residual_multiplier": 0.3,
+        "embedding_multiplier": 3.0, "logits_scaling": 2.0, "attention_multiplier": 0.2,
+    },
+    "Olmoe": {**LLAMA_LIKE, "num_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
 
 GEMMA4_SHARED = {  # layers that read the keys and values of others, with wider MLPs
@@ -63,19 +122,62 @@ GEMMA4_SHARED = {  # layers that read the keys and values of others, with wider 
     "use_double_wide_mlp": True, "attention_k_eq_v": False,
 }  # fmt: skip
 
+MIXERS = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+DELTA_RULE = {
+    **LLAMA_LIKE, **MIXERS, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 10, "linear_value_head_dim": 36,
+}  # fmt: skip
+SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 40, "initializer_range": 0.06}
+MAMBA = {
+    **LLAMA_LIKE, "mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_d_head": 16, "mamba_expand": 2,
+}  # fmt: skip
+RECURRENT: dict[str, dict] = {  # on our kernels alone
+    "Lfm2": {**LLAMA_LIKE, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+    "Qwen3_5": DELTA_RULE,
+    "Qwen3Next": {**DELTA_RULE, "num_experts": 0},
+    "Qwen3_5Moe": {**DELTA_RULE, **SHARED_EXPERT},
+    "Qwen3Next with experts": {**DELTA_RULE, **SHARED_EXPERT},
+    "FalconH1": {
+        **MAMBA, "mamba_d_ssm": 96, "key_multiplier": 0.7, "attention_in_multiplier": 1.3, "ssm_in_multiplier": 1.2,
+        "attention_out_multiplier": 0.8, "ssm_out_multiplier": 0.6, "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+        "mlp_multipliers": [1.3, 0.8], "lm_head_multiplier": 0.5, "embedding_multiplier": 2.0,
+    },
+    "FalconH1 with a norm": {**MAMBA, "mamba_d_ssm": 96, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    "GraniteMoeHybrid": {
+        **MAMBA, **MIXERS, "num_local_experts": 4, "shared_intermediate_size": 40, "residual_multiplier": 0.3,
+        "embedding_multiplier": 3.0, "logits_scaling": 2.0, "attention_multiplier": 0.2,
+    },
+    "GraniteMoeHybrid without experts": {
+        **MAMBA, **MIXERS, "num_local_experts": 0, "shared_intermediate_size": 40, "position_embedding_type": "rope",
+    },
+    "Mamba2": {"hidden_size": 48, "num_heads": 6, "head_dim": 16, "state_size": 10, "n_groups": 2},
+}  # fmt: skip
+ARCHITECTURES |= RECURRENT
+GEMMA4_EXPERTS = {
+    "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 40,
+    "hidden_size_per_layer_input": 0,
+}  # fmt: skip
+
+TEXT_PARTS = {"Gemma3", "Gemma3n", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe"}  # of models of pictures and text
+
 DESCRIBED = [  # by a file of saltus.models.architectures
     "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3", "Gemma4", "Phi3", "Granite", "Glm4", "Cohere",
-    "Cohere2", "Olmo2", "Olmo3", "SmolLM3", "Starcoder2",
+    "Cohere2", "Olmo2", "Olmo3", "SmolLM3", "Starcoder2", "Arcee", "Ernie4_5", "Exaone4", "Ministral", "Ministral3",
+    "SeedOss", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Glm4Moe", "GraniteMoe", "GptOss",
+    "DeepseekV2", "DeepseekV3", "Glm4MoeLite",
+    *RECURRENT,
 ]  # fmt: skip
 
 ONE_PER_FEATURE = [  # of attention, and of what is computed around it
     "Llama", "Mistral",  # the C decoder; with a window
     "Gemma2", "Gemma4",  # norms of outputs, capped scores; layers with heads of different sizes
-    "Glm4", "Cohere2", "Olmo2",  # rotated neighbours; parallel MLP; norms of all heads
+    "GptOss", "Llama4", "Gemma3n",  # sinks; chunks, and queries scaled by position; layers that share keys
+    "Glm4", "Cohere2", "Olmo2", "Ministral3",  # rotated neighbours; parallel MLP; norms of all heads
     "Granite", "Starcoder2",  # multipliers; LayerNorm, no gates
     "GPT2", "GPTNeoX",  # learned positions; a part of each head is rotated
     "GPTBigCode", "DeepseekV3",  # one key head; short values
-    "Qwen2Moe",  # experts
+    "Qwen2Moe", "Qwen3Moe", "Glm4Moe",  # experts, with a shared one; in some layers; by groups
+    *RECURRENT,
 ]  # fmt: skip
 
 
@@ -92,10 +194,12 @@ def tiny(name: str, seed: int = 0, **changes) -> PreTrainedModel:
 
 
 def configuration(name: str) -> str:
-    return {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig"}.get(name, f"{name}Config")
+    name = name.split()[0]
+    return f"{name}TextConfig" if name in TEXT_PARTS else f"{name}Config"
 
 
 def model_class(name: str) -> type[PreTrainedModel]:
+    name = name.split()[0]
     return getattr(transformers, {"GPT2": "GPT2LMHeadModel"}.get(name, f"{name}ForCausalLM"))
 
 

@@ -4,7 +4,11 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Q
 
-ZERO = {Q.Q4_0: 8, Q.Q5_0: 16, Q.Q6_K: 32}
+ZERO = {Q.Q3_K: 4, Q.Q4_0: 8, Q.Q5_0: 16, Q.Q6_K: 32}
+IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
+E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])  # doubled
+TABLES = {Q.IQ4_NL: IQ4, Q.IQ4_XS: IQ4, Q.MXFP4: E2M1}
+HALVED = (Q.Q2_K, Q.Q3_K, Q.Q6_K)  # 16 weights have a scale of their own
 
 
 def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
@@ -39,6 +43,10 @@ def integers(blocks: np.ndarray, format: Q) -> tuple[np.ndarray, np.ndarray, np.
     def half(at: int) -> np.ndarray:
         return b[:, at : at + 2].copy().view(np.float16).astype(np.float32)
 
+    def two_bits(at: int) -> np.ndarray:  # of each 32 bytes the lowest bits, then those above, …
+        some = b[:, at : at + 64].reshape(len(b), 2, 1, 32)
+        return (some >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3).reshape(len(b), -1)
+
     def nibbles(at: int, count: int) -> np.ndarray:  # of each `count` bytes the low halves, then the high ones
         some = b[:, at : at + weights // 2].reshape(len(b), -1, count)
         return np.stack([some & 15, some >> 4], 2).reshape(len(b), -1)
@@ -54,6 +62,21 @@ def integers(blocks: np.ndarray, format: Q) -> tuple[np.ndarray, np.ndarray, np.
         high = 0 if format in (Q.Q4_0, Q.Q4_1) else fifth(start).astype(np.int64) << 4
         q, scales = nibbles(size - 16, 16) | high, half(0)
         minimums = half(2) if start == 4 else None
+    elif format in (Q.IQ4_NL, Q.MXFP4):
+        exponents = b[:, :1].astype(np.float64) - 128
+        q, scales = nibbles(size - 16, 16), half(0) if format is Q.IQ4_NL else np.exp2(exponents).astype(np.float32)
+    elif format is Q.IQ4_XS:
+        low = np.stack([b[:, 4:8] & 15, b[:, 4:8] >> 4], 2).reshape(len(b), 8)
+        high = b[:, 2:4].copy().view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+        q, scales = nibbles(8, 16), half(0) * (low.astype(np.float32) + 16 * high.astype(np.float32) - 32)
+    elif format is Q.Q2_K:
+        q, scales, minimums = two_bits(16), half(80) * (b[:, :16] & 15), half(82) * (b[:, :16] >> 4)
+    elif format is Q.Q3_K:
+        six = b[:, 96:108].astype(np.int64)
+        own = np.concatenate([six[:, :8] & 15, six[:, :8] >> 4], 1)
+        own += np.concatenate([six[:, 8:] >> shift & 3 for shift in (0, 2, 4, 6)], 1) * 16 - 32
+        high = np.concatenate([b[:, :32] >> part & 1 for part in range(8)], 1)
+        q, scales = two_bits(32) | high << 2, half(108) * own.astype(np.float32)
     elif format is Q.Q6_K:
         low = nibbles(0, 64)
         high = np.concatenate([b[:, 128 + h : 160 + h] >> s & 3 for h in (0, 32) for s in (0, 2, 4, 6)], 1)
@@ -70,7 +93,8 @@ def integers(blocks: np.ndarray, format: Q) -> tuple[np.ndarray, np.ndarray, np.
         None if x is None else np.repeat(x, weights // 16 // x.shape[1], 1).reshape(rows, -1)
         for x in (scales, minimums)
     ]
-    q = q.astype(np.int64).reshape(rows, -1, 16) - ZERO.get(format, 0)
+    q = TABLES[format][q] if format in TABLES else q.astype(np.int64) - ZERO.get(format, 0)
+    q = q.reshape(rows, -1, 16)
     least = spread[1] if format in (Q.Q4_1, Q.Q5_1) or spread[1] is None else -spread[1]
     return q, spread[0], least
 
@@ -80,13 +104,13 @@ def product(x: np.ndarray, blocks: np.ndarray, format: Q) -> np.ndarray:
     q, scales, minimums = integers(blocks, format)
     activations, own = quantize(x)
     y = np.zeros((len(x), len(blocks)), np.float32)
-    for block in range(x.shape[1] // 32):
-        sums = [activations[:, block, h * 16 : h * 16 + 16] @ q[:, 2 * block + h].T for h in (0, 1)]
-        s, of_block = own[:, block, None], scales[:, 2 * block : 2 * block + 2].T
-        parts = zip(sums, of_block, strict=True) if format is Q.Q6_K else [(sum(sums), of_block[0])]
-        for total, scale in parts:
-            y = fused(total.astype(np.float32), scale[None] * s, y)
+    width = 16 if format in HALVED else 32
+    q, activations = q.reshape(len(q), -1, width), activations.reshape(len(x), -1, width)
+    for part in range(x.shape[1] // width):
+        sums, number = activations[:, part] @ q[:, part].T, part * width // 16
+        s = own[:, part * width // 32, None]
+        y = fused(sums.astype(np.float32), scales[None, :, number] * s, y)
         if minimums is not None:
-            total = s * activations[:, block].sum(-1).astype(np.float32)[:, None]
-            y = fused(np.broadcast_to(minimums[None, :, 2 * block], y.shape), np.broadcast_to(total, y.shape), y)
+            total = s * activations[:, part].sum(-1).astype(np.float32)[:, None]
+            y = fused(np.broadcast_to(minimums[None, :, number], y.shape), np.broadcast_to(total, y.shape), y)
     return y

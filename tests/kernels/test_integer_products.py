@@ -7,6 +7,7 @@ import pytest
 import torch
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Q
+from gguf.quants import dequantize
 from test_packed import random_blocks, same_bits
 
 from reference_integer_products import product
@@ -51,6 +52,27 @@ def test_the_numbers_of_interleaved_weights_are_those_of_the_file(format):
     assert same_bits(weight.dequantize(rows), wanted[rows])
 
 
+def check_exponents_of_mxfp4() -> None:
+    blocks = random_blocks(Q.MXFP4, 32, 512).view(512, 17)
+    blocks[:, 0] = torch.arange(512) % 256
+    with np.errstate(over="ignore"):
+        wanted = torch.from_numpy(dequantize(blocks.numpy(), Q.MXFP4)).bfloat16().view(32, 512)
+    wanted *= wanted.abs() >= 2.0**-126  # as everywhere in the kernels, subnormal results are zeros
+    blocks = blocks.view(32, -1)
+    for arithmetic in ("int8", "bf16"):
+        assert same_bits(PackedWeight.from_blocks(blocks, Q.MXFP4, arithmetic).dequantize(), wanted)
+    low = torch.cat([blocks[:8], blocks[16:24]])  # exponents below 128, subnormal scales among them
+    x = rows_of(5, 512)
+    for size in (1.0, 2.0**100):
+        rows = (x.float() * size).bfloat16()
+        found = linear(rows, [PackedWeight.from_blocks(low, Q.MXFP4, "int8")], [None])[0]
+        assert same_bits(found, torch.from_numpy(product(rows.float().numpy(), low.numpy(), Q.MXFP4)).bfloat16())
+
+
+def test_scales_of_mxfp4_are_powers_of_two_from_the_least_to_the_greatest():
+    check_exponents_of_mxfp4()
+
+
 def test_weights_of_both_arithmetics_share_a_call():
     x, bias = rows_of(3, 256), torch.randn(43).bfloat16()
     blocks = random_blocks(Q.Q4_K, 43, 256)
@@ -77,6 +99,7 @@ def test_kernels_of_other_processors_give_the_same_bits():
         check(format, counts=(*range(1, 51), 75))
         if GGML_QUANT_SIZES[format][0] == 32:
             check(format, 16, 800, (5, 16, 17))
+    check_exponents_of_mxfp4()
 
 
 def test_norms_gates_and_sums_around_a_product_are_those_of_bfloat16():

@@ -27,6 +27,7 @@ from saltus.models.causal import CausalNetwork
 from saltus.models.cpu import attention
 from saltus.models.cpu.attention import AttentionCall, SequenceRows
 from saltus.models.cpu.kv_cache import KVCache
+from saltus.models.reach import Chunks
 from saltus.storage import cache_files
 from saltus.storage.cache_files import is_own_file, make_private_folder, new_file_with_digest
 
@@ -245,6 +246,16 @@ def test_torch_alone_rounds_a_curve_by_its_place():
     )
 
 
+def test_a_complex_number_is_multiplied_alike_at_every_place():
+    """As rotary embeddings of Llama 4 and DeepSeek V2 are: torch rounds those of a vector's end otherwise."""
+    one, other = (torch.view_as_complex(normal(39, 2, seed=seed)) for seed in (1, 2))
+    with BatchInvariantMode():
+        alone = torch.cat([one[i : i + 1] * other[i : i + 1] for i in range(39)])
+        for length in range(1, 40):
+            assert torch.equal(one[:length] * other[:length], alone[:length])
+    torch.testing.assert_close(alone, one * other)
+
+
 # Attention
 
 
@@ -252,14 +263,16 @@ class Rows:
     """Random queries, keys and values: of a text, and of a tree's nodes behind it."""
 
     def __init__(
-        self, dtype, past=37, nodes=24, kv_heads=2, group=3, dim=16, value_dim=None, window=None, softcap=None
-    ):
+        self, dtype, past=37, nodes=24, kv_heads=2, group=3, dim=16, value_dim=None, window=None, softcap=None,
+        sinks=None,
+    ):  # fmt: skip
         self.text = normal(2, kv_heads, past, dim, seed=1).to(dtype)
         self.q = normal(kv_heads * group, nodes, dim, seed=2).to(dtype)
         self.k, self.v = normal(2, kv_heads, nodes, dim, seed=3).to(dtype)
         self.text_v, self.v = self.text[1][..., :value_dim], self.v[..., :value_dim]
         self.tree = ForwardInputs(continuation(range(past), 99), *random_tree(nodes))
-        self.past, self.settings = past, {"sliding_window": window, "softcap": softcap}
+        sinks = None if sinks is None else normal(kv_heads * group, seed=4) + sinks
+        self.past, self.settings = past, {"sliding_window": window, "softcap": softcap, "s_aux": sinks}
 
     def ancestors(self, node: int) -> list[int]:
         """The node itself comes last."""
@@ -269,7 +282,7 @@ class Rows:
             node = self.tree.parents[node]
         return found
 
-    def attend(self, before: list[int], rows: list[int]) -> torch.Tensor:
+    def attend(self, before: list[int], rows: list[int], batch_invariant: bool = True) -> torch.Tensor:
         """The outputs of nodes `rows`, where nodes `before` have become text: [rows, heads, dim]."""
         kv_cache, past = KVCache(), self.past + len(before)
         keys, values = torch.cat([self.text[0], self.k[:, before]], 1), torch.cat([self.text_v, self.v[:, before]], 1)
@@ -279,7 +292,7 @@ class Rows:
         visible = np.array([[j in self.ancestors(i) for j in rows] for i in rows], dtype=np.uint8)
         positions = self.past + np.array([self.tree.depths[node] for node in rows])
         part, module = SequenceRows(kv_cache, past, positions, visible), SimpleNamespace(layer_idx=0)
-        with attention.attention_context(AttentionCall([part], 1)):
+        with attention.attention_context(AttentionCall([part], 1, batch_invariant)):
             q, k, v = (x[None, :, rows] for x in (self.q, self.k, self.v))
             return attention.attend(module, q, k, v, **self.settings)[0][0]
 
@@ -290,19 +303,26 @@ class Rows:
             torch.cat([text, new[:, path]], 1).double().repeat_interleave(group, 0)
             for text, new in ((self.text[0], self.k), (self.text_v, self.v))
         )
-        if window := self.settings["sliding_window"]:
-            keys, values = keys[:, -window:], values[:, -window:]
+        last = self.past + len(path) - 1
+        if isinstance(reach := self.settings["sliding_window"], Chunks):
+            reach = last % reach.size + 1
+        if reach is not None:
+            keys, values = keys[:, -reach:], values[:, -reach:]
         scores = (keys @ self.q[:, node, :, None].double())[..., 0] * keys.shape[-1] ** -0.5
         if softcap := self.settings["softcap"]:
             scores = softcap * (scores / softcap).tanh()
-        return (scores.softmax(-1)[:, None] @ values)[:, 0]
+        if (sinks := self.settings["s_aux"]) is not None:
+            scores = torch.cat([scores, sinks[:, None].double()], 1)
+        return (scores.softmax(-1)[:, None, : keys.shape[1]] @ values)[:, 0]
 
 
 SHAPES = [
     {"dim": 8}, {"dim": 20}, {"dim": 64}, {"dim": 80}, {"dim": 96}, {"dim": 128}, {"dim": 256},
     {"dim": 48, "value_dim": 20}, {"kv_heads": 1, "group": 8}, {"kv_heads": 5, "group": 1}, {"kv_heads": 3, "group": 7},
     {"window": 12}, {"window": 3}, {"window": 40}, {"softcap": 5.0}, {"softcap": 5.0, "window": 9}, {"past": 0},
-    {"past": 1}, {"past": 15}, {"past": 300, "nodes": 70},
+    {"past": 1}, {"past": 15}, {"past": 300, "nodes": 70}, {"sinks": 0.0}, {"sinks": 9.0, "window": 12, "nodes": 70},
+    {"sinks": -200.0}, {"sinks": 1.0, "softcap": 5.0, "kv_heads": 1, "group": 7}, {"window": Chunks(20)},
+    {"window": Chunks(3), "past": 7, "sinks": 0.0}, {"window": Chunks(1)}, {"window": Chunks(38), "nodes": 70},
 ]  # fmt: skip
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(f"{k}{v}" for k, v in shape.items()))
 
@@ -349,6 +369,86 @@ def test_what_is_not_a_number_in_a_text_is_not_hidden(dtype):
         rows = Rows(dtype)
         rows.text[kind, :, 5] = float("nan")
         assert rows.attend([], [0, 1]).isnan().all()
+
+
+@each_dtype
+def test_a_sink_that_is_not_a_number_is_not_hidden(dtype):
+    rows = Rows(dtype, sinks=0.0)
+    rows.settings["s_aux"][3] = float("nan")
+    out = rows.attend([], [0, 1])
+    assert out[:, 3].isnan().all()
+    assert out[:, [0, 1, 2, 4, 5]].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_a_kernel_the_same_sinks_and_chunks_count(dtype, monkeypatch):
+    rows = Rows(dtype, window=Chunks(20), sinks=1.0)
+    nodes = list(range(24))
+    exact = torch.stack([rows.exact(node) for node in nodes])
+    monkeypatch.setattr(native, "kernel", lambda *_: None)
+    whole = rows.attend([], nodes)
+    assert ((whole.double() - exact).abs() <= exact.abs() * STEPS[dtype] / 2 + 4e-6).all()
+    *before, last = rows.ancestors(23)
+    assert same(rows.attend(before, [last])[0], whole[23])
+    free = rows.attend([], nodes, batch_invariant=False)
+    assert (free.double() - exact).norm() <= exact.norm() * STEPS[dtype] * 2
+
+
+@compiled
+@each_dtype
+def test_keys_and_values_that_are_in_the_memory_already_are_attended_to_and_stay(dtype):
+    """As in layers that share those of another layer: the kernel gets no new ones."""
+    rows = Rows(dtype, sinks=0.0)
+    visible, heads, past = np.tri(24, dtype=np.uint8), 6, rows.past
+    kv_cache = KVCache()
+    kv_cache.reserve(1, past + 24, rows.k, rows.v)
+    kv_cache.keys[0, :, :past], kv_cache.values[0, :, :past] = rows.text[0], rows.text_v
+    part = SequenceRows(kv_cache, past, past + np.arange(24), visible)
+    kernel, outs, sinks = native.kernel("attend", dtype, torch.device("cpu")), [], rows.settings["s_aux"]
+    for new in (True, False):
+        outs.append(torch.zeros(24, heads, 16, dtype=dtype))
+        struct = part.kernel_arguments(None, rows.q, rows.k, rows.v, outs[-1], 0.25, sinks=sinks)
+        struct.keys, struct.values = kv_cache.keys.data_ptr(), kv_cache.values.data_ptr()
+        struct.capacity = kv_cache.keys.shape[2]
+        if not new:
+            before = kv_cache.keys.clone(), kv_cache.values.clone()
+            struct.key = struct.value = None
+        assert kernel(ctypes.byref(struct)) == 0
+    assert torch.equal(*outs)
+    assert torch.equal(before[0][..., : past + 24, :], kv_cache.keys[..., : past + 24, :])
+    assert torch.equal(before[1][..., : past + 24, :], kv_cache.values[..., : past + 24, :])
+
+
+REFUSED = {
+    "values of other heads": ({"v": (3, 24, 16)}, "do not fit together"),
+    "fewer keys than queries": ({"k": (2, 23, 16)}, "do not fit together"),
+    "keys of another size": ({"k": (2, 24, 17)}, "do not fit together"),
+    "heads that keys do not divide": ({"q": (5, 24, 16)}, "do not fit together"),
+    "queries of fewer rows": ({"q": (6, 9, 16)}, "other rows"),
+    "sinks of other heads": ({"s_aux": (5,)}, "5 sinks for 6 heads"),
+    "no window": ({"sliding_window": 0}, "attends to 0 positions"),
+    "a chunk of nothing": ({"sliding_window": Chunks(-4)}, "attends to -4 positions"),
+    "an indexer": ({"indices": (1,)}, "an indexer that chooses keys"),
+    "sinks by token": ({"sinks": (1,)}, "sinks that depend on the token"),
+    "position biases": ({"position_bias": (1,)}, "position biases"),
+}
+
+
+@compiled
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_layer_that_does_not_fit_is_refused_in_one_line(what):
+    changes, said = REFUSED[what]
+    rows = Rows(torch.float32)
+    for name, value in changes.items():
+        made = normal(*value) if isinstance(value, tuple) else value
+        if name in ("q", "k", "v"):
+            setattr(rows, name, made)
+        else:
+            rows.settings[name] = made
+    part = SequenceRows(KVCache(), 0, np.arange(24), np.tri(24, dtype=np.uint8))
+    with attention.attention_context(AttentionCall([part], 1)), pytest.raises(ValueError, match=said) as error:
+        attention.attend(SimpleNamespace(layer_idx=0), *(x[None] for x in (rows.q, rows.k, rows.v)), **rows.settings)
+    assert "\n" not in str(error.value)
 
 
 def test_a_score_too_small_to_count_is_an_exact_zero():

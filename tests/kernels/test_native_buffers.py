@@ -7,7 +7,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from conftest import tiny_llama
 from saltus.kernels import native
-from saltus.models.cpu.decoder_ops import NormWeights, linear_struct
+from saltus.models.cpu.decoder_weights import NormWeights, linear_struct
 from saltus.models.cpu.native_decoder import NativeDecoder
 
 pytestmark = pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")

@@ -11,20 +11,29 @@ from torch.nn import Parameter
 
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import linear
-from saltus.kernels.packed_weight import PACKED_FORMATS, PackedWeight, dequantize_blocks, describe_weights
+from saltus.kernels.packed_weight import (
+    PACKED_FORMATS,
+    PackedWeight,
+    dequantize_blocks,
+    describe_weights,
+    packed_bytes,
+)
 
-HALVES = {Q.F16: [0], Q.Q4_0: [0], Q.Q4_1: [0, 2], Q.Q5_0: [0], Q.Q5_1: [0, 2], Q.Q8_0: [0], Q.Q4_K: [0, 2],
-          Q.Q5_K: [0, 2], Q.Q6_K: [208]}  # fmt: skip
+HALVES = {Q.F16: [0], Q.Q4_0: [0], Q.Q4_1: [0, 2], Q.Q5_0: [0], Q.Q5_1: [0, 2], Q.Q8_0: [0], Q.Q2_K: [80, 82],
+          Q.Q3_K: [108], Q.Q4_K: [0, 2], Q.Q5_K: [0, 2], Q.Q6_K: [208], Q.IQ4_NL: [0], Q.IQ4_XS: [0]}  # fmt: skip
 needs_kernels = pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
 each_format = pytest.mark.parametrize("format", PACKED_FORMATS, ids=lambda format: format.name)
 
 
 def random_blocks(format: Q, rows: int, columns: int) -> torch.Tensor:
-    """Any bytes, with scales that are finite: some subnormal, some zero, some negative."""
+    """Any bytes, with scales that are finite: some subnormal, some zero, some negative; of MXFP4, of any usual size."""
     weights, size = GGML_QUANT_SIZES[format]
     random = np.random.default_rng(int(format))
     blocks = random.integers(0, 256, (rows * columns // weights, size), dtype=np.uint8)
-    for at in HALVES[format]:
+    if format is Q.MXFP4:
+        blocks[:, 0] = random.integers(100, 130, len(blocks))
+        blocks[::7] = 0
+    for at in HALVES.get(format, ()):
         scales = random.normal(0, 0.01, len(blocks)).astype(np.float16)
         scales[::7], scales[1::7] = -0.0, 6e-8
         blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
@@ -91,6 +100,41 @@ def test_a_packed_weight_behaves_as_the_matrix_that_it_stands_for():
     assert torch.equal(x @ parameter.T, x @ plain.T)
     with pytest.raises(IndexError, match="a row of 40"):
         parameter[torch.tensor([40])]
+
+
+@needs_kernels
+@each_format
+@pytest.mark.parametrize("arithmetic", ["bf16", "int8"])
+def test_the_matrices_of_a_stack_follow_one_another(format, arithmetic):
+    """Also where their outputs do not fill the last group of interleaved ones."""
+    for outputs in (32, 43):
+        blocks = random_blocks(format, 3 * outputs, 256).view(3, outputs, -1)
+        stack = PackedWeight.from_blocks(blocks, format, arithmetic)
+        parameter, x = Parameter(stack, requires_grad=False), torch.randn(2, 256).bfloat16()
+        assert parameter.shape == (3, outputs, 256)
+        assert stack.nbytes == 3 * stack.matrix_bytes
+        assert same_bits(parameter.float().bfloat16(), dequantize_blocks(blocks, format))
+        for number in (0, 2, -1):
+            alone = PackedWeight.from_blocks(blocks[number], format, arithmetic)
+            matrix = parameter[number]
+            assert isinstance(matrix, PackedWeight)
+            assert matrix.rows.data_ptr() == stack.rows.data_ptr() + number % 3 * stack.matrix_bytes
+            assert same_bits(matrix.dequantize(), alone.dequantize())
+            assert same_bits(F.linear(x, matrix), F.linear(x, alone))
+    with pytest.raises(IndexError):
+        parameter[3]
+
+
+@needs_kernels
+@each_format
+@pytest.mark.parametrize("arithmetic", ["bf16", "int8"])
+def test_rows_begin_where_the_bytes_of_those_before_them_end(format, arithmetic):
+    blocks = random_blocks(format, 48, 512)
+    weight = PackedWeight.from_blocks(blocks, format, arithmetic)
+    at = packed_bytes(weight.kernel_format, 16, 512)
+    later = PackedWeight.from_blocks(blocks[16:], format, arithmetic)
+    assert torch.equal(weight.rows.flatten()[at:], later.rows.flatten())
+    assert packed_bytes(weight.kernel_format, 48, 512) == weight.matrix_bytes == weight.nbytes
 
 
 @needs_kernels

@@ -22,7 +22,7 @@ from saltus.kernels.packed_weight import PackedWeight
 from saltus.models.cpu.attention import FROM_FIRST_SLOT
 from saltus.models.cpu.native_decoder import DecoderCall
 
-FORMATS = [Q.Q4_1, Q.Q8_0, Q.Q4_K, Q.Q6_K, Q.Q5_0]
+FORMATS = [Q.Q4_1, Q.Q8_0, Q.Q4_K, Q.Q6_K, Q.Q5_0, Q.MXFP4, Q.Q2_K, Q.IQ4_XS, Q.Q3_K]
 
 
 def digest(file: Path) -> list[bytes]:
@@ -85,7 +85,7 @@ def write_call(file: Path, decoder: Any, made: DecoderCall, results: list[torch.
     """Write the memory that a call of a decoder reads and writes, as call_elsewhere.c reads it."""
     struct, (cos, sin, positions, call, attentions, *arrays) = made.struct, made.pointed_to
     tokens = (ctypes.c_int64 * struct.embedding.count).from_address(struct.embedding.rows)
-    masks = [mask for sequence in call.sequences for both in sequence.masks_by_window.values() for mask in both]
+    masks = [mask for sequence in call.sequences for both in sequence.masks_by_reach.values() for mask in both]
     masks += [FROM_FIRST_SLOT, *(sequence.tree_mask for sequence in call.sequences)]
     weights = [weight.rows if isinstance(weight, PackedWeight) else weight for weight in decoder.model.parameters()]
     buffers: list[Any] = [decoder.hidden, decoder.q, decoder.k, decoder.v, decoder.out, decoder.gate, decoder.up]

@@ -19,14 +19,16 @@ from gguf.quants import dequantize, quantize
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaTokenizer
 
+import architectures
 import saltus
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.engine import calibration
 from saltus.engine.checkpoints import load_checkpoint, load_model, make_network
 from saltus.kernels.packed_weight import PACKED_FORMATS, PackedWeight, rearrange_blocks
-from saltus.loading import gguf_files, packing, sources
+from saltus.loading import gguf_files, gguf_weights, packing, sources
 from saltus.loading.fetching import SourceError
+from saltus.loading.gguf_header import read_gguf_header
 from saltus.loading.gguf_storage import remove_gguf
 from saltus.loading.gguf_tokenizers import make_tokenizer
 from saltus.loading.model_identity import model_fingerprint
@@ -34,10 +36,15 @@ from saltus.loading.sources import resolve
 from saltus.methods.ptp.network import DrafterShape
 from saltus.methods.published.dflash import DFlashShape
 from saltus.methods.published.eagle3 import Eagle3Shape
+from saltus.models.causal import CausalNetwork
 from saltus.models.gguf_architecture import LLAMA_TENSORS
 from saltus.models.packed_decoder import PackedDecoder
 
-OTHERS = {"Q4_K", "Q5_K", "Q6_K"}  # which gguf reads and does not write
+# What gguf reads and does not write: where the scales and minimums stand, and how large usual ones are.
+OTHERS = {
+    Q.Q2_K: ([80, 82], 2e-3), Q.Q3_K: ([108], 4e-4), Q.Q4_K: ([0, 2], 2e-4), Q.Q5_K: ([0, 2], 2e-4),
+    Q.Q6_K: ([208], 2e-4), Q.IQ4_NL: ([0], 1e-3), Q.IQ4_XS: ([0], 5e-5),
+}  # fmt: skip
 SIZES = {
     "vocab_size": 300, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
@@ -63,13 +70,14 @@ def tiny(architecture: str):
 
 def as_blocks(values: np.ndarray, format: Q) -> np.ndarray:
     """Quantised, or for the formats that gguf does not write: any blocks of such a shape, with fitting scales."""
-    if format.name not in OTHERS:
+    if format not in OTHERS:
         return quantize(values, format)
     weights, size = GGML_QUANT_SIZES[format]
     random = np.random.default_rng(int(format))
     blocks = random.integers(0, 256, (values.size // weights, size), dtype=np.uint8)
-    for at in [208] if format == Q.Q6_K else [0, 2]:
-        scales = random.uniform(1e-4, 2e-4, len(blocks)).astype(np.float16)
+    places, usual = OTHERS[format]
+    for at in places:
+        scales = random.uniform(usual / 2, usual, len(blocks)).astype(np.float16)
         blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
     return blocks.reshape(values.shape[0], -1)
 
@@ -138,7 +146,8 @@ def own_cache(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
 
 
-MIXED = [Q.Q4_0, Q.Q8_0, Q.Q6_K, Q.Q4_1, Q.Q5_K, Q.F16, Q.Q4_K, Q.BF16, Q.Q5_1, Q.Q5_0, Q.F32]
+MIXED = [Q.Q4_0, Q.Q8_0, Q.Q6_K, Q.Q4_1, Q.Q5_K, Q.F16, Q.Q4_K, Q.BF16, Q.Q5_1, Q.Q5_0, Q.F32, Q.MXFP4, Q.IQ4_NL,
+         Q.IQ4_XS, Q.Q2_K, Q.Q3_K]  # fmt: skip
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -271,6 +280,29 @@ def test_the_token_that_ends_a_turn_ends_a_text_too(tmp_path, monkeypatch):
     assert load_checkpoint(str(tmp_path / "tiny.gguf"), "cpu", weights="bf16").end_tokens == {1, 7}
 
 
+@pytest.mark.parametrize("arithmetic", ["bf16", "int8"])
+def test_experts_are_a_stack_of_matrices(arithmetic, tmp_path):
+    file, out = tmp_path / "experts.gguf", gguf.GGUFWriter(tmp_path / "experts.gguf", "llama")
+    values = np.random.default_rng(0).normal(size=(4, 24, 64)).astype(np.float32)
+    formats = {"blk.0.ffn_up_exps.weight": Q.MXFP4, "blk.0.ffn_down_exps.weight": Q.Q8_0, "blk.0.more": Q.F32}
+    for name, format in formats.items():
+        out.add_tensor(name, quantize(values, format), raw_dtype=None if format is Q.F32 else format)
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+    content = np.memmap(file, mode="c")
+    for tensor in read_gguf_header(file).tensors:
+        expected = torch.from_numpy(dequantize(quantize(values, formats[tensor.name]), formats[tensor.name])).bfloat16()
+        place = gguf_files.GgufTensor(int(tensor.format), tensor.shape, tensor.offset, tensor.size)
+        for packed in (True, False):
+            weight = gguf_weights._weight(content, place, torch.bfloat16, packed, arithmetic)
+            assert isinstance(weight, PackedWeight) == (packed and tensor.format is not Q.F32)
+            assert weight.shape == (4, 24, 64)
+            assert torch.equal(weight.float(), expected.float())
+            assert torch.equal(weight[2].float(), expected[2].float())
+
+
 # Files that cannot be served
 
 
@@ -311,6 +343,7 @@ def test_what_is_not_supported_is_one_line_that_names_it_and_what_is(tmp_path):
     file = tmp_path / "format.gguf"
     write(tiny("llama"), file, [Q.TQ2_0])
     assert "as TQ2_0; supported are F16, Q4_0" in complaint(file)
+    assert "Q6_K, IQ4_NL, IQ4_XS, MXFP4, F32" in complaint(file)
 
 
 def test_a_damaged_file_is_one_line(tmp_path):
@@ -474,6 +507,30 @@ def test_a_hugging_face_model_is_packed_once_and_is_another_model(tmp_path, monk
     assert not torch.equal(packed(text).logits, model(text).logits)
     with pytest.raises(ValueError, match="for bfloat16 on the CPU"):
         load_model("tiny", folder, torch.float32, weights="q8_0")
+
+
+@pytest.mark.parametrize("arithmetic", ["int8", "bf16"])
+@pytest.mark.parametrize("name", ["Qwen2Moe", "Mixtral"])
+def test_experts_are_packed_with_the_other_matrices(tmp_path, monkeypatch, name, arithmetic):
+    monkeypatch.setattr(packing, "cache_folder", lambda: tmp_path / "cache")
+    model = architectures.tiny(
+        name, hidden_size=64, intermediate_size=32, moe_intermediate_size=32, shared_expert_intermediate_size=32
+    )
+    model.save_pretrained(tmp_path / "model")
+    packed = load_model("tiny", tmp_path / "model", weights="q8_0", arithmetic=arithmetic)
+    stacks = [weight for weight in packed.parameters() if weight.ndim == 3]
+    assert len(stacks) == 4
+    assert {type(weight) for weight in stacks} == {PackedWeight}
+    network = CausalNetwork(packed)
+    assert network.compute_path == "native"
+    tokens = architectures.text(30)
+    found = architectures.chain(network, tokens)
+    own = packed(torch.tensor(tokens[None]), use_cache=False).logits[0]  # Transformers' layers on the same weights
+    errors = (found.float() - own.float()).norm(dim=-1) / own.float().norm(dim=-1)
+    assert errors.sort().values[:22].max() < 0.06  # rounding sends a few rows to other experts
+    kv_cache = network.new_kv_cache()
+    for length in range(1, 30):
+        assert torch.equal(architectures.read(network, tokens[:length], kv_cache=kv_cache)[0], found[length - 1])
 
 
 # Without Transformers' model classes

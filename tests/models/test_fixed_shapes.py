@@ -20,7 +20,7 @@ from saltus.models.cuda.fixed_shape_calls import FixedShapeKVCache, FixedShapeSe
 from saltus.models.cuda.fixed_shapes import CallOutputs, why_not_fixed_shapes
 
 DTYPES = [torch.float32, torch.bfloat16]
-NAMES = ["Llama", "Qwen3", "Mistral", "Gemma2", "Gemma3", "GPT2", "OPT", "Phi", "Cohere2"]
+NAMES = ["Llama", "Qwen3", "Mistral", "Gemma2", "Gemma3", "GPT2", "OPT", "Phi", "Cohere2", "GraniteSWA", "Llama4"]
 LENGTH = 70
 SMALL = FixedShapeSettings(rows_per_call=32, rows_per_group=4, prefill_chunk=16, page_size=16, pages_per_block=2)
 
@@ -79,7 +79,7 @@ def test_logits_are_those_of_the_models_own_forward(networks, name, dtype):
 
 @pytest.mark.slow
 @each_dtype
-@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GPT2", "Cohere2"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GPT2", "Cohere2", "GraniteSWA", "Llama4"])
 def test_however_a_text_is_asked_for_its_logits_are_the_same_bits(networks, name, dtype):
     """Token by token, by right branches among wrong ones that are moved when they become text, and read at once."""
     network, tokens = networks(name, dtype), text(LENGTH)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import blake2b
@@ -25,6 +27,7 @@ CALIBRATION_ROWS = (1, 2, 4, 8, 16, 32)  # row counts that are timed
 MIN_CACHED_BYTES = 50_000_000  # of weights; the calls of smaller models are timed in no time
 REPEATED_ROWS = (1, 2, 4, 8)  # row counts that are timed in every run
 MAX_RISE = 1.05  # of a time, from one run to the next
+GOLDEN_RATIO = 0.6180339887  # of the vocabulary, from one token of a timed call to the next: they lie far apart
 
 
 def call_seconds(network: Any) -> dict[int, float]:
@@ -77,13 +80,18 @@ def _cache_file(network: Any) -> Path | None:
 def measure_call_seconds(
     network: Network, row_counts: Sequence[int] = CALIBRATION_ROWS, turns: int = 3
 ) -> dict[int, float]:
-    """Seconds of a call by its number of rows, after a short text: the least of `turns`, since noise only adds."""
+    """Seconds of a call by its number of rows, after a short text: the least of `turns`, since noise only adds.
+
+    The rows are tokens from all over the vocabulary, as many different ones as it has: a mixture of experts reads the
+    weights of those experts that the rows of a call go to.
+    """
     kv_cache = network.new_kv_cache()
     vocab = network.forward([ForwardInputs(continuation([0], 1))], [kv_cache])[0].logits.shape[-1]
-    canvas = continuation(np.arange(48) % vocab, 2)
+    step = next(step for step in itertools.count(round(GOLDEN_RATIO * vocab)) if math.gcd(step, vocab) == 1)
+    canvas = continuation(np.arange(48) * step % vocab, 2)
 
     def seconds(rows: int) -> float:
-        nodes = np.arange(rows - 1) % vocab
+        nodes = np.arange(48, 47 + rows) * step % vocab
         inputs = ForwardInputs(canvas, tuple(nodes.tolist()), (-1,) * len(nodes))
         return network.forward([inputs], [kv_cache])[0].seconds
 

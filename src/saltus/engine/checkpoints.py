@@ -19,7 +19,13 @@ from saltus.loading.fetching import first_line
 from saltus.loading.gguf_weights import load_gguf_model
 from saltus.loading.huge_pages import place_in_huge_pages
 from saltus.loading.metadata import ADAPTER_CONFIG_FILE, METADATA_FILE, read_metadata
-from saltus.loading.model_folders import INDEX_FILE, check_number_of_weights, check_size, foreign_quantization
+from saltus.loading.model_folders import (
+    INDEX_FILE,
+    check_number_of_weights,
+    check_size,
+    foreign_quantization,
+    text_part,
+)
 from saltus.loading.packing import PACKINGS, pack_model
 from saltus.loading.peft_adapters import adapted_model, is_peft_adapter, merge_adapter
 from saltus.loading.progress import ProgressCallback
@@ -27,7 +33,9 @@ from saltus.loading.sources import resolve
 from saltus.methods.assd.network import ANY_SUBSET, AnySubsetNetwork, load_pairwise_correction
 from saltus.methods.assd.xlnet import XlnetNetwork
 from saltus.methods.shared.adapter_files import load_adapter
+from saltus.models.architectures import describe_decoder
 from saltus.models.causal import CausalNetwork
+from saltus.models.cpu.native_decoder import supports_native_decoder
 from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
 from saltus.models.evabyte import EvaByteNetwork
 from saltus.models.evabyte_decoder import EvaByteDecoder
@@ -182,8 +190,9 @@ def _transformers_model(name: str, folder: Path, dtype: Any) -> Any:
     check_number_of_weights(folder)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False
-        )
+            folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False,
+            **text_part(folder),
+        )  # fmt: skip
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
@@ -235,7 +244,7 @@ def make_network(model: Any, name: str, exact: bool = True, max_draft_tokens: in
     vocab = model.get_output_embeddings().weight.shape[0]
     text = [(7 * i + 3) % vocab for i in range(6)]
     sibling, *branch = ((11 * i + 5) % vocab for i in range(3))
-    why = next((f"it keeps a state in {kind} layers" for kind in _recurrent_layer_types(model)), None)
+    why = _why_no_states(model)
     if why is None:
         with torch.inference_mode(), silence_transformers():
             expected = model(torch.tensor([text + branch], device=model.device), use_cache=False).logits[
@@ -252,7 +261,7 @@ def make_network(model: Any, name: str, exact: bool = True, max_draft_tokens: in
                 # rounding alone: of float32, of bfloat16, of activations in 8 bits; what a sibling does is about 1
                 if not expected.isfinite().all():
                     _require_finite_weights(model, name)
-                bound = 0.01 if expected.dtype == torch.float32 else 0.6 if uses_integers(model) else 0.2
+                bound = 0.01 if model.dtype == torch.float32 else 0.6 if uses_integers(model) else 0.2
                 expected, computed = expected.float(), computed.float()
                 if kv_cache.keys is None:
                     why = "its attention does not go through Transformers' AttentionInterface"
@@ -262,6 +271,7 @@ def make_network(model: Any, name: str, exact: bool = True, max_draft_tokens: in
                 ):
                     why = "a tree of tokens gets other logits than its branches get alone"
                 else:
+                    network.kv_bytes_per_token = kv_cache.bytes_per_token
                     return network
     raise ValueError(f"{name} ({type(model).__name__}) cannot be served: {why}; choose a model with plain attention")
 
@@ -323,6 +333,15 @@ def context_length_of(model: Any) -> int | None:
         return length
     unscaled = rope.get("original_max_position_embeddings") or length
     return max(length, int(unscaled * rope.get("factor", 1)))
+
+
+def _why_no_states(model: Any) -> str | None:
+    """Why layers that keep a state cannot be had: Transformers' own cannot read a tree. None: they can, or are not."""
+    kinds = _recurrent_layer_types(model)
+    if not kinds or supports_native_decoder(model):
+        return None
+    state = f"it keeps a state in {kinds[0]} layers"
+    return state if describe_decoder(model) is None else f"{state}, which only compiled kernels on a CPU can read"
 
 
 def _recurrent_layer_types(model: Any) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from saltus.models.cpu.hybrid_kv_cache import HybridKVCache, StateSizes
 from saltus.models.cpu.kv_cache import MIN_GROWTH, KVCache
 from saltus.models.protocols import TargetNetwork
 
@@ -27,6 +28,15 @@ def supports_prefix_tree(network: TargetNetwork) -> bool:
 
 
 @dataclass(eq=False)
+class _State:
+    """The states of recurrent layers after one of a node's tokens."""
+
+    states: Tensor
+    node: _Node
+    place: int  # how many of the node's tokens they have read, 1 or more
+
+
+@dataclass(eq=False)
 class _Node:
     """A run of tokens after its parent's, with the keys and values of exactly these tokens."""
 
@@ -35,6 +45,7 @@ class _Node:
     values: Tensor
     parent: _Node | None
     children: dict[int, _Node] = field(default_factory=dict)  # by first token
+    states: dict[int, _State] = field(default_factory=dict)  # by place; of networks with recurrent layers
 
     @property
     def num_bytes(self) -> int:
@@ -48,6 +59,9 @@ class PrefixTree:
     A text takes a copy of the longest prefix that the tree has, so any number of texts may share it. The ends of the
     tree that were not used for longest are dropped first. For networks for which `supports_prefix_tree` is true.
 
+    Where recurrent layers keep states, a text takes the prefix up to a snapshot of these. They take half of the memory
+    at most, without copies of their own: they are never written to.
+
     KV caches that cannot be cut in pieces (EvaByte's, and those whose layers differ in size) are kept whole, the latest
     four, and taken whole by one text: one that begins with all of the kept text's prompt, such as the next turn of a
     conversation.
@@ -60,13 +74,17 @@ class PrefixTree:
     # All nodes but the roots, those first that were not used for longest. A use moves children before their parents to
     # the end, so that the first node of all is always an end of the tree.
     _by_use: OrderedDict[_Node, None] = field(default_factory=OrderedDict, init=False, repr=False)
+    _states_by_use: OrderedDict[_State, None] = field(default_factory=OrderedDict, init=False, repr=False)
+    _state_bytes: int = field(default=0, init=False)  # of `num_bytes`
+    _state_sizes: dict[str, StateSizes] = field(default_factory=dict, init=False)  # by network
 
     def clear(self) -> None:
         """Forget everything."""
         self._roots.clear()
         self._by_use.clear()
         self._whole.clear()
-        self.num_bytes = 0
+        self._states_by_use.clear()
+        self.num_bytes = self._state_bytes = 0
 
     def take(self, prompt: Sequence[int], networks: Collection[str] | None = None) -> dict[str, Any]:
         """New KV caches by network, filled with the longest known prefix of the prompt; empty if none is known.
@@ -79,12 +97,28 @@ class PrefixTree:
                 continue
             path = self._path(root, tokens)
             self._touch(path)
-            if path:
-                taken[name] = _joined(path, len(tokens) + MIN_GROWTH)
+            if name in self._state_sizes:
+                if (kv_cache := self._taken_with_states(name, path, len(tokens) + MIN_GROWTH)) is not None:
+                    taken[name] = kv_cache
+            elif path:
+                taken[name] = KVCache(*_joined(path, len(tokens) + MIN_GROWTH))
         for name in {name for name, *_ in self._whole} - set(taken):
             if (networks is None or name in networks) and (kv_cache := self._take_whole(name, tokens)) is not None:
                 taken[name] = kv_cache
         return taken
+
+    def _taken_with_states(self, name: str, path: list[tuple[_Node, int]], capacity: int) -> HybridKVCache | None:
+        """A new cache of the path up to its last snapshot; None if there is none."""
+        known = _states_along(path)
+        if not known:
+            return None
+        position, state = max(known.items())
+        self._states_by_use.move_to_end(state)
+        snapshots = {at: each.states for at, each in known.items()}
+        return HybridKVCache(
+            *_joined(_cut(path, position), capacity), sizes=self._state_sizes[name], num_read=position,
+            snapshots=snapshots,
+        )  # fmt: skip
 
     def _take_whole(self, name: str, tokens: np.ndarray) -> KVCache | None:
         """The kept whole cache that shares most with a prompt, cut to what it shares; it is no longer kept."""
@@ -108,13 +142,17 @@ class PrefixTree:
         for name, kv_cache in kv_caches.items():
             if not isinstance(kv_cache, KVCache) or kv_cache.keys is None or not len(kv_cache.tokens):
                 continue
-            if type(kv_cache) is KVCache and not kv_cache.odd_layers:
-                self._add(name, kv_cache)
+            if isinstance(kv_cache, HybridKVCache) and not kv_cache.odd_layers:
+                self._add_with_states(name, kv_cache, ended)
+            elif type(kv_cache) is KVCache and not kv_cache.odd_layers:
+                self._add(name, kv_cache, len(kv_cache.tokens))
             elif ended:
                 self._whole.append((name, len(prompt), kv_cache))
                 self.num_bytes += _num_bytes(kv_cache)
         while self._whole and (len(self._whole) > MAX_WHOLE_CACHES or self.num_bytes > self.max_bytes):
             self.num_bytes -= _num_bytes(self._whole.pop(0)[2])
+        while self._states_by_use and self._state_bytes > self.max_bytes // 2:
+            self._drop_state(next(iter(self._states_by_use)))
         while self.num_bytes > self.max_bytes and self._by_use:
             self._drop_oldest_end()
 
@@ -130,8 +168,32 @@ class PrefixTree:
             node = child
         return path
 
-    def _add(self, name: str, kv_cache: KVCache) -> None:
-        tokens, keys, values = kv_cache.tokens, kv_cache.keys, kv_cache.values
+    def _add_with_states(self, name: str, kv_cache: HybridKVCache, ended: bool) -> None:
+        """Add a text up to its last snapshot; a text that has ended gives its states away as one."""
+        states = dict(kv_cache.snapshots)
+        if ended and kv_cache.num_read == len(kv_cache.tokens) and not kv_cache.in_call:
+            states.setdefault(kv_cache.num_read, kv_cache.states)
+        if not states:
+            return
+        self._state_sizes[name] = kv_cache.sizes
+        self._add(name, kv_cache, max(states))
+        end = 0
+        for node, shared in self._path(self._roots[name], kv_cache.tokens[: max(states)]):
+            begin, end = end, end + shared
+            for place in (position - begin for position in states if begin < position <= end):
+                if place not in node.states:
+                    node.states[place] = state = _State(states[begin + place], node, place)
+                    self._states_by_use[state] = None
+                    self._state_bytes += state.states.nbytes
+                    self.num_bytes += state.states.nbytes
+
+    def _drop_state(self, state: _State) -> None:
+        del self._states_by_use[state], state.node.states[state.place]
+        self._state_bytes -= state.states.nbytes
+        self.num_bytes -= state.states.nbytes
+
+    def _add(self, name: str, kv_cache: KVCache, length: int) -> None:
+        tokens, keys, values = kv_cache.tokens[:length], kv_cache.keys, kv_cache.values
         assert keys is not None and values is not None
         if name not in self._roots:
             nothing = keys[:, :, :0].clone()
@@ -158,6 +220,8 @@ class PrefixTree:
     def _drop_oldest_end(self) -> None:
         oldest, _ = self._by_use.popitem(last=False)
         assert oldest.parent is not None and not oldest.children
+        for state in list(oldest.states.values()):
+            self._drop_state(state)
         del oldest.parent.children[int(oldest.tokens[0])]
         self.num_bytes -= oldest.num_bytes
 
@@ -168,6 +232,10 @@ def _split(node: _Node, at: int) -> _Node:
     Copies, so that a part's memory is free when the part is dropped.
     """
     rest = _Node(node.tokens[at:].copy(), node.keys[:, :, at:].clone(), node.values[:, :, at:].clone(), node)
+    for state in [state for place, state in node.states.items() if place > at]:
+        del node.states[state.place]
+        state.node, state.place = rest, state.place - at
+        rest.states[state.place] = state
     rest.children = node.children
     for child in rest.children.values():
         child.parent = rest
@@ -176,19 +244,38 @@ def _split(node: _Node, at: int) -> _Node:
     return rest
 
 
-def _joined(path: Sequence[tuple[_Node, int]], capacity: int) -> KVCache:
-    """A KV cache of its own with the tokens of a path, and room for `capacity` tokens."""
+def _states_along(path: Sequence[tuple[_Node, int]]) -> dict[int, _State]:
+    """The states on a path, by position."""
+    found, end = {}, 0
+    for node, shared in path:
+        found |= {end + place: state for place, state in node.states.items() if place <= shared}
+        end += shared
+    return found
+
+
+def _cut(path: Sequence[tuple[_Node, int]], length: int) -> list[tuple[_Node, int]]:
+    """The first tokens of a path."""
+    cut = []
+    for node, shared in path:
+        if length > 0:
+            cut.append((node, min(shared, length)))
+        length -= shared
+    return cut
+
+
+def _joined(path: Sequence[tuple[_Node, int]], capacity: int) -> tuple[np.ndarray, Tensor, Tensor]:
+    """The tokens of a path, and keys and values of their own with room for `capacity` tokens."""
     tokens = np.concatenate([node.tokens[:shared] for node, shared in path])
-    kv_cache = KVCache(tokens)
-    like_keys, like_values = path[0][0].keys[0], path[0][0].values[0]
-    kv_cache.reserve(path[0][0].keys.shape[0], max(capacity, len(tokens)), like_keys, like_values)
-    assert kv_cache.keys is not None and kv_cache.values is not None
+    first, capacity = path[0][0], max(capacity, len(tokens))
+    keys, values = (
+        like.new_empty(like.shape[0], like.shape[1], capacity, like.shape[3]) for like in (first.keys, first.values)
+    )
     at = 0
     for node, shared in path:
-        kv_cache.keys[:, :, at : at + shared] = node.keys[:, :, :shared]
-        kv_cache.values[:, :, at : at + shared] = node.values[:, :, :shared]
+        keys[:, :, at : at + shared] = node.keys[:, :, :shared]
+        values[:, :, at : at + shared] = node.values[:, :, :shared]
         at += shared
-    return kv_cache
+    return tokens, keys, values
 
 
 def _num_bytes(kv_cache: KVCache) -> int:

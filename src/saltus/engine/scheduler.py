@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -30,9 +31,11 @@ from saltus.engine.prompt_reading import PromptReader
 from saltus.engine.request import Request
 from saltus.engine.scheduled_request import AnyScheduled, ScheduledRequest, is_out_of_memory
 from saltus.engine.turns import Shares, giving_way, memory_limit, next_in_turn
-from saltus.models.memory_use import kv_bytes_per_token
+from saltus.models.memory_use import text_bytes
 
 log = logging.getLogger("saltus")
+
+MOST_TOKENS = 2**31  # more than any text has
 
 
 @dataclass(eq=False)
@@ -108,13 +111,19 @@ class Scheduler(Generic[AnyScheduled]):
         return [*self.running, *self.paused]
 
     def num_bytes(self, scheduled: AnyScheduled) -> int:
-        """The most memory that the keys and values of a text can take, those of its draft models included."""
-        return scheduled.num_tokens * self.bytes_per_token(scheduled.method)
+        """The most memory that the keys, values and states of a text can take, those of its draft models included."""
+        return self.bytes_of_text(scheduled.num_tokens, scheduled.method)
 
-    def bytes_per_token(self, method: str) -> int:
-        """Of keys and values. Draft models are counted once they are loaded."""
+    def bytes_of_text(self, num_tokens: int, method: str) -> int:
+        """Of keys, values and states. Draft models are counted once they are loaded."""
         setup = self.decoder.setups.get(method)
-        return sum(map(kv_bytes_per_token, [self.decoder.target] if setup is None else setup.networks.values()))
+        networks = [self.decoder.target] if setup is None else setup.networks.values()
+        return sum(text_bytes(network, num_tokens) for network in networks)
+
+    def longest_text(self, max_bytes: int, method: str) -> int:
+        """Tokens of the longest text that fits into so much memory; 0 if none does."""
+        fits = bisect_right(range(MOST_TOKENS), max_bytes, key=lambda tokens: self.bytes_of_text(tokens, method))
+        return max(fits - 1, 0)
 
     def check_fits(self, scheduled: AnyScheduled) -> None:
         """Raise ValueError for a text that does not fit into the memory even alone."""

@@ -20,8 +20,14 @@ from saltus.kernels import native
 Q = GGMLQuantizationType
 ATEN = torch.ops.aten
 KEPT_PACKED = {ATEN.detach.default, ATEN.alias.default, ATEN.clone.default}
-SCALES_OF_A_BLOCK = {Q.Q4_0: 1, Q.Q4_1: 2, Q.Q5_0: 1, Q.Q5_1: 2, Q.Q8_0: 1}  # of blocks that are rearranged
-PACKED_FORMATS = (Q.F16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.Q4_K, Q.Q5_K, Q.Q6_K)
+# Of blocks of 32, which are rearranged: the scales and minimums that they begin with, and bytes of each.
+SCALES_OF_A_BLOCK = {
+    Q.Q4_0: (1, 2), Q.Q4_1: (2, 2), Q.Q5_0: (1, 2), Q.Q5_1: (2, 2), Q.Q8_0: (1, 2), Q.IQ4_NL: (1, 2), Q.MXFP4: (1, 1)
+}  # fmt: skip
+PAIRED_FORMATS = (Q.Q4_0, Q.Q4_1, Q.IQ4_NL, Q.MXFP4)  # of these, integers of 4 bits
+PACKED_FORMATS = (
+    Q.F16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.IQ4_NL, Q.IQ4_XS, Q.MXFP4
+)  # fmt: skip
 INTEGER_FORMATS = PACKED_FORMATS[1:]  # whose integers can be multiplied by 8-bit activations
 
 Arithmetic = Literal["int8", "bf16"]
@@ -31,13 +37,14 @@ GROUP_OUTPUTS = 16
 
 
 class PackedWeight(Tensor):
-    """A bfloat16 matrix [out, in], held as GGUF blocks.
+    """A bfloat16 matrix [out, in], or a stack of them [matrices, out, in], held as GGUF blocks.
 
     Its numbers are those of dequantising in float32 and rounding. The compiled kernels multiply by it without expanding
     it in memory, and selecting rows expands only these; any other operation works on an expanded copy. With the
     `arithmetic` "bf16" a product multiplies these numbers, and `rows` [out, bytes of a row] is arranged by
     `rearrange_blocks`; with "int8" it multiplies the integers of the blocks by activations of 8 bits
-    (docs/exactness.md), and `rows` [groups, bytes of a group] is arranged by `interleave_blocks`.
+    (docs/exactness.md), and `rows` [groups, bytes of a group] is arranged by `interleave_blocks`. The matrices of a
+    stack follow one another, `matrix_bytes` each, and `stack[i]` is one of them in the same memory.
     """
 
     rows: Tensor
@@ -46,7 +53,7 @@ class PackedWeight(Tensor):
 
     @staticmethod
     def __new__(
-        cls, rows: Tensor, format: GGMLQuantizationType, shape: tuple[int, int], arithmetic: Arithmetic
+        cls, rows: Tensor, format: GGMLQuantizationType, shape: tuple[int, ...], arithmetic: Arithmetic
     ) -> PackedWeight:
         packed = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16, device=rows.device)  # pyright: ignore[reportAttributeAccessIssue]
         packed.rows, packed.format, packed.arithmetic = rows, format, arithmetic
@@ -55,15 +62,15 @@ class PackedWeight(Tensor):
 
     @classmethod
     def from_blocks(cls, blocks: Tensor, format: GGMLQuantizationType, arithmetic: Arithmetic = "bf16") -> PackedWeight:
-        """The matrix of the blocks of a GGUF file [out, bytes of a row]; what is not rearranged shares their memory.
+        """The matrix of the blocks of a GGUF file [out, bytes of a row], or the stack of [matrices, out, bytes of one].
 
-        F16 holds no integers: its arithmetic is always "bf16".
+        What is not rearranged shares their memory. F16 holds no integers: its arithmetic is always "bf16".
         """
         weights, size = GGML_QUANT_SIZES[format]
-        shape = (blocks.shape[0], blocks.shape[1] // size * weights)
+        shape = (*blocks.shape[:-1], blocks.shape[-1] // size * weights)
         if arithmetic == "int8" and format in INTEGER_FORMATS:
             return cls(interleave_blocks(blocks, format), format, shape, "int8")
-        return cls(rearrange_blocks(blocks, format), format, shape, "bf16")
+        return cls(rearrange_blocks(blocks.flatten(0, -2), format), format, shape, "bf16")
 
     def __repr__(self, **_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"PackedWeight({tuple(self.shape)}, {self.format.name})"
@@ -74,14 +81,25 @@ class PackedWeight(Tensor):
         return int(self.format) + (INTERLEAVED if self.arithmetic == "int8" else 0)
 
     @property
+    def matrix_bytes(self) -> int:
+        """The bytes of a matrix [out, in], hence from one of a stack to the next."""
+        return packed_bytes(self.kernel_format, *self.shape[-2:])
+
+    @property
     def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The size of the blocks, not of the matrix that they stand for."""
         return self.rows.nbytes
 
     def dequantize(self, rows: Tensor | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The matrix in bfloat16, or some of its rows: [*rows.shape, in]."""
+        """The matrix or stack in bfloat16, or of a matrix some rows: [*rows.shape, in]."""
         kernels = native.load_kernels()
         assert kernels is not None, "packed weights are made only where there are compiled kernels"
+        if self.ndim == 3:
+            assert rows is None, "rows are of a matrix"
+            whole = torch.empty(self.shape, dtype=torch.bfloat16)
+            for number in range(len(self)):
+                whole[number] = self.matrix(number).dequantize()
+            return whole
         out = torch.empty(*(self.shape[:1] if rows is None else rows.shape), self.shape[1], dtype=torch.bfloat16)
         if rows is not None:
             rows = rows.to(torch.int64).contiguous()
@@ -93,6 +111,12 @@ class PackedWeight(Tensor):
         )  # fmt: skip
         kernels.saltus_expand(ctypes.byref(expansion))
         return out
+
+    def matrix(self, number: int) -> PackedWeight:
+        """One of a stack, in the same memory."""
+        height = self.rows.shape[0] // self.shape[0]
+        rows = self.rows[range(self.shape[0])[number] * height :][:height]
+        return PackedWeight(rows, self.format, tuple(self.shape[1:]), self.arithmetic)
 
     @classmethod
     def __torch_function__(
@@ -119,9 +143,11 @@ class PackedWeight(Tensor):
             packed = args[0]
             rows = packed.rows.clone() if func is ATEN.clone.default else packed.rows
             return PackedWeight(rows, packed.format, tuple(packed.shape), packed.arithmetic)
+        if func is ATEN.select.int and args[0].ndim == 3 and args[1] == 0:
+            return args[0].matrix(args[2])
         if func is ATEN.embedding.default:
             return args[0].dequantize(args[1])
-        if func is ATEN.index.Tensor and _selects_rows(args[1]):
+        if func is ATEN.index.Tensor and args[0].ndim == 2 and _selects_rows(args[1]):
             return args[0].dequantize(args[1][0])
         expanded = tree_map_only(PackedWeight, PackedWeight.dequantize, (tuple(args), kwargs or {}))
         return func(*expanded[0], **expanded[1])
@@ -138,13 +164,13 @@ def rearrange_blocks(blocks: Tensor, format: GGMLQuantizationType) -> Tensor:
     The scales of a row come before the integers of its blocks, so that few instructions widen them to float32. Integers
     of 4 bits are paired: the first of two blocks is the low halves of 32 bytes, the second the high ones.
     """
-    if not (scales := SCALES_OF_A_BLOCK.get(format)):
+    if format not in SCALES_OF_A_BLOCK:
         return blocks
-    size = GGML_QUANT_SIZES[format][1]
-    halves = blocks.view(torch.uint16).view(len(blocks), -1, size // 2)
-    firsts = halves[:, :, :scales].transpose(1, 2).flatten(1).contiguous().view(torch.uint8)
-    integers = halves[:, :, scales:].flatten(1).view(torch.uint8)
-    if format in (Q.Q4_0, Q.Q4_1):
+    scales, size = SCALES_OF_A_BLOCK[format]
+    by_block = blocks.unflatten(1, (-1, GGML_QUANT_SIZES[format][1]))
+    firsts = by_block[:, :, : scales * size].unflatten(2, (scales, size)).transpose(1, 2).flatten(1)
+    integers = by_block[:, :, scales * size :].flatten(1)
+    if format in PAIRED_FORMATS:
         pairs = integers[:, : integers.shape[1] // 32 * 32].unflatten(1, (-1, 2, 16))  # a view: of rows, pairs, blocks
         first, second = pairs.unbind(2)
         low, high = first & 15 | second << 4, first >> 4 | second & 0xF0
@@ -153,21 +179,34 @@ def rearrange_blocks(blocks: Tensor, format: GGMLQuantizationType) -> Tensor:
 
 
 def interleave_blocks(blocks: Tensor, format: GGMLQuantizationType) -> Tensor:
-    """The blocks of a GGUF file [out, bytes of a row] as integer_weights.h describes: [groups, bytes of a group]."""
+    """The blocks of a GGUF file as integer_weights.h describes: [groups, bytes of a group].
+
+    `blocks` are those of a matrix [out, bytes of a row] or of a stack [matrices, out, bytes of a row], each of whose
+    matrices begins with a group of its own.
+    """
     kernels = native.load_kernels()
     assert kernels is not None, "packed weights are made only where there are compiled kernels"
     weights, size = GGML_QUANT_SIZES[format]
-    blocks, inputs = blocks.contiguous(), blocks.shape[1] // size * weights
-    group = int(kernels.saltus_group_bytes(native.INTEGER(int(format)), native.INTEGER(inputs)))
-    out = torch.zeros(-(-len(blocks) // GROUP_OUTPUTS), group, dtype=torch.uint8)
-    kernels.saltus_interleave(
-        ctypes.byref(
-            native.Interleaving(
-                blocks=blocks.data_ptr(), out=out.data_ptr(), format=int(format), outs=len(blocks), inputs=inputs
-            )
+    outs, inputs = blocks.shape[-2], blocks.shape[-1] // size * weights
+    stack = blocks.contiguous().view(-1, outs, blocks.shape[-1])
+    matrix = packed_bytes(int(format) + INTERLEAVED, outs, inputs)
+    out = torch.zeros(len(stack), matrix, dtype=torch.uint8)
+    for from_matrix, to in zip(stack, out, strict=True):
+        interleaving = native.Interleaving(
+            blocks=from_matrix.data_ptr(), out=to.data_ptr(), format=int(format), outs=outs, inputs=inputs
         )
-    )
-    return out
+        kernels.saltus_interleave(ctypes.byref(interleaving))
+    return out.view(len(stack) * -(-outs // GROUP_OUTPUTS), -1)
+
+
+def packed_bytes(kernel_format: int, rows: int, inputs: int) -> int:
+    """The bytes of `rows` rows of a packed weight (`PackedWeight.kernel_format`): where the rows after them begin.
+
+    Rows of interleaved integers begin only at multiples of GROUP_OUTPUTS.
+    """
+    kernels = native.load_kernels()
+    assert kernels is not None, "packed weights are made only where there are compiled kernels"
+    return kernels.saltus_packed_bytes(*map(native.INTEGER, (kernel_format, rows, inputs)))
 
 
 def dequantize_blocks(blocks: Tensor, format: GGMLQuantizationType) -> Tensor:

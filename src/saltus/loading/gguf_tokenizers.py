@@ -155,7 +155,8 @@ def _add_special_tokens(tokenizer: Tokenizer, metadata: dict[str, Any], adds_bos
         )
 
 
-def _merges(metadata: dict[str, Any]) -> Any:
+def _merges(metadata: dict[str, Any]) -> list[Any]:
+    """Pairs of tokens; what is none is an error of the library."""
     return [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", ())]
 
 

@@ -154,7 +154,8 @@ def _check_size(name: str, tensor: GgufTensor, file: Path) -> None:
     if not known or tensor.shape[-1] % weights or tensor.size != math.prod(tensor.shape) // weights * size:
         raise SourceError(f"{file}: {name} has another size than {tensor.shape} takes in its format; fetch it again")
     heads = tensor.interleaved_heads
-    if tensor.offset < 0 or heads < 0 or (heads and tensor.shape[0] % (2 * heads)):
+    is_row_of_blocks = weights > 1 and math.prod(tensor.shape[:-1]) == 1  # which cannot be cut into heads
+    if tensor.offset < 0 or heads < 0 or (heads and (tensor.shape[0] % (2 * heads) or is_row_of_blocks)):
         raise SourceError(f"{file}: the place or heads of {name} are not possible; fetch it again")
 
 
@@ -165,13 +166,16 @@ def _bytes(content: np.ndarray, tensor: GgufTensor) -> np.ndarray:
 def _weight(
     content: np.ndarray, tensor: GgufTensor, dtype: torch.dtype, packed: bool, arithmetic: Arithmetic
 ) -> Tensor:
-    """A weight as bfloat16 numbers, or as the file's blocks; rows are in Transformers' order."""
-    rows = _bytes(content, tensor).reshape(tensor.shape[0], -1)
+    """A weight as bfloat16 numbers, or as the file's blocks; rows are in Transformers' order.
+
+    Matrices of experts are stacks of three dimensions.
+    """
+    rows = _bytes(content, tensor).reshape(*(tensor.shape[:-1] or (1,)), -1)
     if heads := tensor.interleaved_heads:
         pairs = rows.reshape(heads, tensor.shape[0] // heads // 2, 2, -1)
         rows = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
     blocks, format = torch.from_numpy(np.asarray(rows)), GGMLQuantizationType(tensor.format)
-    if packed and len(tensor.shape) == 2 and not tensor.added and format in PACKED_FORMATS:
+    if packed and len(tensor.shape) in (2, 3) and not tensor.added and format in PACKED_FORMATS:
         return PackedWeight.from_blocks(blocks, format, arithmetic)
     if format in PACKED_FORMATS:
         numbers = dequantize_blocks(blocks, format)

@@ -16,6 +16,13 @@ WEIGHT_FILE_PATTERNS = (
 )
 LAYER_COUNT = re.compile(r"(num_|n_)?((hidden|encoder|decoder)_)?layers?")  # keys of configurations
 MIN_LAYER_BYTES = 100  # of a layer in a pickled file
+LAYERS_OF_TEXT_PARTS = {  # that have no class of their own: of texts alone, positions in three dimensions are one
+    "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe",
+}  # fmt: skip
+TEXT_PART_NAMES = {  # in models that read more than text, by pattern
+    r"^(?:model\.)?language_model\.(?:model\.)?(?!lm_head)": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+}
 MAX_WEIGHTS_PER_BYTE = 8  # of quantised files
 MAX_OTHER_WEIGHTS = 1 << 26  # that a model computes, such as masks and angles
 INDEX_FILE = "gguf.json"  # beside config.json: the weights are in a GGUF file, and where
@@ -132,6 +139,28 @@ def check_size(folder: Path) -> None:
         )
 
 
+def text_part(folder: Path) -> dict[str, Any]:
+    """What `from_pretrained` needs to load the text part of a model that reads images or sounds, too; {} for others.
+
+    Where Transformers has a class for the text part alone, its weights are found under the names that they have in the
+    whole model; all others are left out.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    whole = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    text: Any = whole.get_text_config(decoder=True)
+    if alike := LAYERS_OF_TEXT_PARTS.get(text.model_type):
+        fields = {name: value for name, value in text.to_dict().items() if name not in ("model_type", "architectures")}
+        rope = {name: value for name, value in fields["rope_parameters"].items() if not name.startswith("mrope")}
+        fields |= {"rope_parameters": rope, "norm_topk_prob": True}  # of experts, which the whole model always does
+        text = AutoConfig.for_model(alike, **fields)
+    if text is whole or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return {}
+    text.tie_word_embeddings = getattr(whole, "tie_word_embeddings", text.tie_word_embeddings)
+    return {"config": text, "key_mapping": TEXT_PART_NAMES}
+
+
 def check_number_of_weights(folder: Path) -> None:
     """Raise SourceError for a configuration of far more weights than the files hold.
 
@@ -141,7 +170,7 @@ def check_number_of_weights(folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = text_part(folder).get("config") or AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception:  # said by who loads it

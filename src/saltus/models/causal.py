@@ -19,12 +19,14 @@ from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode
 from saltus.models.cpu import attention
 from saltus.models.cpu.attention import AttentionCall, SequenceRows, ancestor_mask
+from saltus.models.cpu.hybrid_kv_cache import StateSizes
 from saltus.models.cpu.kv_cache import KVCache
 from saltus.models.cpu.native_decoder import NativeDecoder, supports_native_decoder
 from saltus.models.cpu.torch_decoder import TorchDecoder
 from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
 from saltus.models.cuda.fixed_shapes import FixedShapeRunner, why_not_fixed_shapes
 from saltus.models.cuda.gpu_decoder import GPUDecoder, supports_gpu_decoder
+from saltus.models.decoder_of import decoder_of
 from saltus.models.gated_lora import Adapter, Gate, StaticGate, gated_adapter
 from saltus.models.long_rope import LongRope, find_long_rope
 from saltus.models.packed_decoder import PackedDecoder
@@ -64,6 +66,7 @@ class CausalNetwork:
     fixed_shapes: bool | None = None  # None: on CUDA; tests set it
     hidden_state_layers: tuple[int, ...] = ()  # states after so many layers are returned too, before the last states
     num_layers: int = field(init=False)
+    kv_bytes_per_token: int | None = field(init=False, default=None)  # as measured; None: as the configuration says
     # faster than the model's own code, for models that it supports
     native_decoder: NativeDecoder | TorchDecoder | None = field(init=False, default=None)
     fixed_shape_runner: FixedShapeRunner | None = field(init=False, default=None)
@@ -93,8 +96,10 @@ class CausalNetwork:
                 self._evaluate, self.num_layers, self.device, self.fixed_shape_settings, graphs, decoder,
                 self.hidden_state_layers,
             )  # fmt: skip
-        elif self.batch_invariant and supports_native_decoder(self.model):
-            self.native_decoder = NativeDecoder(self.model, max(self.max_rows_per_call, 1 + MAX_NODES))
+        elif supports_native_decoder(self.model):
+            decoder = NativeDecoder(self.model, max(self.max_rows_per_call, 1 + MAX_NODES))
+            if self.batch_invariant or decoder.layers.states.state:  # nothing else reads trees into states
+                self.native_decoder, self.batch_invariant = decoder, True
 
     any_subset = False
     accepts_drafters = True
@@ -122,8 +127,16 @@ class CausalNetwork:
         """The decided tokens in the order of the KV cache."""
         return canvas.decided_prefix
 
+    @property
+    def state_sizes(self) -> StateSizes | None:
+        """What recurrent layers keep; None if there are none."""
+        decoder = self.native_decoder
+        return decoder.layers.states if isinstance(decoder, NativeDecoder) and decoder.layers.states.state else None
+
     def new_kv_cache(self) -> Any:
         """An empty KV cache for one text."""
+        if isinstance(self.native_decoder, NativeDecoder):
+            return self.native_decoder.new_kv_cache()
         return KVCache() if self.fixed_shape_runner is None else self.fixed_shape_runner.new_kv_cache()
 
     @property
@@ -297,7 +310,7 @@ class CausalNetwork:
                 self.fixed_shape_runner.hidden_state_layers = self.hidden_state_layers
 
     def _capture_hidden_states(self) -> _HiddenStateCapture:
-        return _HiddenStateCapture(self.model.get_decoder(), self.hidden_state_layers)
+        return _HiddenStateCapture(decoder_of(self.model), self.hidden_state_layers)
 
 
 class _HiddenStateCapture:
@@ -379,4 +392,4 @@ def _sequence_rows(
     if node_rows is not None and parents:
         visible[num_new_tokens:, num_new_tokens:] = ancestor_mask(parents)
         positions[num_new_tokens:] = past_length + num_new_tokens + node_rows.offsets
-    return SequenceRows(kv_cache, past_length, positions, visible)
+    return SequenceRows(kv_cache, past_length, positions, visible, parents, node_rows is not None)

@@ -19,13 +19,18 @@ LLAMA_TYPES = {"llama", "mistral", "qwen2", "qwen3"}  # model types that PackedD
 ROPE_TYPES = {"default", "linear"}  # that RotaryEmbedding computes
 
 
-def check_decoder_sizes(heads: int, kv_heads: int, **sizes: Any) -> None:
-    """Raise ValueError unless sizes are positive and `heads` is a multiple of `kv_heads`; kernels rely on it."""
-    for name, size in {"heads": heads, "kv_heads": kv_heads, **sizes}.items():
+def check_sizes(**sizes: Any) -> None:
+    """Raise ValueError unless sizes are whole numbers above zero that fit into memory."""
+    for name, size in sizes.items():
         if type(size) is not int or not 1 <= size <= MAX_SIZE:
             raise ValueError(
                 f"a decoder's {name} is {size!r}, but must be a whole number from 1 to {MAX_SIZE:,}; fetch it again"
             )
+
+
+def check_decoder_sizes(heads: int, kv_heads: int, **sizes: Any) -> None:
+    """Raise ValueError unless sizes are positive and `heads` is a multiple of `kv_heads`; kernels rely on it."""
+    check_sizes(heads=heads, kv_heads=kv_heads, **sizes)
     if heads % kv_heads:
         raise ValueError(
             f"a decoder has {heads} attention heads, which {kv_heads} heads of keys and values cannot share evenly;"
@@ -44,7 +49,7 @@ def check_decoder_config(config: Any) -> None:
 def check_widths(config: Any) -> None:
     """`check_decoder_sizes` of what all layers have in common."""
     names = "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"
-    check_decoder_sizes(1, 1, **{name: getattr(config, name) for name in names})
+    check_decoder_sizes(1, 1, **{name: getattr(config, name) for name in names if hasattr(config, name)})
 
 
 def check_heads(heads: int, kv_heads: int, head_dim: int) -> None:

@@ -95,7 +95,7 @@ class EngineThread:
     @property
     def longest_text(self) -> int:
         """Tokens of the longest text that fits into the memory, drafted by the server's method."""
-        return self.limits.max_cached_bytes // self.scheduler.bytes_per_token(self.engine.method)
+        return self.scheduler.longest_text(self.limits.max_cached_bytes, self.engine.method)
 
     @property
     def num_running(self) -> int:

@@ -102,7 +102,7 @@ class Rotary(ctypes.Structure):
 
     _fields_ = [
         *((name, POINTER) for name in ("x", "cos", "sin", "position", "norm")),
-        *((name, INTEGER) for name in ("rows", "heads", "dim", "turned", "neighbours", "norm_kind")),
+        *((name, INTEGER) for name in ("rows", "heads", "dim", "stride", "turned", "neighbours", "norm_kind")),
         ("epsilon", REAL),
     ]
 
@@ -144,16 +144,107 @@ class Op(ctypes.Structure):
     _fields_ = [("kind", INTEGER), ("of", POINTER), ("which", INTEGER), ("place", INTEGER)]
 
 
-LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS = range(8)  # kinds of Op
+# kinds of Op
+LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS, MIX_EXPERTS = range(9)
+CONVOLVE, RECUR, GATE_OUTPUTS, SCALE_COLUMNS, REARRANGE = range(9, 14)
 NORM_KINDS = {"rms": 0, "rms-float32": 1, "layer": 2}
-ACTIVATION_NUMBERS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu_squared": 3, "sigmoid": 4}
+ACTIVATION_NUMBERS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu_squared": 3, "sigmoid": 4, "clamped_swiglu": 6}
 SILU_ALONE = 5  # not of a gate
+INTERLEAVED = 64  # added to the numbers of formats, see integer_weights.h
+SCORINGS = {"softmax": 0, "sigmoid": 1}
 
 
 class Angles(ctypes.Structure):
     """The struct `Angles` of kernels.c, field for field."""
 
     _fields_ = [(name, POINTER) for name in ("cos", "sin", "position")]
+
+
+class Experts(ctypes.Structure):
+    """The struct `Experts` of experts.h, field for field."""
+
+    _fields_ = [
+        *(
+            (name, POINTER)
+            for name in ("x", "norm", "routed", "router", "router_bias", "selection_bias", "expert_scale")
+        ),
+        *((name, POINTER * 3) for name in ("weight", "bias")),
+        *((name, INTEGER * 3) for name in ("format", "weight_step", "bias_step")),
+        *((name, POINTER) for name in ("shared", "shared_gate", "add", "out")),
+        *((name, INTEGER) for name in ("rows", "hidden", "width", "routed_inputs", "experts", "top_k")),
+        *((name, INTEGER) for name in ("groups", "top_groups", "best_of_group")),
+        *((name, INTEGER) for name in ("router_is_float32", "scoring", "normalized", "scales_inputs")),
+        *((name, INTEGER) for name in ("norm_kind", "activation", "interleaved")),
+        *((name, REAL) for name in ("epsilon", "scale", "least_sum", "limit", "alpha")),
+    ]
+
+
+class RecurrentText(ctypes.Structure):
+    """The struct `RecurrentText` of recurrent_text.h, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("states", "inputs", "parents", "accepted", "marks", "copies")),
+        *((name, INTEGER) for name in ("first", "decided", "nodes", "num_accepted", "num_marks", "node_bytes")),
+    ]
+
+
+MAX_CONVOLUTION_WIDTH = 8
+STATE_COLUMNS = 32  # of a recurrence's state that stand together; as many, at least, are kept
+
+
+class Convolution(ctypes.Structure):
+    """The struct `Convolution` of kernels.c, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("x", "before", "after")),
+        *((name, INTEGER) for name in ("x_row", "before_row", "after_row")),
+        *((name, POINTER) for name in ("weight", "bias", "out")),
+        *((name, INTEGER) for name in ("channels", "width", "silu", "state_place", "node_place")),
+        ("text", POINTER),
+    ]
+
+
+class Recurrence(ctypes.Structure):
+    """The struct `Recurrence` of kernels.c, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("query", "key", "value", "step", "weight")),
+        *((name, INTEGER) for name in ("query_row", "key_row", "value_row", "step_row", "weight_row")),
+        *((name, POINTER) for name in ("bias", "rate", "skip", "out")),
+        *((name, INTEGER) for name in ("heads", "groups", "key_dim", "value_dim", "state_place", "node_place")),
+        *((name, REAL) for name in ("least", "most", "scale", "epsilon")),
+        ("text", POINTER),
+    ]
+
+
+class GatedNorm(ctypes.Structure):
+    """The struct `GatedNorm` of kernels.c, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("x", "gate", "weight")),
+        *((name, INTEGER) for name in ("gate_row", "gate_group", "rows", "size", "group", "weights")),
+        *((name, INTEGER) for name in ("gate_first", "activation")),
+        ("epsilon", REAL),
+        ("failed", POINTER),
+    ]
+
+
+class ColumnScale(ctypes.Structure):
+    """The struct `ColumnScale` of kernels.c, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("x", "scale")),
+        *((name, INTEGER) for name in ("rows", "size")),
+    ]
+
+
+class Rearrangement(ctypes.Structure):
+    """The struct `Rearrangement` of kernels.c, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("x", "other", "out", "runs")),
+        *((name, INTEGER) for name in ("rows", "inputs", "others", "size", "num_runs")),
+    ]
 
 
 class Decoder(ctypes.Structure):
@@ -166,10 +257,8 @@ class Decoder(ctypes.Structure):
         ("head", Linear),
         *((name, POINTER) for name in ("tokens", "ops")),
         ("num_ops", INTEGER),
-        *(
-            (name, POINTER)
-            for name in ("attentions", "key_step", "value_step", "angles", "kept", "selected", "seconds")
-        ),
+        *((name, POINTER) for name in ("attentions", "key_step", "value_step", "angles", "recurrent")),
+        *((name, POINTER) for name in ("kept", "selected", "seconds")),
         *((name, INTEGER) for name in ("texts", "rows", "num_selected", "vocab", "all_states")),
     ]
 
@@ -267,6 +356,7 @@ def load_kernels() -> ctypes.CDLL | None:
     except OSError as error:
         log.warning("the compiled kernels did not load, going on with slower exact ones: %s", error)
         return None
+    library.saltus_packed_bytes.restype = INTEGER
     for suffix in KERNEL_SUFFIXES.values():
         if (gumbel_max := getattr(library, f"gumbel_max_{suffix}", None)) is not None:
             gumbel_max.argtypes, gumbel_max.restype = (

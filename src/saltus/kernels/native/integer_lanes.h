@@ -19,6 +19,7 @@ CONSTANT some_integers widen_bytes(const uint8_t *p) { return _mm512_cvtepu8_epi
 CONSTANT some_integers widen_signed_bytes(const uint8_t *p) {
   return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
 }
+CONSTANT some_integers load_table(const uint8_t *p) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p)); }
 CONSTANT some_integers dot(some_integers sum, some_integers w, some_integers x) { return _mm512_dpbusd_epi32(sum, w, x); }
 #elif defined __AVX2__ && defined __FMA__ && defined __F16C__
 #define VECTOR_OUTPUTS 8
@@ -30,6 +31,9 @@ CONSTANT some_floats load_halves(const uint8_t *p) { return _mm256_cvtph_ps(_mm_
 CONSTANT some_integers widen_bytes(const uint8_t *p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
 CONSTANT some_integers widen_signed_bytes(const uint8_t *p) {
   return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p));
+}
+CONSTANT some_integers load_table(const uint8_t *p) {
+  return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p));
 }
 #ifdef __AVXVNNI__
 #define MAX_HEIGHT 6
@@ -52,6 +56,7 @@ CONSTANT some_integers widen_bytes(const uint8_t *p) { return (some_integers){p[
 CONSTANT some_integers widen_signed_bytes(const uint8_t *p) {
   return (some_integers){(int8_t)p[0], (int8_t)p[1], (int8_t)p[2], (int8_t)p[3]};
 }
+CONSTANT some_integers load_table(const uint8_t *p) { return vreinterpretq_s32_u8(vld1q_u8(p)); }
 CONSTANT some_integers dot(some_integers sum, some_integers w, some_integers x) {
   return vdotq_s32(sum, vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(x));
 }
@@ -67,6 +72,8 @@ CONSTANT some_integers add_integers(some_integers a, some_integers b) { return V
 CONSTANT some_integers bits_of_both(some_integers a, some_integers b) { return WHOLE(and)(a, b); }
 CONSTANT some_integers bits_of_either(some_integers a, some_integers b) { return WHOLE(or)(a, b); }
 CONSTANT some_integers other_bits(some_integers a, some_integers b) { return WHOLE(xor)(a, b); }
+// What a table of 16 bytes has at each of these places.
+CONSTANT some_integers looked_up(some_integers table, some_integers places) { return VECTOR(shuffle_epi8)(table, places); }
 // By n bits to the left, or −n to the right, across the bytes of a word of 16 bits.
 CONSTANT some_integers shifted(some_integers a, const int n) {
   return n < 0 ? VECTOR(srli_epi16)(a, -n) : n ? VECTOR(slli_epi16)(a, n) : a;
@@ -87,6 +94,9 @@ CONSTANT some_integers add_integers(some_integers a, some_integers b) { return v
 CONSTANT some_integers bits_of_both(some_integers a, some_integers b) { return vandq_s32(a, b); }
 CONSTANT some_integers bits_of_either(some_integers a, some_integers b) { return vorrq_s32(a, b); }
 CONSTANT some_integers other_bits(some_integers a, some_integers b) { return veorq_s32(a, b); }
+CONSTANT some_integers looked_up(some_integers table, some_integers places) {
+  return vreinterpretq_s32_u8(vqtbl1q_u8(vreinterpretq_u8_s32(table), vreinterpretq_u8_s32(places)));
+}
 CONSTANT some_integers shifted(some_integers a, const int n) {
   return vreinterpretq_s32_u16(vshlq_u16(vreinterpretq_u16_s32(a), vdupq_n_s16(n)));
 }
@@ -98,4 +108,13 @@ CONSTANT some_floats fuse(some_floats a, some_floats b, some_floats c) { return 
 CONSTANT some_floats load_floats(const float *p) { return vld1q_f32(p); }
 CONSTANT void store_floats(float *p, some_floats a) { vst1q_f32(p, a); }
 CONSTANT some_integers times_power(some_integers a, const int power) { return vmulq_n_s32(a, power); }
+#endif
+
+#ifdef VECTOR_OUTPUTS
+// 2^(exponent − 128), as a product of two numbers that are not subnormal; exponents are 0 to 255.
+typedef int32_t numbers_of_32_bits __attribute__((vector_size(4 * VECTOR_OUTPUTS)));
+CONSTANT some_floats half_powers(some_integers exponents) {
+  const numbers_of_32_bits x = (numbers_of_32_bits)exponents;
+  return multiply((some_floats)((x / 2 + 63) << 23), (some_floats)(((x + 1) / 2 + 63) << 23));
+}
 #endif

@@ -1,30 +1,60 @@
 // Weights of GGUF blocks, interleaved for products with 8-bit activations: 16 outputs are a group, and four inputs of an
 // output stand side by side, as one instruction takes them. A group holds the scales of all its blocks first, then, for
-// every 32 inputs, the integers: the low four bits of inputs 0–15 and 16–31 in the halves of 16 bytes, then what a format
-// has above them. Integers are unsigned; `zero_of` says which of them stands for 0. Sums of integers are exact, so no
-// instruction set, number of rows or threads changes a bit; docs/exactness.md defines the float operations.
+// every 32 inputs, the integers in planes of bits, the lowest first (`put_plane`). Integers are unsigned, or places in a
+// table of 16; `zero_of` says which of them stands for 0. Sums of integers are exact, so no instruction set, number of rows
+// or threads changes a bit; docs/exactness.md defines the float operations.
 #pragma once
 #include "packed_weights.h"
 
 #define INTERLEAVED 64  // added to the number of a format
 #define OUTPUTS 16      // of a group
-enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14 };
+enum {
+  Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20,
+  IQ4_XS = 23, MXFP4 = 39
+};
 
 #define CONSTANT static inline __attribute__((always_inline))  // of a format that the compiler knows
 CONSTANT int bits_of(int format) {
-  return format == Q8_0 ? 8 : format == Q6_K ? 6 : format == Q5_0 || format == Q5_1 || format == Q5_K ? 5 : 4;
+  switch (format) {
+    case Q2_K: return 2;
+    case Q3_K: return 3;
+    case Q5_0: case Q5_1: case Q5_K: return 5;
+    case Q6_K: return 6;
+    case Q8_0: return 8;
+    default: return 4;
+  }
 }
 CONSTANT int zero_of(int format) {
-  return format == Q8_0 ? 128 : format == Q6_K ? 32 : format == Q5_0 ? 16 : format == Q4_0 ? 8 : 0;
+  switch (format) {
+    case Q8_0: case IQ4_NL: case IQ4_XS: case MXFP4: return 128;
+    case Q6_K: return 32;
+    case Q5_0: return 16;
+    case Q4_0: return 8;
+    case Q3_K: return 4;
+    default: return 0;
+  }
 }
-CONSTANT int has_minimums(int format) { return format == Q4_1 || format == Q5_1 || format == Q4_K || format == Q5_K; }
-CONSTANT int is_of_256(int format) { return format >= Q4_K; }
+CONSTANT int is_wide(int format) { return zero_of(format) == 128; }  // integers have 8 bits where they are multiplied
+CONSTANT int has_minimums(int format) {
+  return format == Q4_1 || format == Q5_1 || format == Q2_K || format == Q4_K || format == Q5_K;
+}
+CONSTANT int is_of_256(int format) { return (format >= Q2_K && format <= Q6_K) || format == IQ4_XS; }
+CONSTANT int halves_of(int format) { return format == Q2_K || format == Q3_K || format == Q6_K ? 2 : 1; }  // with own scales
+
+// What the 16 places stand for, plus 128, in formats that have a table.
+CONSTANT const uint8_t *table_of(int format) {
+  static const uint8_t iq4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+  static const uint8_t mxfp4[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
+  return format == IQ4_NL || format == IQ4_XS ? iq4 : format == MXFP4 ? mxfp4 : NULL;
+}
 
 // Bytes of the scales of a block of a group. Of 32 inputs: a scale, and a minimum if there is one, in float16 for each
-// output. Of 256: these, then for every 32 inputs 2 bytes for each output: a scale and a minimum, or two scales.
+// output, or of MXFP4 a byte. Of 256: these, then for every 32 inputs `own_bytes` for each output: a scale and a minimum
+// (Q4_K, Q5_K), two scales (Q3_K, Q6_K), two bytes of a scale and a minimum (Q2_K), or a scale (IQ4_XS).
+CONSTANT int64_t own_bytes(int format) { return format == IQ4_XS ? 1 : 2; }
 CONSTANT int64_t scale_bytes(int format) {
-  const int64_t halves = (has_minimums(format) ? 2 : 1) * 2 * OUTPUTS;
-  return is_of_256(format) ? halves + 8 * 2 * OUTPUTS : halves;
+  const int64_t wholes = (format == MXFP4 ? 1 : has_minimums(format) ? 4 : 2) * OUTPUTS;
+  return is_of_256(format) ? wholes + 8 * own_bytes(format) * OUTPUTS : wholes;
 }
 CONSTANT int64_t integer_bytes(int format) { return bits_of(format) * 4 * OUTPUTS; }  // of 32 inputs of a group
 CONSTANT int64_t all_scale_bytes(int format, int64_t in) {
@@ -34,6 +64,13 @@ CONSTANT int64_t group_bytes(int format, int64_t in) {
   return all_scale_bytes(format, in) + in / 32 * integer_bytes(format);
 }
 
+// Bytes of `rows` rows of a packed weight, of a format with or without INTERLEAVED: where the rows after them begin, if
+// `rows` is a multiple of OUTPUTS or the format is not interleaved.
+static inline int64_t packed_bytes(int64_t format, int64_t rows, int64_t in) {
+  return format < INTERLEAVED ? rows * packed_row_bytes(format, in)
+                              : (rows + OUTPUTS - 1) / OUTPUTS * group_bytes(format - INTERLEAVED, in);
+}
+
 // The integers of 32 inputs, part `part` of a block of 256 weights or of Q8_0.
 static void unpack_block(int format, const uint8_t *b, int part, uint8_t *q) {
   if (format == Q8_0) {
@@ -41,6 +78,11 @@ static void unpack_block(int format, const uint8_t *b, int part, uint8_t *q) {
   } else if (format == Q6_K) {
     const uint8_t *low = b + part / 4 * 64 + part % 2 * 32, *high = b + 128 + part / 4 * 32;
     for (int i = 0; i < 32; i++) q[i] = (part % 4 / 2 ? low[i] >> 4 : low[i] & 15) | (high[i] >> part % 4 * 2 & 3) << 4;
+  } else if (format == Q2_K || format == Q3_K) {
+    const uint8_t *low = b + (format == Q3_K ? 32 : 16) + part / 4 * 32;
+    for (int i = 0; i < 32; i++) q[i] = low[i] >> part % 4 * 2 & 3;
+    if (format == Q3_K)
+      for (int i = 0; i < 32; i++) q[i] |= (b[i] >> part & 1) << 2;
   } else {
     const uint8_t *low = b + (format == Q5_K ? 48 : 16) + part / 2 * 32;
     for (int i = 0; i < 32; i++) q[i] = part % 2 ? low[i] >> 4 : low[i] & 15;
@@ -49,35 +91,37 @@ static void unpack_block(int format, const uint8_t *b, int part, uint8_t *q) {
   }
 }
 
-// Where the low bits of input i of an output stand among the integers of 32 inputs of a group.
-CONSTANT int64_t low_place(int64_t output, int i) { return i % 16 / 4 * 64 + output * 4 + i % 4; }
-// The same of the bits above four: of five bits, inputs of one place share a byte, by i / 4; of six, by i / 4 % 4.
-CONSTANT int64_t high_place(int bits, int64_t output, int i) {
-  return 256 + (bits == 6 ? i / 16 * 64 : 0) + output * 4 + i % 4;
+// Integers of 32 inputs have a plane of 4 bits, of 2 or of all 8, and above it one of the rest. In a plane of `width` bits
+// the inputs 4 j to 4 j + 3 of an output are 4 bytes: those at plane_place, moved by plane_shift.
+CONSTANT int low_width(int bits) { return bits == 8 ? 8 : bits < 4 ? 2 : 4; }
+CONSTANT int plane_bytes(int width) { return width * 4 * OUTPUTS; }
+CONSTANT int plane_place(int width, int j) {
+  return (width == 8 ? j : width == 4 ? j % 4 : width == 2 ? j / 4 : 0) * 4 * OUTPUTS;
 }
+CONSTANT int plane_shift(int width, int j) { return width == 8 ? 0 : width == 4 ? j / 4 * 4 : width == 2 ? j % 4 * 2 : j; }
 
-// Four inputs of an output at a time.
-static void put_integers(int bits, const uint8_t *q, int64_t output, uint8_t *to) {
-  uint32_t four[8], *out = (uint32_t *)to + output, *above = out + 4 * OUTPUTS;
-  memcpy(four, q, sizeof four);
-  for (int j = 0; j < 8 && bits == 8; j++) out[j * OUTPUTS] = four[j];
-  for (int j = 0; j < 4 && bits < 8; j++) out[j * OUTPUTS] = (four[j] & 0x0f0f0f0f) | (four[j + 4] & 0x0f0f0f0f) << 4;
-  if (bits == 5) {
-    *above = 0;
-    for (int j = 0; j < 8; j++) *above |= (four[j] >> 4 & 0x01010101) << j;
-  } else if (bits == 6) {
-    above[0] = above[OUTPUTS] = 0;
-    for (int j = 0; j < 8; j++) above[j / 4 * OUTPUTS] |= (four[j] >> 4 & 0x03030303) << j % 4 * 2;
+// Write bits `from` to `from` + width − 1 of an output's integers to a plane that is zero; `four` are four inputs each.
+CONSTANT void put_plane(int width, int from, const uint32_t *four, uint8_t *plane, int64_t output) {
+  const uint32_t mask = 0x01010101u * ((1 << width) - 1);
+  for (int j = 0; j < 8; j++) {
+    uint32_t *to = (uint32_t *)(plane + plane_place(width, j)) + output;
+    *to |= (four[j] >> from & mask) << plane_shift(width, j);
   }
 }
-// The same from a block of 32 weights, whose low bits already stand as they do in a group.
-static void put_block_of_32(int format, const uint8_t *b, int64_t output, uint8_t *to) {
-  const uint8_t *high = b + (has_minimums(format) ? 4 : 2), *low = high + (bits_of(format) == 5 ? 4 : 0);
+CONSTANT void put_integers(int bits, const uint8_t *q, int64_t output, uint8_t *to) {
+  const int low = low_width(bits);
+  uint32_t four[8];
+  memcpy(four, q, sizeof four);
+  put_plane(low, 0, four, to, output);
+  if (bits > low) put_plane(bits - low, low, four, to + plane_bytes(low), output);
+}
+// The same from a block of 32 weights, or from those of IQ4_XS, whose low bits already stand as they do in a group.
+static void put_nibbles(int format, const uint8_t *low, int64_t output, uint8_t *to) {
   uint32_t four[4], *out = (uint32_t *)to + output, bits, all = 0;
   memcpy(four, low, sizeof four);
   for (int j = 0; j < 4; j++) out[j * OUTPUTS] = four[j];
   if (bits_of(format) == 4) return;
-  memcpy(&bits, high, sizeof bits);
+  memcpy(&bits, low - 4, sizeof bits);
   for (int i = 0; i < 4; i++) {  // byte i: the bits of inputs i, i + 4, …
     uint32_t x = bits >> i & 0x11111111;
     x = (x | x >> 3) & 0x03030303, x = (x | x >> 6) & 0x000f000f, x = (x | x >> 12) & 0xff;
@@ -85,46 +129,83 @@ static void put_block_of_32(int format, const uint8_t *b, int64_t output, uint8_
   }
   out[4 * OUTPUTS] = all;
 }
-static void get_integers(int bits, const uint8_t *from, int64_t output, uint8_t *q) {
-  for (int i = 0; i < 32; i++)
-    if (bits == 8) q[i] = from[i / 4 * 64 + output * 4 + i % 4];
-    else {
-      q[i] = from[low_place(output, i)] >> (i < 16 ? 0 : 4) & 15;
-      if (bits == 5) q[i] |= (from[high_place(5, output, i)] >> i / 4 & 1) << 4;
-      if (bits == 6) q[i] |= (from[high_place(6, output, i)] >> i / 4 % 4 * 2 & 3) << 4;
-    }
+static void put_block(int format, const uint8_t *b, int part, int64_t output, uint8_t *to) {
+  uint8_t q[32];
+  if (format == IQ4_XS) return put_nibbles(format, b + 8 + part * 16, output, to);
+  if (!is_of_256(format) && format != Q8_0) return put_nibbles(format, b + formats[format].bytes - 16, output, to);
+  unpack_block(format, b, part, q);
+  switch (bits_of(format)) {
+    case 2: put_integers(2, q, output, to); break;
+    case 3: put_integers(3, q, output, to); break;
+    case 4: put_integers(4, q, output, to); break;
+    case 5: put_integers(5, q, output, to); break;
+    case 6: put_integers(6, q, output, to); break;
+    case 8: put_integers(8, q, output, to); break;
+  }
+}
+
+CONSTANT int get_bits(int width, const uint8_t *plane, int64_t output, int i) {
+  return plane[plane_place(width, i / 4) + output * 4 + i % 4] >> plane_shift(width, i / 4) & ((1 << width) - 1);
+}
+CONSTANT void get_planes(int bits, const uint8_t *from, int64_t output, uint8_t *q) {
+  const int low = low_width(bits);
+  for (int i = 0; i < 32; i++) {
+    q[i] = get_bits(low, from, output, i);
+    if (bits > low) q[i] |= get_bits(bits - low, from + plane_bytes(low), output, i) << low;
+  }
+}
+// The integers of 32 inputs of an output, less their zero.
+static void get_integers(int format, const uint8_t *from, int64_t output, int *w) {
+  uint8_t q[32];
+  switch (bits_of(format)) {
+    case 2: get_planes(2, from, output, q); break;
+    case 3: get_planes(3, from, output, q); break;
+    case 4: get_planes(4, from, output, q); break;
+    case 5: get_planes(5, from, output, q); break;
+    case 6: get_planes(6, from, output, q); break;
+    case 8: get_planes(8, from, output, q); break;
+  }
+  const uint8_t *table = table_of(format);
+  for (int i = 0; i < 32; i++) w[i] = (table ? table[q[i]] : q[i]) - zero_of(format);
 }
 
 // The scales of a block of a GGUF file, for one output of a group.
 static void put_scales(int format, const uint8_t *b, int64_t output, uint8_t *to) {
-  const int64_t after = (has_minimums(format) ? 4 : 2) * OUTPUTS;
-  memcpy(to + 2 * output, b + (format == Q6_K ? 208 : 0), 2);
-  if (has_minimums(format)) memcpy(to + 2 * (OUTPUTS + output), b + 2, 2);
-  if (format == Q6_K)
-    for (int i = 0; i < 16; i++) to[after + i * OUTPUTS + output] = b[192 + i];
-  else if (is_of_256(format)) {
-    uint8_t six[16];
-    six_bit_scales(b, six);
-    for (int i = 0; i < 8; i++) {
-      to[after + 2 * i * OUTPUTS + output] = six[i];
-      to[after + (2 * i + 1) * OUTPUTS + output] = six[8 + i];
-    }
-  }
-}
-
-// The scales of 16 inputs each, and the minimum, of 32 inputs of one output; `number` counts these 32 in the row.
-static void get_scales(int format, const uint8_t *group, int64_t number, int64_t output, float *scale, float *minimum) {
-  if (!is_of_256(format)) {
-    const uint8_t *at = group + number * scale_bytes(format);
-    scale[0] = scale[1] = load_half(at + 2 * output);
-    *minimum = has_minimums(format) ? load_half(at + 2 * (OUTPUTS + output)) : -0.0f;
+  if (format == MXFP4) {
+    to[output] = b[0];
     return;
   }
-  const uint8_t *at = group + number / 8 * scale_bytes(format), *own = at + (has_minimums(format) ? 4 : 2) * OUTPUTS;
-  const float whole = load_half(at + 2 * output);
-  const uint8_t first = own[number % 8 * 2 * OUTPUTS + output], second = own[(number % 8 * 2 + 1) * OUTPUTS + output];
-  if (format == Q6_K) scale[0] = whole * (int8_t)first, scale[1] = whole * (int8_t)second, *minimum = -0.0f;
-  else scale[0] = scale[1] = whole * first, *minimum = -(load_half(at + 2 * (OUTPUTS + output)) * second);
+  const uint8_t *wholes = b + (format == Q6_K ? 208 : format == Q3_K ? 108 : format == Q2_K ? 80 : 0);
+  memcpy(to + 2 * output, wholes, 2);
+  if (has_minimums(format)) memcpy(to + 2 * (OUTPUTS + output), wholes + 2, 2);
+  if (!is_of_256(format)) return;
+  uint8_t own[16], six[16];
+  if (format == Q2_K) memcpy(own, b, sizeof own);
+  else if (format == Q3_K) scales_of_q3_k(b, (int8_t *)own);
+  else if (format == Q6_K) memcpy(own, b + 192, sizeof own);
+  else if (format == IQ4_XS) scales_of_iq4_xs(b, (int8_t *)own);
+  else {
+    six_bit_scales(b, six);
+    for (int i = 0; i < 8; i++) own[2 * i] = six[i], own[2 * i + 1] = six[8 + i];
+  }
+  to += (has_minimums(format) ? 4 : 2) * OUTPUTS + output;
+  for (int i = 0; i < 8 * own_bytes(format); i++) to[i * OUTPUTS] = own[i];
+}
+
+// The scales and minimums of 16 inputs each, of 32 inputs of one output; `number` counts these 32 in the row.
+static void get_scales(int format, const uint8_t *group, int64_t number, int64_t output, float *scale, float *minimum) {
+  const uint8_t *at = group + (is_of_256(format) ? number / 8 : number) * scale_bytes(format);
+  scale[0] = format == MXFP4 ? half_power(at[output]) : load_half(at + 2 * output);
+  minimum[0] = has_minimums(format) ? load_half(at + 2 * (OUTPUTS + output)) : -0.0f;
+  scale[1] = scale[0], minimum[1] = minimum[0];
+  if (!is_of_256(format)) return;
+  const uint8_t *own = at + (has_minimums(format) ? 4 : 2) * OUTPUTS + number % 8 * own_bytes(format) * OUTPUTS + output;
+  for (int i = 0; i < 2; i++) {
+    const uint8_t here = own[halves_of(format) == 2 ? i * OUTPUTS : 0];
+    if (format == Q2_K) scale[i] *= here & 15, minimum[i] = -(minimum[i] * (here >> 4));
+    else if (has_minimums(format)) scale[i] *= here, minimum[i] = -(minimum[i] * own[OUTPUTS]);
+    else scale[i] *= (int8_t)here;
+  }
 }
 
 // The bfloat16 numbers of a row, those that `expand_row` makes of the file's blocks.
@@ -132,18 +213,18 @@ static void expand_interleaved(int format, const uint8_t *weight, int64_t row, i
   const uint8_t *group = weight + row / OUTPUTS * group_bytes(format, in);
   const uint8_t *integers = group + all_scale_bytes(format, in);
   for (int64_t number = 0; number < in / 32; number++) {
-    uint8_t q[32];
-    float scale[2], minimum;
-    get_integers(bits_of(format), integers + number * integer_bytes(format), row % OUTPUTS, q);
-    get_scales(format, group, number, row % OUTPUTS, scale, &minimum);
+    int w[32];
+    float scale[2], minimum[2];
+    get_integers(format, integers + number * integer_bytes(format), row % OUTPUTS, w);
+    get_scales(format, group, number, row % OUTPUTS, scale, minimum);
     for (int i = 0; i < 32; i++) {
-      const float product = (q[i] - zero_of(format)) * scale[i / 16];  // exact
-      out[number * 32 + i] = to_bf16(product + minimum);
+      const float product = w[i] * scale[i / 16];  // exact
+      out[number * 32 + i] = to_bf16(product + minimum[i / 16]);
     }
   }
 }
 
-int64_t saltus_group_bytes(int64_t format, int64_t in) { return group_bytes(format, in); }
+int64_t saltus_packed_bytes(int64_t format, int64_t rows, int64_t in) { return packed_bytes(format, rows, in); }
 
 typedef struct {
   const uint8_t *blocks;  // [outs, bytes of a row], as in a GGUF file
@@ -158,12 +239,8 @@ static void interleave_group(const void *of, int64_t group) {
   for (int64_t output = 0; output < OUTPUTS && group * OUTPUTS + output < a->outs; output++) {
     const uint8_t *block = a->blocks + (group * OUTPUTS + output) * packed_row_bytes(format, a->in);
     for (int64_t number = 0; number < a->in / 32; number++) {
-      uint8_t q[32];
       if (number % parts == 0) put_scales(format, block, output, to + number / parts * scale_bytes(format));
-      if (is_of_256(format) || format == Q8_0) {
-        unpack_block(format, block, number % parts, q);
-        put_integers(bits_of(format), q, output, integers + number * integer_bytes(format));
-      } else put_block_of_32(format, block, output, integers + number * integer_bytes(format));
+      put_block(format, block, number % parts, output, integers + number * integer_bytes(format));
       if (number % parts == parts - 1) block += formats[format].bytes;
     }
   }

@@ -4,6 +4,7 @@
 #include "lanes.h"
 #include "draft_paths.h"
 #include "integer_lanes.h"
+#include "recurrent_text.h"
 #include "thread_pool.h"
 #include <time.h>
 #if defined AMX || defined AMX_INT8
@@ -54,11 +55,12 @@ enum { SILU, GELU_TANH, GELU, RELU_SQUARED, SIGMOID, SILU_ALONE };
 static inline int is_prepared(const Linear *a) { return a->norm || a->gate || a->activation; }
 
 typedef struct {
-  void *x;                // [rows, heads, dim], dense, changed in place
+  void *x;                // [rows, heads, dim], changed in place
   const void *cos, *sin;  // [rows, turned], or [positions, turned]; the second halves repeat the first. NULL: a norm alone
   const int64_t *position;  // [rows]: the row's place in these, or NULL: the row itself
   const void *norm;       // [dim] or NULL: of each head, see Norm
   int64_t rows, heads, dim;
+  int64_t stride;  // between heads, 0: dim
   int64_t turned, neighbours;  // dimensions that are rotated, 0: all; pairs are neighbours and not half of them apart
   int64_t norm_kind;
   float epsilon;
@@ -77,6 +79,52 @@ typedef struct {
   const void *add;  // [rows, parts, size] or NULL: added to the rounded norm
   void *room;       // set by the kernel
 } Norm;
+
+#define MOST_WIDTH 8  // of a convolution
+typedef struct {
+  const void *x, *before, *after;  // [rows, channels] by strides; x is multiplied by `before`, the outputs by `after`, or NULL
+  int64_t x_row, before_row, after_row;
+  const void *weight, *bias;  // [width, channels]; [channels] or NULL
+  void *out;                  // [rows, channels], dense
+  int64_t channels, width, silu;
+  int64_t state_place, node_place;  // bytes before the layer's own in a text's states, and in a node's inputs
+  const RecurrentText *text;
+} Convolution;
+
+#define COLUMNS 32  // of a state that stand together
+typedef struct {
+  const void *query, *key, *value;  // [rows, groups, key_dim], the same, [rows, heads, value_dim], by strides of rows
+  const void *step, *weight;        // [rows, heads]: before bias and softplus; before the sigmoid, NULL: Mamba-2
+  int64_t query_row, key_row, value_row, step_row, weight_row;
+  const float *bias, *rate, *skip;  // [heads]: of the step; of decay, −exp(A_log); D or NULL
+  void *out;                        // [rows, heads, value_dim], dense
+  int64_t heads, groups, key_dim, value_dim, state_place, node_place;
+  float least, most;      // step sizes
+  float scale, epsilon;   // of queries; of the norms of queries and keys
+  const RecurrentText *text;
+} Recurrence;
+
+typedef struct {
+  void *x;                    // [rows, size], dense, changed in place
+  const void *gate, *weight;  // [rows, groups, group] by strides; [weights] or NULL: there is no norm
+  int64_t gate_row, gate_group, rows, size, group, weights;  // norms are of `group` numbers; weights: some groups'
+  int64_t gate_first, activation;
+  float epsilon;
+  void *failed;  // set by the kernel
+} GatedNorm;
+
+typedef struct {
+  void *x;             // [rows, size], dense, changed in place
+  const float *scale;  // [size]
+  int64_t rows, size;
+} ColumnScale;
+
+typedef struct {
+  const void *x, *other;  // [rows, in], [rows, others], dense
+  void *out;            // [rows, size], dense: the columns of both in another order
+  const int64_t *runs;  // [num_runs, 2]: first columns and how many; those of `other` are counted from `in` on
+  int64_t rows, in, others, size, num_runs;
+} Rearrangement;
 
 typedef struct {
   const void *x, *add;  // [rows, size], dense; `add` may be NULL
@@ -101,14 +149,18 @@ typedef struct {
   float gap;
 } NearGreatest;
 
+#include "experts.h"
 #define OUT_OF_MEMORY 1
 #define UNKNOWN_TOKEN 2
 
 // What a decoder does, in order. `of` is a struct that stays the same from call to call, but for its rows.
-enum { LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS };
+enum {
+  LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS, MIX_EXPERTS,
+  CONVOLVE, RECUR, GATE_OUTPUTS, SCALE_COLUMNS, REARRANGE
+};
 typedef struct {
   int64_t kind;
-  const void *of;  // Linear, Norm, Rotary, Addition, Columns, Expansion
+  const void *of;  // the struct of the operation, such as Linear, Norm, Rotary, Experts or Recurrence
   int64_t which;   // layer; angles of a rotation; arguments of an attention
   int64_t place;   // of an attention: which layer's memory, counted from that of the arguments
 } Op;
@@ -130,6 +182,7 @@ typedef struct {
   const Attention *attentions;  // [kinds, texts]
   const int64_t *key_step, *value_step;  // [texts]: bytes of memory between layers
   const Angles *angles;
+  const RecurrentText *recurrent;  // [texts], or NULL: no layer keeps a state
   void *const *kept;            // [layers]: where to copy the hidden states before a layer, NULL: nowhere
   const int64_t *selected;      // [num_selected]: the rows that have logits
   double *seconds;  // [PARTS_OF_CALL]: of each part, added up, or NULL
@@ -201,6 +254,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #define PRODUCTS "linear_registers.inc"
 #define UNIT OUTS  // outputs whose weights a thread prepares together
 #define PACKED_ROWS(rows) (rows)
+#define ROWS_OF_PACK PACK  // rows of a piece of linear_pack
 #define TILE OF(linear_tile)
 #define PACK_ROW OF(pack_row)
 #define ROW_WIDTH(in) PAD(in, STEP)
@@ -211,6 +265,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #define STEP LANES
 #include "row_ops.inc"
 #include "row_picks.inc"
+#include "mixers.inc"
 #include "attention_tile.inc"
 #include "attention_scores.inc"
 #include "attention_values.inc"
@@ -218,6 +273,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #include "dot_products.inc"
 #include "linear_tile.inc"
 #include "linear.inc"
+#include "experts.inc"
 #include "decoder.inc"
 #include "draft_pass.inc"
 #include "hole_paths.h"
@@ -229,6 +285,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #define OF(name) name##_f16
 #include "row_ops.inc"
 #include "row_picks.inc"
+#include "mixers.inc"
 #include "attention_tile.inc"
 #include "attention_scores.inc"
 #include "attention_values.inc"
@@ -236,6 +293,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #include "dot_products.inc"
 #include "linear_tile.inc"
 #include "linear.inc"
+#include "experts.inc"
 #include "decoder.inc"
 #include "draft_pass.inc"
 #undef T
@@ -256,6 +314,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #define OF(name) name##_bf16
 #include "row_ops.inc"
 #include "row_picks.inc"
+#include "mixers.inc"
 #include "attention_tile.inc"
 #undef STEP
 #define STEP (2 * LANES)
@@ -277,9 +336,11 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #undef PRODUCTS
 #undef UNIT
 #undef PACKED_ROWS
+#undef ROWS_OF_PACK
 #define X uint16_t
 #define PRODUCTS "linear_amx.inc"
 #define UNIT SIDE
+#define ROWS_OF_PACK SIDE
 #define PACKED_ROWS(rows) (PAD(rows, rows > HEIGHTS * SIDE ? HEIGHTS * SIDE : SIDE) + 1)  // as linear_amx.inc takes them
 #elif defined __AVX512BF16__ && !defined SLOW_BF16_PRODUCTS
 #undef X
@@ -300,5 +361,6 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #include "attention.inc"
 #include "linear_integer.inc"
 #include "linear.inc"
+#include "experts.inc"
 #include "decoder.inc"
 #include "draft_pass.inc"

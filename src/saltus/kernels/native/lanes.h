@@ -38,7 +38,10 @@ typedef int32_t ilanes __attribute__((vector_size(LANES * sizeof(int32_t))));
 typedef uint16_t hlanes __attribute__((vector_size(LANES * sizeof(uint16_t))));
 
 // Scratch that a thread keeps from call to call: fresh pages would cost more than the work. NULL if there is none.
-enum { PACKED, MADE, SCORES, GATED, MIDDLE, LOW, EXPANDED, SELECTED, FEATURES, CONTEXT, SCRATCHES };
+enum {
+  PACKED, MADE, SCORES, GATED, MIDDLE, LOW, EXPANDED, SELECTED, FEATURES, CONTEXT, MIXTURE, PLANNED, RECURRENT, BRANCHES,
+  SCRATCHES
+};
 static void *scratch(int which, size_t bytes) {
   static _Thread_local struct { void *at; size_t size; } kept[SCRATCHES];
   if (kept[which].size < bytes) {

@@ -1,5 +1,5 @@
-// Weights that stay in the blocks of a GGUF file: a block of 32 or 256 weights holds small integers, and the scales and
-// minimums that turn them into numbers. A row of blocks of 32 is rearranged (`rearrange_blocks` in packed_weight.py):
+// Weights that stay in the blocks of a GGUF file: a block of 32 or 256 weights holds small integers, or places in a table of
+// 16, and the scales and minimums that turn them into numbers. A row of blocks of 32 is rearranged (`rearrange_blocks` in packed_weight.py):
 // first the scales of all its blocks, then the minimums if there are any, then the integers; those of 4 bits pair by
 // pair of blocks, the first block in the low halves of 32 bytes, the second in the high ones. Rows are expanded to the bfloat16 numbers that dequantising in float32 and
 // rounding gives, so that products are those of the expanded weights, bit for bit. A scale times a small integer is
@@ -41,6 +41,14 @@ static inline float load_half(const uint8_t *p) {
   return widen_half(bits);
 }
 
+// 2^(exponent − 128), half of what the exponent stands for in MXFP4, whose table holds the doubled numbers.
+static inline float half_power(uint8_t exponent) {
+  const uint32_t bits = exponent > 1 ? (exponent - 1u) << 23 : 0x200000u << exponent;
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
 #define CHUNK 64  // blocks whose scales are widened together
 
 static inline void widen_halves(const uint8_t *p, int64_t count, float *out) {
@@ -55,6 +63,9 @@ static inline void widen_halves(const uint8_t *p, int64_t count, float *out) {
   for (; i + 8 <= count; i += 8) _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 2 * i))));
 #endif
   for (; i < count; i++) out[i] = load_half(p + 2 * i);
+}
+static inline void widen_exponents(const uint8_t *p, int64_t count, float *out) {
+  for (int64_t i = 0; i < count; i++) out[i] = half_power(p[i]);
 }
 
 #if defined __AVX2__ && LANES == 8
@@ -108,12 +119,24 @@ static inline bytes32 nibbles(const uint8_t *p) {
 #endif
 }
 
-// The 16 possible weights: scale · (0…15 + first) + offset.
-#ifdef __AVX512BW__
-static inline lanes possible_weights(lanes scale, float first, lanes offset) {
-  const lanes values = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return multiply_add(values + first, scale, offset);
+// The whole numbers that 4 bits stand for.
+static const float from_0[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+static const float from_minus_8[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+static const float of_iq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+static const float of_mxfp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+// Of the 16 possible weights so many as fit a vector: scale · number + offset. Subnormal ones, which only MXFP4 has, are
+// zeros, as wherever numbers are rounded to bfloat16.
+static inline lanes possible_weights(lanes scale, const float *numbers, lanes offset) {
+  const lanes weights = multiply_add(load_f32(numbers), scale, offset);
+#ifdef __AVX512BF16__  // rounding does so
+  return weights;
+#else
+  const ilanes bits = (ilanes)weights, normal = (bits & 0x7f800000) != 0;
+  return (lanes)(bits & (normal | INT32_MIN));
+#endif
 }
+#ifdef __AVX512BW__
 
 // 32 weights, looked up among the possible ones. Of an index 4 bits count.
 static inline void look_up(__m512i index, lanes possible, uint16_t *out) {
@@ -126,11 +149,11 @@ static inline void look_up(__m512i index, lanes possible, uint16_t *out) {
   _mm512_storeu_si512(out, _mm512_permutexvar_epi16(index, _mm512_broadcast_i64x4(small)));
 }
 #else
-// 32 weights: scale · (q + first) + offset, of 4-bit q.
-static inline void expand_4_bits(bytes32 q, lanes scale, float first, lanes offset, uint16_t *out) {
+// 32 weights: scale · numbers[q] + offset, of 4-bit q.
+static inline void expand_4_bits(bytes32 q, lanes scale, const float *numbers, lanes offset, uint16_t *out) {
+  const lanes some = possible_weights(scale, numbers, offset), more = possible_weights(scale, numbers + 8, offset);
 #ifdef __AVX2__
-  const lanes some = {0, 1, 2, 3, 4, 5, 6, 7}, more = {8, 9, 10, 11, 12, 13, 14, 15};
-  const __m256i words = small_16(multiply_add(some + first, scale, offset), multiply_add(more + first, scale, offset));
+  const __m256i words = small_16(some, more);
   const __m256i low = _mm256_and_si256(words, _mm256_set1_epi16(255));
   const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(low, _mm256_srli_epi16(words, 8)), 0xd8);
   const __m256i lower = _mm256_shuffle_epi8(_mm256_permute2x128_si256(bytes, bytes, 0x00), (__m256i)q);
@@ -139,17 +162,22 @@ static inline void expand_4_bits(bytes32 q, lanes scale, float first, lanes offs
   _mm256_storeu_si256((__m256i *)out, _mm256_permute2x128_si256(even, odd, 0x20));
   _mm256_storeu_si256((__m256i *)(out + 16), _mm256_permute2x128_si256(even, odd, 0x31));
 #else
-  expand_32(q + (uint8_t)(int)first, scale, offset, out);
+  uint16_t possible[16];
+  store_bf16(possible, some);
+  store_bf16(possible + 8, more);
+  for (int i = 0; i < 32; i++) out[i] = possible[q[i]];
 #endif
 }
 #endif
 
-// 64 weights: scale · (q + first) + offset. The first 32 are the low halves of 32 bytes, the others the high ones; each
+// 64 weights: scale · numbers[q] + offset. The first 32 are the low halves of 32 bytes, the others the high ones; each
 // 32 have a scale and an offset.
-static inline void expand_pair(const uint8_t *p, const lanes *scale, float first, const lanes *offset, uint16_t *out) {
+static inline void expand_pair(const uint8_t *p, const lanes *scale, const float *numbers, const lanes *offset,
+                               uint16_t *out) {
 #ifdef __AVX512BW__
   const __m512i both = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)p));
-  const lanes low = possible_weights(scale[0], first, offset[0]), high = possible_weights(scale[1], first, offset[1]);
+  const lanes low = possible_weights(scale[0], numbers, offset[0]);
+  const lanes high = possible_weights(scale[1], numbers, offset[1]);
 #ifdef __AVX512BF16__  // looked up among the 32 possible weights of both
   const __m512i small = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
   const __m512i in_low = _mm512_and_si512(both, _mm512_set1_epi16(15));
@@ -162,19 +190,19 @@ static inline void expand_pair(const uint8_t *p, const lanes *scale, float first
 #endif
 #else
   const bytes32 both = load_32(p);
-  expand_4_bits(both & 15, scale[0], first, offset[0], out);
-  expand_4_bits(both >> 4, scale[1], first, offset[1], out + 32);
+  expand_4_bits(both & 15, scale[0], numbers, offset[0], out);
+  expand_4_bits(both >> 4, scale[1], numbers, offset[1], out + 32);
 #endif
 }
 
-// 32 weights: scale · (q + first) + offset, of the low halves of 16 bytes and then of the high ones.
-static inline void expand_nibbles(const uint8_t *p, lanes scale, float first, lanes offset, uint16_t *out) {
+// 32 weights: scale · numbers[q] + offset, of the low halves of 16 bytes and then of the high ones.
+static inline void expand_nibbles(const uint8_t *p, lanes scale, const float *numbers, lanes offset, uint16_t *out) {
 #ifdef __AVX512BW__
   const __m512i twice = _mm512_cvtepu8_epi16(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p)));
   const __m512i shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
-  look_up(_mm512_srlv_epi16(twice, shifts), possible_weights(scale, first, offset), out);
+  look_up(_mm512_srlv_epi16(twice, shifts), possible_weights(scale, numbers, offset), out);
 #else
-  expand_4_bits(nibbles(p), scale, first, offset, out);
+  expand_4_bits(nibbles(p), scale, numbers, offset, out);
 #endif
 }
 
@@ -213,6 +241,16 @@ static inline void scales_and_minimums(const uint8_t *block, float *scales, floa
   for (int i = 0; i < 8; i++) offsets[i] = -(minimum * bytes[8 + i]);
 }
 
+// The signed scales of a block of 256 weights: 16 of Q3_K, 8 of IQ4_XS, of 6 bits each.
+static inline void scales_of_q3_k(const uint8_t *block, int8_t *scales) {
+  const uint8_t *p = block + 96;
+  for (int i = 0; i < 16; i++) scales[i] = (p[i % 8] >> i / 8 * 4 & 15) + ((p[8 + i % 4] >> i / 4 * 2 & 3) << 4) - 32;
+}
+static inline void scales_of_iq4_xs(const uint8_t *block, int8_t *scales) {
+  for (int i = 0; i < 8; i++)
+    scales[i] = (block[4 + i / 2] >> i % 2 * 4 & 15) + ((block[2 + i / 4] >> i % 4 * 2 & 3) << 4) - 32;
+}
+
 // Each function expands one block; the names are those of the formats in GGUF. A block of 32 begins after its scale and
 // minimum.
 static inline void expand_q5_0(const uint8_t *b, lanes scale, lanes minimum, uint16_t *out) {
@@ -230,7 +268,7 @@ static inline void expand_q4_k(const uint8_t *b, uint16_t *out) {
   for (int part = 0; part < 8; part += 2) {
     const lanes scale[] = {all_lanes(scales[part]), all_lanes(scales[part + 1])};
     const lanes offset[] = {all_lanes(offsets[part]), all_lanes(offsets[part + 1])};
-    expand_pair(b + 16 + part * 16, scale, 0, offset, out + part * 32);
+    expand_pair(b + 16 + part * 16, scale, from_0, offset, out + part * 32);
   }
 }
 static inline void expand_q5_k(const uint8_t *b, uint16_t *out) {
@@ -243,32 +281,63 @@ static inline void expand_q5_k(const uint8_t *b, uint16_t *out) {
     expand_32(q, all_lanes(scales[part]), all_lanes(offsets[part]), out + part * 32);
   }
 }
+// 32 weights with a scale and an offset of 16 each.
+static inline void expand_halves(bytes32 q, const float *scales, const float *offsets, uint16_t *out) {
+  bytes16 half[2];
+  memcpy(half, &q, sizeof q);
+  for (int i = 0; i < 2; i++) expand_16(half[i], all_lanes(scales[i]), all_lanes(offsets[i]), out + i * 16);
+}
 static inline void expand_q6_k(const uint8_t *b, uint16_t *out) {
-  const float scale = load_half(b + 208);
+  const float scale = load_half(b + 208), offsets[2] = {-0.0f, -0.0f};
+  float scales[16];
+  for (int i = 0; i < 16; i++) scales[i] = scale * (int8_t)b[192 + i];
   for (int part = 0; part < 8; part++) {  // of 32 weights; 4 parts share 64 bytes of low bits and 32 of high ones
     const bytes32 low = load_32(b + part / 4 * 64 + part % 2 * 32), high = load_32(b + 128 + part / 4 * 32);
     const bytes32 q = (part % 4 / 2 ? low >> 4 : low & 15) | (high >> part % 4 * 2 & 3) << 4;
-    bytes16 half[2];
-    memcpy(half, &q, sizeof q);
-    for (int i = 0; i < 2; i++) {
-      const lanes own = all_lanes(scale * (int8_t)b[192 + part * 2 + i]);
-      expand_16(half[i] - 32, own, all_lanes(-0.0f), out + part * 32 + i * 16);
-    }
+    expand_halves(q - 32, scales + part * 2, offsets, out + part * 32);
+  }
+}
+static inline void expand_iq4_xs(const uint8_t *b, uint16_t *out) {
+  const float scale = load_half(b);
+  int8_t own[8];
+  scales_of_iq4_xs(b, own);
+  for (int part = 0; part < 8; part++)
+    expand_nibbles(b + 8 + part * 16, all_lanes(scale * own[part]), of_iq4, all_lanes(-0.0f), out + part * 32);
+}
+static inline void expand_q2_k(const uint8_t *b, uint16_t *out) {
+  const float scale = load_half(b + 80), minimum = load_half(b + 82);
+  float scales[16], offsets[16];
+  for (int i = 0; i < 16; i++) scales[i] = scale * (b[i] & 15);
+  for (int i = 0; i < 16; i++) offsets[i] = -(minimum * (b[i] >> 4));
+  for (int part = 0; part < 8; part++)  // of 32 weights; 4 parts share 32 bytes
+    expand_halves(load_32(b + 16 + part / 4 * 32) >> part % 4 * 2 & 3, scales + part * 2, offsets + part * 2,
+                  out + part * 32);
+}
+static inline void expand_q3_k(const uint8_t *b, uint16_t *out) {
+  const float scale = load_half(b + 108), offsets[2] = {-0.0f, -0.0f};
+  const bytes32 high = load_32(b);
+  int8_t own[16];
+  float scales[16];
+  scales_of_q3_k(b, own);
+  for (int i = 0; i < 16; i++) scales[i] = scale * own[i];
+  for (int part = 0; part < 8; part++) {
+    const bytes32 q = (load_32(b + 32 + part / 4 * 32) >> part % 4 * 2 & 3) | (high >> part & 1) << 2;
+    expand_halves(q - 4, scales + part * 2, offsets, out + part * 32);
   }
 }
 // `some` weights from `start` on, a multiple of 64 and of the block, of a row of `in`. What lies `ahead` bytes further is
 // asked for meanwhile.
-#define ROW_OF_32(format, has_minimums, size, EXPAND)                                                             \
+#define ROW_OF_32(format, WIDEN, width, has_minimums, size, EXPAND)                                               \
   static void expand_row_##format(const uint8_t *row, int64_t in, int64_t start, int64_t some, int64_t ahead,     \
                                   uint16_t *out) {                                                                \
     const int64_t blocks = in / 32, end = (start + some) / 32;                                                    \
-    const uint8_t *p = row + (has_minimums ? 4 : 2) * blocks + start / 32 * size;                                 \
+    const uint8_t *p = row + (has_minimums ? 2 : 1) * width * blocks + start / 32 * size;                         \
     for (int64_t first = start / 32; first < end; first += CHUNK) {                                               \
       const int64_t count = end - first < CHUNK ? end - first : CHUNK;                                            \
       float scales[CHUNK], minimums[CHUNK];                                                                       \
-      FETCH_PACKED(row + ahead + 2 * first);                                                                      \
-      widen_halves(row + 2 * first, count, scales);                                                               \
-      if (has_minimums) widen_halves(row + 2 * (blocks + first), count, minimums);                                \
+      FETCH_PACKED(row + ahead + width * first);                                                                  \
+      WIDEN(row + width * first, count, scales);                                                                  \
+      if (has_minimums) WIDEN(row + width * (blocks + first), count, minimums);                                   \
       else for (int64_t i = 0; i < count; i++) minimums[i] = -0.0f;                                               \
       EXPAND                                                                                                      \
     }                                                                                                             \
@@ -280,15 +349,15 @@ static inline void expand_q6_k(const uint8_t *b, uint16_t *out) {
     expand(p, all_lanes(scales[i]), all_lanes(minimums[i]), out);  \
   }
 // Pairs of blocks of 4 bits, and what is left.
-#define EACH_PAIR(least)                                                                   \
+#define EACH_PAIR(numbers)                                                                 \
   int64_t i = 0;                                                                           \
   for (; i + 2 <= count; i += 2, p += 32, out += 64) {                                     \
     const lanes scale[] = {all_lanes(scales[i]), all_lanes(scales[i + 1])};                \
     const lanes minimum[] = {all_lanes(minimums[i]), all_lanes(minimums[i + 1])};          \
     FETCH_PACKED(p + ahead);                                                               \
-    expand_pair(p, scale, least, minimum, out);                                            \
+    expand_pair(p, scale, numbers, minimum, out);                                          \
   }                                                                                        \
-  if (i < count) expand_nibbles(p, all_lanes(scales[i]), least, all_lanes(minimums[i]), out);
+  if (i < count) expand_nibbles(p, all_lanes(scales[i]), numbers, all_lanes(minimums[i]), out);
 #define ROW_OF_256(format, size)                                                                                 \
   static void expand_row_##format(const uint8_t *row, int64_t in, int64_t start, int64_t some, int64_t ahead,    \
                                   uint16_t *out) {                                                               \
@@ -297,14 +366,19 @@ static inline void expand_q6_k(const uint8_t *b, uint16_t *out) {
       expand_##format(row, out);                                                                                 \
     }                                                                                                            \
   }
-ROW_OF_32(q4_0, 0, 16, EACH_PAIR(-8))
-ROW_OF_32(q4_1, 1, 16, EACH_PAIR(0))
-ROW_OF_32(q5_0, 0, 20, EACH_BLOCK(expand_q5_0, 20))
-ROW_OF_32(q5_1, 1, 20, EACH_BLOCK(expand_q5_1, 20))
-ROW_OF_32(q8_0, 0, 32, EACH_BLOCK(expand_q8_0, 32))
+ROW_OF_32(q4_0, widen_halves, 2, 0, 16, EACH_PAIR(from_minus_8))
+ROW_OF_32(q4_1, widen_halves, 2, 1, 16, EACH_PAIR(from_0))
+ROW_OF_32(q5_0, widen_halves, 2, 0, 20, EACH_BLOCK(expand_q5_0, 20))
+ROW_OF_32(q5_1, widen_halves, 2, 1, 20, EACH_BLOCK(expand_q5_1, 20))
+ROW_OF_32(q8_0, widen_halves, 2, 0, 32, EACH_BLOCK(expand_q8_0, 32))
+ROW_OF_32(iq4_nl, widen_halves, 2, 0, 16, EACH_PAIR(of_iq4))
+ROW_OF_32(mxfp4, widen_exponents, 1, 0, 16, EACH_PAIR(of_mxfp4))
+ROW_OF_256(q2_k, 84)
+ROW_OF_256(q3_k, 110)
 ROW_OF_256(q4_k, 144)
 ROW_OF_256(q5_k, 176)
 ROW_OF_256(q6_k, 210)
+ROW_OF_256(iq4_xs, 136)
 static void expand_row_f16(const uint8_t *row, int64_t in, int64_t start, int64_t some, int64_t ahead, uint16_t *out) {
   int64_t k = 0;
   row += 2 * start;
@@ -325,9 +399,11 @@ typedef struct {
   void (*expand_row)(const uint8_t *row, int64_t in, int64_t start, int64_t some, int64_t ahead, uint16_t *out);
 } Format;
 static const Format formats[] = {  // by GGUF's numbers
-    [1] = {1, 2, expand_row_f16},      [2] = {32, 18, expand_row_q4_0},   [3] = {32, 20, expand_row_q4_1},
-    [6] = {32, 22, expand_row_q5_0},   [7] = {32, 24, expand_row_q5_1},   [8] = {32, 34, expand_row_q8_0},
-    [12] = {256, 144, expand_row_q4_k}, [13] = {256, 176, expand_row_q5_k}, [14] = {256, 210, expand_row_q6_k},
+    [1] = {1, 2, expand_row_f16},       [2] = {32, 18, expand_row_q4_0},     [3] = {32, 20, expand_row_q4_1},
+    [6] = {32, 22, expand_row_q5_0},    [7] = {32, 24, expand_row_q5_1},     [8] = {32, 34, expand_row_q8_0},
+    [10] = {256, 84, expand_row_q2_k},  [11] = {256, 110, expand_row_q3_k},  [12] = {256, 144, expand_row_q4_k},
+    [13] = {256, 176, expand_row_q5_k}, [14] = {256, 210, expand_row_q6_k},  [20] = {32, 18, expand_row_iq4_nl},
+    [23] = {256, 136, expand_row_iq4_xs}, [39] = {32, 17, expand_row_mxfp4},
 };
 static inline int64_t packed_row_bytes(int64_t format, int64_t in) {
   return in / formats[format].weights * formats[format].bytes;

@@ -25,6 +25,7 @@ from saltus.methods.mtpc import circuits
 from saltus.methods.mtpc.circuits import Circuit
 from saltus.methods.mtpc.upper_layers import UpperLayers
 from saltus.methods.shared.hidden_state_correction import rms_normalized
+from saltus.models.decoder_of import decoder_of
 
 CIRCUITS = {"cp": circuits.mixture_circuit, "hmm": circuits.chain_circuit, "btree": circuits.tree_circuit}
 
@@ -226,7 +227,7 @@ def new_head_model(
         raise ValueError(f"the target predicts {count} tokens by matrices of their own; set untied_unembedding=true")
     upper = upper_layers(shape, target)
     model, circuit = HeadModel(shape, tokens, embeddings, tables[0], upper), shape.circuit_structure
-    norm = getattr(target.get_decoder(), "norm", None)
+    norm = getattr(decoder_of(target), "norm", None)
 
     def draw_normal(weight: Tensor, scale: float) -> None:
         weight.copy_(torch.from_numpy(generator.normal(0.0, scale, tuple(weight.shape))))

@@ -19,7 +19,7 @@ from saltus.methods.shared.context_layers import ContextLayers, DraftRows, plan_
 from saltus.methods.shared.draft_tree import LikelyTokens
 from saltus.methods.shared.hidden_state_correction import RMS_EPSILON
 from saltus.methods.shared.row_candidates import RowCandidates
-from saltus.models.cpu.decoder_ops import linear_struct
+from saltus.models.cpu.decoder_weights import linear_struct
 from saltus.models.cpu.native_decoder import DecoderCall, raise_if_failed
 
 

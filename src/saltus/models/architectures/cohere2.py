@@ -13,7 +13,7 @@ from saltus.models.decoder_description import (
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, decoder_config, layer_types
 
 CLASSES = {"Cohere2ForCausalLM"}
-ANGLES = Angles(repeats_neighbours=True)
+ANGLES = Angles(layout="neighbours")
 
 
 def layer(config: Any, number: int, angles: Angles | None) -> Layer:

@@ -8,8 +8,8 @@ from saltus.models.decoder_description import (
     Angles,
     DecoderDescription,
     Layer,
+    MLPAndExperts,
     Norm,
-    NotDescribed,
     TokenInput,
     TokenInputs,
     Weight,
@@ -17,6 +17,7 @@ from saltus.models.decoder_description import (
     head_norms,
     llama_attention,
     llama_mlp,
+    mixture,
     sliding_window,
 )
 from saltus.models.gguf_architecture import (
@@ -54,6 +55,21 @@ def attention(config: Any, number: int) -> dict[str, Any]:
     return found
 
 
+def mlp_and_experts(config: Any, number: int) -> MLPAndExperts:
+    """An MLP, and experts that read the same hidden states through norms of their own."""
+    path = f"layers.{number}"
+    experts = mixture(
+        config, number, router=f"{path}.router.proj", experts=f"{path}.experts", top_k=config.top_k_experts,
+        activation=activation(config.hidden_activation), is_normalized=True,
+        expert_scale=f"{path}.router.per_expert_scale", router_norm=norm(config, None),
+        router_scale=f"{path}.router.scale", router_factor=config.hidden_size**-0.5,
+    )  # fmt: skip
+    return MLPAndExperts(
+        llama_mlp(config, number), experts, norm(config, f"{path}.pre_feedforward_layernorm_2"),
+        norm(config, f"{path}.post_feedforward_layernorm_1"), norm(config, f"{path}.post_feedforward_layernorm_2"),
+    )  # fmt: skip
+
+
 def layer(config: Any, number: int) -> Layer:
     """A layer with four norms, and perhaps a token input."""
     path, said, sizes = f"layers.{number}", None, config.per_layer_config[number]
@@ -63,7 +79,8 @@ def layer(config: Any, number: int) -> Layer:
             norm(config, f"{path}.post_per_layer_input_norm"), activation(config.hidden_activation),
         )  # fmt: skip
     return Layer(
-        llama_attention(sizes, number, **attention(config, number)), llama_mlp(config, number),
+        llama_attention(sizes, number, **attention(config, number)),
+        mlp_and_experts(config, number) if config.enable_moe_block else llama_mlp(config, number),
         mixer_norm=norm(config, f"{path}.input_layernorm"),
         mixer_output_norm=norm(config, f"{path}.post_attention_layernorm"),
         mlp_norm=norm(config, f"{path}.pre_feedforward_layernorm"),
@@ -74,8 +91,6 @@ def layer(config: Any, number: int) -> Layer:
 
 def describe(config: Any) -> DecoderDescription:
     """See saltus.models.architectures."""
-    if config.enable_moe_block:
-        raise NotDescribed("experts beside an MLP")
     inputs, size = None, config.hidden_size_per_layer_input
     if size:
         # its projection is divided by √hidden before the norm, which only makes the norm's epsilon larger

@@ -57,6 +57,8 @@ class SequenceRows:
     past_length: int
     positions: np.ndarray  # [rows]
     tree_mask: np.ndarray  # [rows, rows] uint8
+    parents: Sequence[int] = ()  # of the last rows, which are nodes of a tree
+    ends_text: bool = True  # False: more decided tokens follow in the next call
     # Kept alive here because kernels get pointers to them.
     masks_by_reach: dict[Reach, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 

@@ -4,93 +4,37 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from saltus.kernels import native
-from saltus.kernels.packed_weight import kernel_arguments, select_outputs
+from saltus.kernels.packed_weight import kernel_arguments
 from saltus.models.cpu.attention import AttentionCall
+from saltus.models.cpu.decoder_weights import Resolver, linear_struct
+from saltus.models.cpu.expert_ops import experts_struct
+from saltus.models.cpu.hybrid_kv_cache import HybridKVCache, RecurrentCall, StateSizes
+from saltus.models.cpu.mixer_ops import MixerOps
 from saltus.models.decoder_description import (
     MLP,
     Angles,
     Attention,
     DecoderDescription,
+    Experts,
+    LatentAttention,
     Layer,
+    Mixer,
+    MLPAndExperts,
     Norm,
     TokenInput,
     TokenInputs,
     Weight,
+    mixers_of,
 )
 from saltus.models.packed_decoder import check_heads
 from saltus.models.reach import Reach
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """The weights [outputs, inputs] and biases of some outputs of a linear layer."""
-
-    weight: Any
-    bias: Tensor | None
-
-
-@dataclass(frozen=True)
-class NormWeights:
-    """What a kernel needs of a norm; `values` are kept alive by whoever keeps this."""
-
-    values: Tensor
-    kind: int
-    epsilon: float
-
-    def arguments(self, weight: str = "norm", kind: str = "norm_kind") -> dict[str, Any]:
-        """The fields of a struct, by the names that it has for the weights and the kind."""
-        return {weight: self.values.data_ptr(), kind: self.kind, "epsilon": self.epsilon}
-
-
-@dataclass
-class Resolver:
-    """Finds the tensors of a description in a model, and keeps those that are made of them."""
-
-    base: Any  # the model without its output layer
-    made: list[Tensor] = field(default_factory=list)
-
-    def module(self, path: str) -> Any:
-        return self.base.get_submodule(path)
-
-    def tensor(self, path: str) -> Tensor:
-        """A parameter or buffer by its own path."""
-        parent, _, name = path.rpartition(".")
-        return getattr(self.module(parent), name).detach()
-
-    def matrix(self, weight: Weight) -> Matrix:
-        module = self.module(weight.path)
-        bias = getattr(module, "bias", None)
-        if weight.stop is None:
-            return Matrix(module.weight, bias)
-        rows = slice(weight.start, weight.stop)
-        assert weight.stop <= len(module.weight)
-        return Matrix(select_outputs(module.weight, rows), None if bias is None else bias.detach()[rows])
-
-    def output_layer(self, model: Any) -> Matrix:
-        return Matrix(model.lm_head.weight, getattr(model.lm_head, "bias", None))
-
-    def norm(self, norm: Norm, size: int) -> NormWeights:
-        """Errors: AssertionError for a norm of another size."""
-        if norm.path is None:
-            self.made.append(torch.ones(size))
-            return NormWeights(self.made[-1], native.NORM_KINDS["rms-float32"], norm.epsilon)
-        module = self.module(norm.path)
-        values = module.weight.detach()
-        assert values.shape == (size,)
-        if norm.kind != "rms":
-            values = values.float() + norm.offset
-            if norm.kind == "layer":
-                bias = getattr(module, "bias", None)
-                values = torch.cat([values, torch.zeros(size) if bias is None else bias.detach().float()])
-            self.made.append(values)
-        return NormWeights(values, native.NORM_KINDS[norm.kind], norm.epsilon)
 
 
 @dataclass(frozen=True)
@@ -113,20 +57,21 @@ class DecoderOps:
         self.weights, self.hidden, self.same_everywhere = weights, hidden, same_everywhere
         self.buffers: dict[tuple[str, int], Tensor] = {}
         self.products: list[tuple[native.Linear, Sequence[Weight]]] = []  # and the layers whose outputs they are
-        self.angles = list(dict.fromkeys(each.mixer.angles for each in description.layers if each.mixer.angles))
+        self.angles: list[Angles] = []  # of rotations
         self.kinds: list[_AttentionKind] = []
-        first = description.layers[0].mixer
-        self.main_sizes = first.kv_heads, first.dim
+        mixers = [mixer for layer in description.layers for mixer, _ in mixers_of(layer)]
+        attention = [mixer for mixer in mixers if isinstance(mixer, Attention)]
+        self.main_sizes = next(filter(None, map(_memory_sizes, mixers)), (0, 0, 0))
         self.num_main_layers = 0  # whose keys and values have these sizes
+        self.states = StateSizes(0, 0, tuple((each.kv_heads, each.dim) for each in attention))
         self.structs: list[Any] = []  # that operations point to
         self.list: list[tuple[int, Any, int, int]] = []
         if description.input_scale != 1:
             self._add(hidden, None, description.input_scale)
         if description.token_inputs is not None:
             self._token_inputs(description.token_inputs, len(description.layers))
-        self.places: list[
-            tuple[int, int | None]
-        ] = []  # of the layers' keys and values: in the main memory, or their own
+        # of layers' keys and values: in the main memory, or their own
+        self.places: dict[int, tuple[int, int | None]] = {}
         for number, layer in enumerate(description.layers):
             self._layer(number, layer)
         self.ops = (native.Op * len(self.list))()
@@ -134,31 +79,31 @@ class DecoderOps:
             op.kind, op.which, op.place = kind, which, place
             op.of = None if struct is None else ctypes.addressof(struct)
 
-    def _buffer(self, name: str, width: int) -> Tensor:
+    def buffer(self, name: str, width: int) -> Tensor:
         """[rows, width]; the same memory for the same name and width."""
         if (name, width) not in self.buffers:
             self.buffers[name, width] = torch.zeros(len(self.hidden), width, dtype=self.hidden.dtype)
         return self.buffers[name, width]
 
-    def _op(self, kind: int, struct: Any = None, which: int = 0, place: int = 0) -> None:
+    def op(self, kind: int, struct: Any = None, which: int = 0, place: int = 0) -> None:
         if struct is not None:
             self.structs.append(struct)
         self.list.append((kind, struct, which, place))
 
-    def _product(
+    def product(
         self, x: Tensor, outputs: Sequence[tuple[Weight, Tensor]], norm: Norm | None = None, **settings: Any
     ) -> None:
         given = None if norm is None else self.weights.norm(norm, x.shape[1])
         matrices = [(self.weights.matrix(weight), out) for weight, out in outputs]
         struct = linear_struct(x, matrices, given, **settings)
         self.products.append((struct, [weight for weight, _ in outputs]))
-        self._op(native.PRODUCT, struct)
+        self.op(native.PRODUCT, struct)
 
     def _normalize(self, x: Tensor, norm: Norm, out: Tensor, add: Tensor | None = None) -> None:
         given = self.weights.norm(norm, x.shape[1])
         assert x.shape == out.shape and (add is None or add.shape == x.shape)
         added = None if add is None else add.data_ptr()
-        self._op(native.NORMALIZE, native.Norm(
+        self.op(native.NORMALIZE, native.Norm(
             x=x.data_ptr(), out=out.data_ptr(), size=x.shape[1], add=added, **given.arguments("weight", "kind"),
         ))  # fmt: skip
 
@@ -168,12 +113,12 @@ class DecoderOps:
         assert x.shape == out.shape
         added = None if add is None else add.data_ptr()
         struct = native.Addition(x=x.data_ptr(), add=added, out=out.data_ptr(), size=x.shape[1], scale=scale)
-        self._op(native.ADD, struct)
+        self.op(native.ADD, struct)
 
     def _copy(self, x: Tensor, out: Tensor, first: int = 0) -> None:
         """Columns of x from the first one on."""
         assert 0 <= first <= x.shape[1] - out.shape[1]
-        self._op(native.COPY_COLUMNS, native.Columns(
+        self.op(native.COPY_COLUMNS, native.Columns(
             x=x.data_ptr(), out=out.data_ptr(), width=x.shape[1], first=first, size=out.shape[1],
         ))  # fmt: skip
 
@@ -182,15 +127,15 @@ class DecoderOps:
         table = self.weights.module(inputs.embedding).weight
         weight, format = kernel_arguments(table)
         count, width = table.shape
-        said, projected = self._buffer("said", width), self._buffer("projected", width)
-        self._op(native.EMBED_TOKENS, native.Expansion(
+        said, projected = self.buffer("said", width), self.buffer("projected", width)
+        self.op(native.EMBED_TOKENS, native.Expansion(
             weight=weight, out=said.data_ptr(), format=format, inputs=width,
         ), which=count)  # fmt: skip
         self._add(said, None, float(torch.tensor(inputs.embedding_scale, dtype=said.dtype)), said)
-        self._product(self.hidden, [(inputs.projection, projected)])
+        self.product(self.hidden, [(inputs.projection, projected)])
         size = width // layers
         given = self.weights.norm(inputs.norm, size)
-        self._op(native.NORMALIZE, native.Norm(
+        self.op(native.NORMALIZE, native.Norm(
             x=projected.data_ptr(), out=said.data_ptr(), size=size, parts=layers, add=said.data_ptr(),
             **given.arguments("weight", "kind"),
         ))  # fmt: skip
@@ -199,92 +144,203 @@ class DecoderOps:
     def _token_input(self, number: int, layer: TokenInput) -> None:
         """Add what tokens say to one layer."""
         size = len(self.weights.matrix(layer.gate).weight)
-        gate, said = self._buffer("token gate", size), self._buffer("said here", size)
-        made = self._buffer("made", self.hidden.shape[1])
+        gate, said = self.buffer("token gate", size), self.buffer("said here", size)
+        made = self.buffer("made", self.hidden.shape[1])
         (every,) = (buffer for (name, _), buffer in self.buffers.items() if name == "said")
-        self._product(self.hidden, [(layer.gate, gate)])
+        self.product(self.hidden, [(layer.gate, gate)])
         self._copy(every, said, number * size)
         activation = native.ACTIVATION_NUMBERS[layer.activation]
-        self._product(said, [(layer.output, made)], gate=gate, activation=activation)
+        self.product(said, [(layer.output, made)], gate=gate, activation=activation)
         self._normalize(made, layer.output_norm, self.hidden, add=self.hidden)
 
     def _layer(self, number: int, layer: Layer) -> None:
-        self._op(native.LAYER_BEGINS, which=number)
-        mixed = self._attention(number, layer.mixer, layer.mixer_norm)
+        self.op(native.LAYER_BEGINS, which=number)
+        mixed = [
+            (self._mixer(number, mixer, layer.mixer_norm), mixer.output, layer.mixer_output_norm, scale)
+            for mixer, scale in mixers_of(layer)
+        ]
         if not layer.parallel:
-            self._to_hidden(mixed, layer.mixer.output, layer.mixer_output_norm, layer.residual_scale)
-        x, settings = self._inner(layer.mlp, layer.mlp_norm)
-        if layer.parallel:
-            self._to_hidden(mixed, layer.mixer.output, layer.mixer_output_norm, layer.residual_scale)
-        self._to_hidden(x, layer.mlp.down, layer.mlp_output_norm, layer.residual_scale, **settings)
+            self._add_mixed(mixed, layer.residual_scale)
+        assert isinstance(layer.mlp, MLP) or not layer.parallel
+        if isinstance(layer.mlp, Experts):
+            self._experts(layer.mlp, layer.mlp_norm, layer.mlp_output_norm, layer.residual_scale)
+        elif isinstance(layer.mlp, MLPAndExperts):
+            self._mlp_and_experts(layer.mlp, layer.mlp_norm, layer.mlp_output_norm, layer.residual_scale)
+        elif layer.mlp is not None:
+            x, settings = self._inner(layer.mlp, layer.mlp_norm)
+            if layer.parallel:
+                self._add_mixed(mixed, layer.residual_scale)
+            scale = layer.residual_scale * layer.mlp.output_scale
+            self._to_hidden(x, layer.mlp.down, layer.mlp_output_norm, scale, **settings)
         if layer.token_input is not None:
             self._token_input(number, layer.token_input)
         if layer.output_scale is not None:
             self._add(self.hidden, None, float(self.weights.tensor(layer.output_scale)))
 
-    def _inner(self, mlp: MLP, norm: Norm | None) -> tuple[Tensor, dict[str, Any]]:
-        """What the last product of an MLP multiplies, and how it is prepared."""
+    def _add_mixed(self, mixed: Sequence[tuple[Tensor, Weight, Norm | None, float]], scale: float) -> None:
+        """Add the outputs of mixers to the hidden states."""
+        for x, output, norm, own_scale in mixed:
+            self._to_hidden(x, output, norm, scale * own_scale)
+
+    def _inner(
+        self, mlp: MLP, norm: Norm | None, others: Sequence[tuple[Weight, Tensor]] = ()
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """What the last product of an MLP multiplies, and how it is prepared; other outputs are computed beside it."""
         width = len(self.weights.matrix(mlp.up).weight)
-        up = self._buffer("up", width)
+        up = self.buffer("up", width)
         if mlp.gate is None:
-            self._product(self.hidden, [(mlp.up, up)], norm)
+            self.product(self.hidden, [(mlp.up, up), *others], norm)
             alone = native.SILU_ALONE if mlp.activation == "silu" else native.ACTIVATION_NUMBERS[mlp.activation]
             return up, {"activation": alone}
-        gate = self._buffer("gate", width)
-        self._product(self.hidden, [(mlp.gate, gate), (mlp.up, up)], norm)
+        gate = self.buffer("gate", width)
+        self.product(self.hidden, [(mlp.gate, gate), (mlp.up, up), *others], norm)
+        if mlp.gate_scale != 1:
+            self._add(gate, None, mlp.gate_scale, gate)
         return up, {"gate": gate, "activation": native.ACTIVATION_NUMBERS[mlp.activation]}
 
     def _to_hidden(self, x: Tensor, weight: Weight, norm: Norm | None, scale: float, **settings: Any) -> None:
         """Add the product of x, through its norm and scaled, to the hidden states."""
         if norm is None and scale == 1:
-            self._product(x, [(weight, self.hidden)], add=self.hidden, **settings)
+            self.product(x, [(weight, self.hidden)], add=self.hidden, **settings)
             return
-        made = self._buffer("made", self.hidden.shape[1])
-        self._product(x, [(weight, made)], **settings)
+        made = self.buffer("made", self.hidden.shape[1])
+        self.product(x, [(weight, made)], **settings)
+        self._add_normed(made, norm, scale)
+
+    def _add_normed(self, made: Tensor, norm: Norm | None, scale: float) -> None:
         if norm is None:
             self._add(made, self.hidden, scale)
         else:
             assert scale == 1
             self._normalize(made, norm, self.hidden, add=self.hidden)
 
+    def _experts(self, experts: Experts, norm: Norm | None, output_norm: Norm | None, scale: float) -> None:
+        """Add what a mixture of experts gives, through its norm and scaled, to the hidden states."""
+        if output_norm is None and scale == 1:
+            self._mix(experts, norm, self.hidden, add=self.hidden)
+            return
+        made = self.buffer("made", self.hidden.shape[1])
+        self._mix(experts, norm, made)
+        self._add_normed(made, output_norm, scale)
+
+    def _mix(self, experts: Experts, norm: Norm | None, out: Tensor, add: Tensor | None = None) -> None:
+        """out = a mixture of experts of the hidden states + add"""
+        size = self.hidden.shape[1]
+        given = {} if norm is None else self.weights.norm(norm, size).arguments()
+        struct = experts_struct(experts, self.weights, size, given)
+        if experts.shared is not None:
+            shared, gate = self.buffer("shared", size), self.buffer("shared gate", 1)
+            beside = [] if experts.shared_gate is None else [(experts.shared_gate, gate)]
+            x, settings = self._inner(experts.shared, norm, beside)
+            self.product(x, [(experts.shared.down, shared)], **settings)
+            struct.shared = shared.data_ptr()
+            struct.shared_gate = gate.data_ptr() if beside else None
+        if experts.router_norm is not None:
+            routed = self.buffer("routed", size)
+            self._normalize(self.hidden, experts.router_norm, routed)
+            struct.routed = routed.data_ptr()
+        struct.x, struct.out = self.hidden.data_ptr(), out.data_ptr()
+        struct.add = None if add is None else add.data_ptr()
+        self.op(native.MIX_EXPERTS, struct)
+
+    def _mlp_and_experts(self, both: MLPAndExperts, norm: Norm | None, output_norm: Norm | None, scale: float) -> None:
+        """Add the sum of both, through its norm and scaled, to the hidden states."""
+        made, mixed = (self.buffer(name, self.hidden.shape[1]) for name in ("made", "mixed"))
+        x, settings = self._inner(both.mlp, norm)
+        self.product(x, [(both.mlp.down, made)], **settings)
+        self._normalize(made, both.mlp_output_norm, made)
+        self._mix(both.experts, both.experts_norm, mixed)
+        self._normalize(mixed, both.experts_output_norm, made, add=made)
+        self._add_normed(made, output_norm, scale)
+
+    def _mixer(self, number: int, mixer: Mixer, norm: Norm | None) -> Tensor:
+        """What the output layer of a mixer multiplies."""
+        if isinstance(mixer, Attention):
+            return self._attention(number, mixer, norm)
+        if isinstance(mixer, LatentAttention):
+            return self._latent_attention(number, mixer, norm)
+        return MixerOps(self).add(mixer, norm)
+
     def _attention(self, number: int, layer: Attention, norm: Norm | None) -> Tensor:
         """The outputs of attention [rows, heads · size]."""
         check_heads(layer.heads, layer.kv_heads, layer.dim)
-        dim = layer.dim
-        q, out = (self._buffer(name, layer.heads * dim) for name in ("q", "out"))
-        k, v = (self._buffer(name, layer.kv_heads * dim) for name in ("k", "v"))
+        dim, width = layer.dim, layer.dim * (1 + layer.gated)  # of a head's query, and perhaps its gate
+        q, out = self.buffer("q", layer.heads * width), self.buffer("out", layer.heads * dim)
+        k, v = (self.buffer(name, layer.kv_heads * dim) for name in ("k", "v"))
         given = [
             (weight, x) for weight, x in ((layer.query, q), (layer.key, k), (layer.value, v)) if weight is not None
         ]
-        self._product(self.hidden, given, norm)
+        self.product(self.hidden, given, norm)
         if layer.key is not None and layer.value is None:
             self._copy(k, v)
-        self._prepare_heads(q, layer.heads, layer, layer.query_norm)
+        self._prepare_heads(q, layer.heads, layer, layer.query_norm, layer.query_angles or layer.angles)
         if layer.key is not None:
-            self._prepare_heads(k, layer.kv_heads, layer, layer.key_norm)
+            self._prepare_heads(k, layer.kv_heads, layer, layer.key_norm, layer.angles)
             if layer.value_norm is not None:
                 self._rotate(v, layer.kv_heads, dim, layer.value_norm)
-        self._attend(number, layer, *(x.view(len(x), -1, dim) for x in (q, k, v, out)))
+        wide, *views = q.view(len(q), -1, width), *(x.view(len(x), -1, dim) for x in (k, v, out))
+        self._attend(number, layer, wide[..., :dim], *views)
+        if layer.gated:
+            MixerOps(self).gate(out, wide[..., dim:], dim, None, activation=native.ACTIVATION_NUMBERS["sigmoid"])
         return out
 
-    def _prepare_heads(self, x: Tensor, heads: int, layer: Attention, norm: Norm | None) -> None:
+    def _latent_attention(self, number: int, layer: LatentAttention, norm: Norm | None) -> Tensor:
+        """The same, with keys and values that are expanded from small vectors."""
+        plain, rotated, heads, value = layer.plain, layer.rotated, layer.heads, layer.value_dim
+        check_heads(heads, heads, plain + rotated)
+        q, out = self.buffer("q", heads * (plain + rotated)), self.buffer("out", heads * value)
+        small = self.buffer("latent", len(self.weights.matrix(layer.latent).weight))
+        first, k = self.buffer("latent normed", small.shape[1] - rotated), self.buffer("k", q.shape[1])
+        expanded, turned = self.buffer("expanded", heads * (plain + value)), self.buffer("turned", rotated)
+        if layer.query_latent is None:
+            self.product(self.hidden, [(layer.query, q), (layer.latent, small)], norm)
+        else:
+            made = self.buffer("query latent", len(self.weights.matrix(layer.query_latent).weight))
+            self.product(self.hidden, [(layer.query_latent, made), (layer.latent, small)], norm)
+            self.product(made, [(layer.query, q)], layer.query_norm)
+        self._copy(small, first)
+        self._copy(small, turned, first.shape[1])
+        self.product(first, [(layer.expand, expanded)], layer.latent_norm)
+        self._rotate(turned, 1, rotated, None, layer.angles, layer.rotates_neighbours)
+        self._rotate(q[:, plain:], heads, rotated, None, layer.angles, layer.rotates_neighbours)
+        width = expanded.shape[1]
+        runs = [run for head in range(heads) for run in ((head * (plain + value), plain), (width, rotated))]
+        self.weights.made.append(torch.tensor(runs))
+        self.op(native.REARRANGE, native.Rearrangement(
+            x=expanded.data_ptr(), other=turned.data_ptr(), out=k.data_ptr(), runs=self.weights.made[-1].data_ptr(),
+            inputs=width, others=rotated, size=k.shape[1], num_runs=len(runs),
+        ))  # fmt: skip
+        views = [x.view(len(x), heads, -1) for x in (q, k, expanded, out)]
+        simple = Attention(
+            layer.query, layer.latent, layer.expand, layer.output, heads, heads, plain + rotated, layer.scale
+        )  # fmt: skip
+        self._attend(number, simple, views[0], views[1], views[2][..., plain:], views[3])
+        return out
+
+    def _prepare_heads(self, x: Tensor, heads: int, layer: Attention, norm: Norm | None, angles: Angles | None) -> None:
         """Norms and angles of queries or keys."""
+        assert layer.norms_heads or not layer.gated
         if norm is not None and not layer.norms_heads:
             self._normalize(x, norm, x)
             norm = None
-        self._rotate(x, heads, layer.dim, norm, layer.angles, layer.rotates_neighbours)
+        self._rotate(x, heads, layer.dim, norm, angles, layer.rotates_neighbours)
 
     def _rotate(
         self, x: Tensor, heads: int, dim: int, norm: Norm | None, angles: Angles | None = None, neighbours: bool = False
     ) -> None:
-        """Norm each head, and rotate it where there are angles."""
+        """Norm the first `dim` numbers of each head, and rotate them where there are angles."""
         if norm is None and angles is None:
             return
-        rotation = native.Rotary(x=x.data_ptr(), heads=heads, dim=dim, neighbours=neighbours)
+        assert x.stride(0) % heads == 0
+        rotation = native.Rotary(
+            x=x.data_ptr(), heads=heads, dim=dim, stride=x.stride(0) // heads, neighbours=neighbours
+        )  # fmt: skip
         if norm is not None:
             given = self.weights.norm(norm, dim)
             rotation.norm, rotation.norm_kind, rotation.epsilon = given.values.data_ptr(), given.kind, given.epsilon
-        self._op(native.ROTATE, rotation, -1 if angles is None else self.angles.index(angles))
+        if angles is not None and angles not in self.angles:
+            self.angles.append(angles)
+        self.op(native.ROTATE, rotation, -1 if angles is None else self.angles.index(angles))
 
     def set_angle_widths(self, widths: Sequence[int]) -> None:
         """How many dimensions of a head each kind of angles rotates."""
@@ -295,11 +351,11 @@ class DecoderOps:
 
     def _attend(self, number: int, layer: Attention, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         if layer.shares is None:
-            own = None if (layer.kv_heads, layer.dim) == self.main_sizes else number
-            self.places.append((self.num_main_layers if own is None else 0, own))
+            own = None if (layer.kv_heads, layer.dim, v.shape[-1]) == self.main_sizes else number
+            self.places[number] = self.num_main_layers if own is None else 0, own
             self.num_main_layers += own is None
         else:
-            self.places.append(self.places[layer.shares])
+            self.places[number] = self.places[layer.shares]
         place, own = self.places[number]
         sinks = None
         if layer.sinks is not None:
@@ -324,7 +380,7 @@ class DecoderOps:
         if (same := (kind.struct, kind.reach, own)) not in known:
             self.kinds.append(kind)
             known.append(same)
-        self._op(native.ATTEND, None, known.index(same), place)
+        self.op(native.ATTEND, None, known.index(same), place)
 
     def attention_structs(self, call: AttentionCall) -> tuple[ctypes.Array, ctypes.Array, ctypes.Array]:
         """Kernel arguments by kind and text, and the bytes between layers of each text's keys and values."""
@@ -333,6 +389,8 @@ class DecoderOps:
             b"".join(kind.struct * texts for kind in self.kinds)
         )
         key_steps, value_steps = ((native.INTEGER * texts)() for _ in range(2))
+        if not self.kinds:
+            return structs, key_steps, value_steps
         main_rows = next(kind.new_rows for kind in self.kinds if kind.own_memory is None)
         for number, sequence in enumerate(call.sequences):
             cache, slots = sequence.kv_cache, sequence.past_length + sequence.num_rows
@@ -353,44 +411,21 @@ class DecoderOps:
             start += sequence.num_rows
         return structs, key_steps, value_steps
 
-
-def linear_struct(
-    x: Tensor,
-    weights: Sequence[tuple[Any, Tensor | None]],
-    norm: NormWeights | None = None,
-    gate: Tensor | None = None,
-    add: Tensor | None = None,
-    activation: int = 0,
-) -> native.Linear:
-    """The kernel's arguments of a product but its rows: of `x` with matrices (or linear layers), to their outputs."""
-    inputs = weights[0][0].weight.shape[1]
-    _check_widths(x, inputs, weights, norm, gate, add)
-    struct = native.Linear(x=x.data_ptr(), inputs=inputs, count=len(weights), activation=activation)
-    for i, (matrix, out) in enumerate(weights):
-        struct.weight[i], struct.format[i] = kernel_arguments(matrix.weight)
-        struct.out[i], struct.outs[i] = None if out is None else out.data_ptr(), len(matrix.weight)
-        struct.bias[i] = None if matrix.bias is None else matrix.bias.data_ptr()
-    if norm is not None:
-        struct.norm, struct.norm_kind, struct.epsilon = norm.values.data_ptr(), norm.kind, norm.epsilon
-    struct.gate = None if gate is None else gate.data_ptr()
-    struct.add = None if add is None else add.data_ptr()
-    return struct
+    def recurrent_calls(self, call: AttentionCall) -> list[RecurrentCall]:
+        """What layers that keep a state get of each text; to be ended after the call."""
+        if not self.states.state:
+            return []
+        calls, first = [], 0
+        for sequence in call.sequences:
+            cache, decided = sequence.kv_cache, sequence.num_rows - len(sequence.parents)
+            assert isinstance(cache, HybridKVCache) and cache.sizes == self.states
+            calls.append(cache.begin_call(first, sequence.past_length, decided, sequence.parents, sequence.ends_text))
+            first += sequence.num_rows
+        return calls
 
 
-def _check_widths(
-    x: Tensor,
-    inputs: int,
-    weights: Sequence[tuple[Any, Tensor | None]],
-    norm: NormWeights | None,
-    gate: Tensor | None,
-    add: Tensor | None,
-) -> None:
-    """Fail unless weights fit the rows that the kernel reads and writes; `x` of one dimension only holds a place."""
-    assert x.dim() == 1 or x[0].numel() == inputs
-    assert norm is None or len(norm.values) == inputs * (1 + (norm.kind == native.NORM_KINDS["layer"]))
-    assert gate is None or gate[0].numel() == inputs
-    for matrix, out in weights:
-        outputs = len(matrix.weight)
-        assert matrix.weight.shape == (outputs, inputs)
-        assert matrix.bias is None or len(matrix.bias) == outputs
-        assert all(each is None or each[0].numel() == outputs for each in (out, add))
+def _memory_sizes(mixer: Mixer) -> tuple[int, int, int] | None:
+    """The heads of a layer's keys and values, and the sizes of both; None: it has none."""
+    if isinstance(mixer, LatentAttention):
+        return mixer.heads, mixer.plain + mixer.rotated, mixer.value_dim
+    return (mixer.kv_heads, mixer.dim, mixer.dim) if isinstance(mixer, Attention) else None

@@ -49,6 +49,12 @@ class KVCache:
         """The slots that `tokens` fill; the nodes of the pending tree follow."""
         return len(self.tokens)
 
+    @property
+    def bytes_per_token(self) -> int:
+        """What a token takes in all buffers, once there are any."""
+        pairs = [(self.keys, self.values), *self.odd_layers.values()]
+        return sum(each.nbytes // each.shape[-2] for pair in pairs for each in pair if each is not None)
+
     def _keep_accepted(self, nodes: list[int]) -> None:
         """Move the accepted nodes to the slots after the text, unless they are there already."""
         moves = [(slot, node) for slot, node in enumerate(nodes) if slot != node]

@@ -15,13 +15,18 @@ from saltus.kernels.batch_invariant_ops import BatchInvariantMode
 from saltus.kernels.packed_weight import kernel_arguments, select_rows, uses_integers
 from saltus.models.architectures import describe_decoder, find_architecture
 from saltus.models.cpu.attention import AttentionCall
-from saltus.models.cpu.decoder_ops import DecoderOps, Resolver, linear_struct
+from saltus.models.cpu.decoder_ops import DecoderOps
+from saltus.models.cpu.decoder_weights import Resolver, linear_struct
+from saltus.models.cpu.hybrid_kv_cache import HybridKVCache, RecurrentCall
+from saltus.models.cpu.kv_cache import KVCache
 from saltus.models.decoder_description import Angles
+from saltus.models.decoder_of import decoder_of
 from saltus.models.gated_lora import Adapter, Gate
 from saltus.models.packed_decoder import PackedDecoder, check_widths
 
 STATIC_ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional"}  # angles depend on the position alone
 INITIAL_ROPE_POSITIONS = 1024  # of a table of angles, at first
+MANY_SLOTS = 2**31  # more than a text has tokens
 
 
 def supports_native_decoder(model: Any) -> bool:
@@ -31,10 +36,15 @@ def supports_native_decoder(model: Any) -> bool:
         and describe_decoder(model) is not None
         and native.kernel("linear", model.dtype, model.device) is not None
         and all(
-            weight.is_contiguous() and weight.dtype == model.dtype and weight.device.type == "cpu"
+            _is_dense(weight) and weight.dtype == model.dtype and weight.device.type == "cpu"
             for weight in model.parameters()
         )
     )
+
+
+def _is_dense(weight: Any) -> bool:
+    """True without gaps; matrices of experts may lie transposed."""
+    return weight.is_contiguous() or (weight.ndim == 3 and weight.transpose(1, 2).is_contiguous())
 
 
 def is_unmodified_decoder(model: Any) -> bool:
@@ -60,6 +70,7 @@ class DecoderCall:
     logits: Tensor
     hidden_states: list[Tensor]  # after each layer that was asked for, and the last ones
     pointed_to: tuple[Any, ...]  # kept alive, since the struct points to them
+    recurrent: list[RecurrentCall]  # to be ended after the call
 
     @property
     def states(self) -> Tensor:
@@ -80,7 +91,7 @@ class NativeDecoder:
         decode = native.kernel("decode", dtype, model.device)
         assert decode is not None and description is not None, "only supported decoders come here"
         self.model, self.dtype, self.decode, self.description = model, dtype, decode, description
-        self.base = model.get_decoder()
+        self.base = decoder_of(model)
         weights = Resolver(self.base)
         self.hidden = torch.zeros(max_rows, config.hidden_size, dtype=dtype)
         self.layers = DecoderOps(description, weights, self.hidden, uses_integers(model))
@@ -111,6 +122,15 @@ class NativeDecoder:
             head=linear_struct(self.hidden, [(weights.output_layer(self.model), None)]),
             ops=ctypes.addressof(layers.ops), num_ops=len(layers.ops), vocab=vocab,
         )  # fmt: skip
+
+    def new_kv_cache(self) -> KVCache:
+        """An empty KV cache for one text, with states where layers keep them."""
+        if not self.layers.states.state:
+            return KVCache()
+        cache = HybridKVCache(sizes=self.layers.states)
+        if not self.layers.kinds:  # no layer has keys
+            cache.keys = cache.values = torch.empty(0, 1, MANY_SLOTS, 1, dtype=self.dtype)
+        return cache
 
     def attach_adapter(self, adapter: Adapter | None) -> None:
         """Add an adapter's low-rank parts to gated rows from now on; copies them in the model's dtype."""
@@ -168,6 +188,8 @@ class NativeDecoder:
         else:
             made.struct.embedding.rows, made.struct.embedding.count = inputs.data_ptr(), rows
         raise_if_failed(self.decode(ctypes.byref(made.struct)), made.struct.vocab)
+        for recurrent in made.recurrent:
+            recurrent.end()
         return made.logits, made.states
 
     def prepare(
@@ -188,6 +210,9 @@ class NativeDecoder:
             struct_of_angles.cos, struct_of_angles.sin = cos.data_ptr(), sin.data_ptr()
             struct_of_angles.position = positions.data_ptr() if indexed else None
         struct.angles = ctypes.addressof(angles)
+        recurrent = self.layers.recurrent_calls(call)
+        texts = (native.RecurrentText * len(recurrent))(*(each.struct for each in recurrent))
+        struct.recurrent = ctypes.addressof(texts) if recurrent else None
         attentions, key_steps, value_steps = self.layers.attention_structs(call)
         struct.attentions, struct.texts, struct.rows = ctypes.addressof(attentions), len(call.sequences), rows
         struct.key_step, struct.value_step = ctypes.addressof(key_steps), ctypes.addressof(value_steps)
@@ -202,10 +227,9 @@ class NativeDecoder:
         struct.selected, struct.num_selected = logit_rows.data_ptr(), selected
         struct.all_states = output_hidden_states
         struct.seconds = None if self.seconds is None else ctypes.addressof(self.seconds)
-        pointed_to = angles, tables, positions, call, attentions, key_steps, value_steps, kept, logit_rows
-        return DecoderCall(
-            struct, logits, [*(collected[layer] for layer in hidden_state_layers if collected), normed], pointed_to
-        )
+        pointed_to = angles, tables, positions, call, attentions, key_steps, value_steps, kept, logit_rows, texts
+        states = [*(collected[layer] for layer in hidden_state_layers if collected), normed]
+        return DecoderCall(struct, logits, states, pointed_to, recurrent)
 
     def _write_inputs(self, hidden: Tensor, inputs: Tensor, gate: Gate | None) -> None:
         """Write embeddings that are given, or those of tokens and of an adapter's queries, to the hidden states."""
@@ -245,8 +269,13 @@ class _AngleTable:
         kind = {} if self.angles.layer_type is None else {"layer_type": self.angles.layer_type}
         with BatchInvariantMode():
             found = self.module(self.hidden[None], position_ids=positions[None], **kind)
-        if self.angles.repeats_neighbours:
-            found = [x[..., ::2].repeat(1, 1, 2) for x in found]
+        if isinstance(found, torch.Tensor):  # of complex numbers
+            found = found.real, found.imag
+        if self.angles.growth:
+            steps = torch.floor(positions / self.angles.steps)
+            found = [x * (1 + self.angles.growth * torch.log1p(steps))[None, :, None] for x in found]
+        if self.angles.layout != "halves":
+            found = [x[..., :: 2 if self.angles.layout == "neighbours" else 1].repeat(1, 1, 2) for x in found]
         return [x[0].to(self.hidden.dtype).contiguous() for x in found]
 
 

@@ -122,6 +122,11 @@ class FixedShapeKVCache:
         """Those of all texts; None before the first call."""
         return self.pool.values
 
+    @property
+    def bytes_per_token(self) -> int:
+        """What a token takes, once there are buffers."""
+        return sum(each.nbytes // each.shape[1] for each in (self.keys, self.values) if each is not None)
+
     def reuse_prefix(self, tokens: Int[np.ndarray, "tokens"]) -> int:
         """How many of the decided tokens are in the cache; the accepted branch is kept."""
         if self.token_history.pending_tree is not None:

@@ -48,6 +48,7 @@ from saltus.models.memory_use import layer_sizes
 
 log = logging.getLogger("saltus")
 
+DENSE_EXPERTS = {"llama4_text"}  # models of Transformers in which every expert reads all rows, in one batched product
 MAX_VARIED_ROWS = 512  # of a decoding call by our own kernels
 
 RunModel = Callable[[Tensor, Tensor, int, StaticGate | None], tuple[Tensor, Tensor]]
@@ -271,7 +272,8 @@ class FixedShapeRunner:
 def why_not_fixed_shapes(model: Any) -> str | None:
     """Why rows of a model depend on each other even in fixed shapes; None if they do not."""
     config, name = model.config.get_text_config(), type(model).__name__
-    if any(getattr(config, count, None) for count in ("num_experts", "num_local_experts", "n_routed_experts")):
+    experts = any(getattr(config, count, None) for count in ("num_experts", "num_local_experts", "n_routed_experts"))
+    if experts and config.model_type not in DENSE_EXPERTS:
         return f"{name} has experts, whose number of rows depends on the text"
     rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [rotary, *(each for each in rotary.values() if isinstance(each, dict))]

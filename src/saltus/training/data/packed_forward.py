@@ -18,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from saltus.core.forward import NO_TOKEN, PLACEHOLDER_TOKEN
 from saltus.methods.shared.context_layers import MASKED_SCORE
 from saltus.models.cpu import attention
+from saltus.models.decoder_of import decoder_of
 from saltus.models.gated_lora import Adapter, Gate, gated_adapter
 from saltus.models.reach import Reach, first_visible
 from saltus.training.data.window_packing import PackedBatch, pack_rows
@@ -138,7 +139,7 @@ def _keep_rows(model: Any, row_indices: Int[Tensor, "kept"]) -> Iterator[None]:
         out.last_hidden_state = out.last_hidden_state.flatten(0, 1)[row_indices][None]
         return out
 
-    hook = model.get_decoder().register_forward_hook(choose)
+    hook = decoder_of(model).register_forward_hook(choose)
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from torch import Tensor
 from saltus.methods.ptp.files import load_drafter
 from saltus.methods.ptp.network import DrafterShape, DraftModel
 from saltus.methods.shared.drafter_files import embeddings_of
+from saltus.models.decoder_of import decoder_of
 from saltus.training.data.hidden_states import HiddenStateCorpus
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.window_dataset import Batch
@@ -29,7 +30,7 @@ def new_drafter(shape: DrafterShape, draft_tokens: Tensor, target: Any, seed: in
     """
     embeddings, unembedding = (weight.float() for weight in embeddings_of(target))
     model = DraftModel(shape, draft_tokens, embeddings, unembedding)
-    generator, norm = seeded_generator(seed, "weights"), getattr(target.get_decoder(), "norm", None)
+    generator, norm = seeded_generator(seed, "weights"), getattr(decoder_of(target), "norm", None)
     with torch.no_grad():
         for name, weight in model.auxiliary.named_parameters():
             if name.startswith("map.0."):  # the first of two layers, the second of which is zero

@@ -15,6 +15,7 @@ from saltus.methods.published.dflash import DFlashModel, DFlashShape
 from saltus.methods.published.dflash_files import is_dflash_folder, load_dflash
 from saltus.methods.shared.context_layers import select_hidden_states
 from saltus.methods.shared.drafter_files import embeddings_of
+from saltus.models.decoder_of import decoder_of
 from saltus.training.data.hidden_states import HiddenStateCorpus
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.window_dataset import Batch
@@ -35,7 +36,7 @@ def new_dflash_model(
     """
     embeddings, unembedding = (weight.float() for weight in embeddings_of(target))
     model = DFlashModel(shape, draft_tokens, embeddings, unembedding)
-    generator, norm = seeded_generator(seed, "weights"), getattr(target.get_decoder(), "norm", None)
+    generator, norm = seeded_generator(seed, "weights"), getattr(decoder_of(target), "norm", None)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 2 and weight.requires_grad and name != "correction.output.weight":

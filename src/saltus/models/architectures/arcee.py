@@ -1,0 +1,17 @@
+"""Arcee: Llama's layers with an MLP without a gate."""
+
+from typing import Any
+
+from saltus.models.decoder_description import MLP, DecoderDescription, Weight, activation, llama_decoder, llama_layer
+
+CLASSES = {"ArceeForCausalLM"}
+
+
+def describe(config: Any) -> DecoderDescription:
+    """See saltus.models.architectures."""
+    layers = []
+    for layer in range(config.num_hidden_layers):
+        path = f"layers.{layer}.mlp"
+        mlp = MLP(None, Weight(f"{path}.up_proj"), Weight(f"{path}.down_proj"), activation(config.hidden_act))
+        layers.append(llama_layer(config, layer, mlp=mlp))
+    return llama_decoder(config, layers)

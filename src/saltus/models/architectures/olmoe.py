@@ -1,0 +1,27 @@
+"""OLMoE: one norm over all heads of queries, and one of keys; a mixture of experts in every layer."""
+
+from typing import Any
+
+from saltus.models.decoder_description import (
+    DecoderDescription,
+    NotDescribed,
+    head_norms,
+    llama_attention,
+    llama_decoder,
+    llama_layer,
+    mixture,
+)
+
+CLASSES = {"OlmoeForCausalLM"}
+
+
+def describe(config: Any) -> DecoderDescription:
+    """See saltus.models.architectures."""
+    if config.clip_qkv is not None:
+        raise NotDescribed("queries, keys and values that are clipped")
+    layers = []
+    for layer in range(config.num_hidden_layers):
+        attention = llama_attention(config, layer, norms_heads=False, **head_norms(config, layer))
+        mlp = mixture(config, layer, is_normalized=config.norm_topk_prob)
+        layers.append(llama_layer(config, layer, mixer=attention, mlp=mlp))
+    return llama_decoder(config, layers)

@@ -1,0 +1,26 @@
+"""Qwen3-MoE: norms of heads as in Qwen3, and mixtures of experts; some layers may have a plain MLP."""
+
+from typing import Any
+
+from saltus.models.decoder_description import (
+    DecoderDescription,
+    head_norms,
+    llama_attention,
+    llama_decoder,
+    llama_layer,
+    llama_mlp,
+    mixture,
+    sparse_layers,
+)
+
+CLASSES = {"Qwen3MoeForCausalLM"}
+
+
+def describe(config: Any) -> DecoderDescription:
+    """See saltus.models.architectures."""
+    layers = []
+    for layer, is_sparse in enumerate(sparse_layers(config)):
+        attention = llama_attention(config, layer, **head_norms(config, layer))
+        mlp = mixture(config, layer, is_normalized=config.norm_topk_prob) if is_sparse else llama_mlp(config, layer)
+        layers.append(llama_layer(config, layer, mixer=attention, mlp=mlp))
+    return llama_decoder(config, layers)

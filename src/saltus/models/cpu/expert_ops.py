@@ -1,0 +1,108 @@
+"""Make the kernel's arguments of a mixture of experts from the modules of its router and its experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from saltus.kernels import native
+from saltus.kernels.packed_weight import PackedWeight, kernel_arguments, select_outputs
+from saltus.models.decoder_description import Experts
+from saltus.models.packed_decoder import check_sizes
+
+if TYPE_CHECKING:
+    from saltus.models.cpu.decoder_weights import Resolver
+
+GATE, UP, DOWN = range(3)  # of weights, in the struct
+
+
+def experts_struct(layer: Experts, weights: Resolver, hidden: int, norm: dict[str, Any]) -> native.Experts:
+    """All but its rows, what it reads and what it writes. `norm` has the fields of the norm before it.
+
+    Errors: ValueError for numbers of experts that the kernel cannot choose by.
+    """
+    router, module = weights.module(layer.router), weights.module(layer.experts)
+    router_weight = weights.dense(router.weight)
+    if layer.router_scale is not None:
+        scale = weights.tensor(layer.router_scale).float() * layer.router_factor
+        router_weight = weights.keep((router_weight.float() * scale).contiguous())
+    experts, down = len(router_weight), _stack(module, "down_proj", layer.is_transposed)
+    width = down.shape[2]
+    _check(layer, experts)
+    assert router_weight.shape == (experts, hidden)
+    assert down.shape == (experts, hidden, width)
+    struct = native.Experts(
+        router=router_weight.data_ptr(), router_is_float32=router_weight.dtype == torch.float32, hidden=hidden,
+        width=width, routed_inputs=hidden, experts=experts, top_k=layer.top_k, groups=layer.groups,
+        top_groups=layer.top_groups, best_of_group=layer.best_of_group, scoring=native.SCORINGS[layer.scoring],
+        normalized=layer.is_normalized, least_sum=layer.least_sum, scale=layer.scale, scales_inputs=layer.scales_inputs,
+        activation=native.ACTIVATION_NUMBERS[layer.activation], interleaved=layer.takes_turns, limit=layer.limit,
+        alpha=layer.alpha, **norm,
+    )  # fmt: skip
+    if (bias := getattr(router, "bias", None)) is not None:
+        struct.router_bias = weights.floats(bias, experts).data_ptr()
+    if layer.selection_bias is not None:
+        struct.selection_bias = weights.floats(weights.tensor(layer.selection_bias), experts).data_ptr()
+    if layer.expert_scale is not None:
+        struct.expert_scale = weights.floats(weights.tensor(layer.expert_scale), experts).data_ptr()
+    for number, name, start, stop in _matrices(layer, module, width):
+        stack = _stack(module, name, layer.is_transposed)
+        assert stack.shape[0] == experts and (number == DOWN or stack.shape[2] == hidden)
+        struct.weight[number], struct.format[number], struct.weight_step[number] = _arguments(stack, start, stop)
+        if (biases := getattr(module, f"{name}_bias", None)) is not None:
+            assert biases.shape == (experts, stack.shape[1]) and biases.is_contiguous()
+            struct.bias[number] = biases.data_ptr() + start * biases.element_size()
+            struct.bias_step[number] = biases.stride(0) * biases.element_size()
+    arithmetics = {struct.format[number] >= native.INTERLEAVED for number in (GATE, UP) if struct.weight[number]}
+    assert len(arithmetics) == 1, "gate and up share their rows"
+    return struct
+
+
+def _check(layer: Experts, experts: int) -> None:
+    """The kernel relies on it."""
+    check_sizes(
+        experts_per_token=layer.top_k, expert_groups=layer.groups, top_expert_groups=layer.top_groups,
+        best_of_group=layer.best_of_group,
+    )  # fmt: skip
+    members = experts // layer.groups
+    if experts % layer.groups or layer.top_groups > layer.groups or layer.best_of_group > members:
+        raise ValueError(
+            f"a decoder chooses {layer.top_groups} of {layer.groups} groups by {layer.best_of_group} of their members,"
+            f" but has {experts} experts; fetch it again"
+        )
+    if layer.top_k > members * layer.top_groups:
+        raise ValueError(f"a decoder chooses {layer.top_k} of {members * layer.top_groups} experts; fetch it again")
+
+
+def _matrices(layer: Experts, module: Any, width: int) -> list[tuple[int, str, int, int]]:
+    """The number of each weight in the struct, its name, and which outputs of an expert's matrix it is."""
+    down = (DOWN, "down_proj", 0, module.down_proj.shape[1 + layer.is_transposed])
+    if not layer.has_gate:
+        return [(UP, "up_proj", 0, width), down]
+    if layer.takes_turns:
+        return [(GATE, "gate_up_proj", 0, 2 * width), down]
+    if hasattr(module, "gate_up_proj"):
+        return [(GATE, "gate_up_proj", 0, width), (UP, "gate_up_proj", width, 2 * width), down]
+    return [(GATE, "gate_proj", 0, width), (UP, "up_proj", 0, width), down]
+
+
+def _stack(module: Any, name: str, is_transposed: bool) -> Tensor:
+    """Matrices [experts, out, in] without gaps; a parameter [experts, in, out] is moved to lie so."""
+    parameter = getattr(module, name)
+    if isinstance(parameter, PackedWeight) or not is_transposed:
+        return parameter.detach()
+    stack = parameter.detach().transpose(1, 2)
+    if not stack.is_contiguous():
+        stack = stack.contiguous()
+        parameter.data = stack.transpose(1, 2)
+    return stack
+
+
+def _arguments(stack: Tensor, start: int, stop: int) -> tuple[int, int, int]:
+    """The address and the format of some outputs of the first matrix, and the bytes from there to the next one's."""
+    (address, format), *others = (
+        kernel_arguments(select_outputs(stack[number], slice(start, stop))) for number in range(min(2, len(stack)))
+    )
+    return address, format, others[0][0] - address if others else 0

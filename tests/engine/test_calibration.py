@@ -1,0 +1,30 @@
+"""The cost of calls by their rows, as the controller measures it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from saltus.engine.calibration import CALIBRATION_ROWS, measure_call_seconds
+
+
+@pytest.mark.parametrize("vocab", [96, 7919, 2 * 7919, 49152])
+def test_rows_of_a_timed_call_are_unlike_tokens_from_all_over_the_vocabulary(vocab):
+    """A mixture of experts reads more weights for them; equal rows would go to the same experts."""
+    calls = []
+
+    def forward(batch, kv_caches):
+        calls.extend(batch)
+        return [SimpleNamespace(logits=torch.zeros(1, vocab), seconds=1.0)]
+
+    network: Any = SimpleNamespace(new_kv_cache=dict, forward=forward)
+    assert measure_call_seconds(network) == dict.fromkeys(CALIBRATION_ROWS, 1.0)
+    assert {1 + len(inputs.tokens) for inputs in calls} >= set(CALIBRATION_ROWS)
+    for inputs in calls[1:]:
+        tokens = [*inputs.canvas.decided_prefix[-1:].tolist(), *inputs.tokens]
+        assert len(set(tokens)) == len(tokens)
+        assert all(0 <= token < vocab for token in tokens)
+        if len(tokens) == max(CALIBRATION_ROWS):
+            quarters = {4 * token // vocab for token in tokens}
+            assert quarters == {0, 1, 2, 3}

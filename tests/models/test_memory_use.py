@@ -1,0 +1,19 @@
+"""What is computed of a model's memory for keys and values is what its texts take."""
+
+import pytest
+import torch
+
+from architectures import ARCHITECTURES, read, text, tiny
+from saltus.engine.checkpoints import make_network
+from saltus.models.memory_use import kv_bytes_per_token
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_token_takes_as_many_bytes_as_are_computed(name):
+    """In buffers of layers that are alike, and in those of layers with other heads."""
+    network = make_network(tiny(name).to(torch.bfloat16), "mine")
+    kv_cache = network.new_kv_cache()
+    read(network, text(3), kv_cache=kv_cache)
+    buffers = [(kv_cache.keys, kv_cache.values), *kv_cache.odd_layers.values()]
+    used = sum(buffer.nbytes // buffer.shape[-2] for pair in buffers for buffer in pair)
+    assert kv_bytes_per_token(network) == used

@@ -1,0 +1,106 @@
+"""Texts of models that are unlike Llama: the same whatever drafts, alone, in a batch, after other texts."""
+
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import pytest
+import torch
+
+from architectures import text, tiny
+from saltus.core.batch import SequenceState, run_batch
+from saltus.core.canvas import continuation
+from saltus.core.noise import Noise
+from saltus.core.rules import match
+from saltus.core.sampling import Sampling
+from saltus.core.speculate import speculate
+from saltus.engine.checkpoints import make_network
+from saltus.engine.prefix_tree import PrefixTree, supports_prefix_tree
+from saltus.methods import make_methods
+from saltus.models.causal import CausalNetwork
+
+pytestmark = pytest.mark.slow
+
+NAMES = [
+    "GptOss", "Llama4",  # sinks; chunks, and queries scaled by position
+    "Gemma4 of unlike heads", "Gemma4 of shared keys", "Gemma3n",  # layers of other sizes, and that share keys
+    "DeepseekV2",  # values shorter than keys
+    "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Glm4Moe",  # experts
+]  # fmt: skip
+METHODS = ["lookup", "jacobi", "small_model"]
+SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8)}
+REPEATED = text(5).tolist()
+PROMPTS = [  # of lengths around the ends of windows and chunks of 12; repeated, so that lookup finds something
+    [*REPEATED, *REPEATED], [*REPEATED, 7, *REPEATED, 8, *REPEATED], text(23, seed=3).tolist(), [5, 6, 5],
+]  # fmt: skip
+ALL, NEW_TOKENS = range(4), 16
+
+
+@dataclass
+class Written:
+    """The texts of some prompts, and the KV caches that they leave."""
+
+    texts: list[list[int]]
+    kv_caches: list[dict]
+
+
+def write(networks, method, sampling, numbers, kv_caches=(), rounds=None) -> Written:
+    """Continue some prompts in one batch, on these caches; with `rounds` only that many calls of it."""
+    states, texts = [], []
+    for number, own_caches in zip_longest(numbers, kv_caches):
+        noise, steps = Noise(number), []
+        drafters = [
+            drafter for one in make_methods(method) if (drafter := one.drafter(noise, sampling, match)) is not None
+        ]
+        generator = speculate(continuation(PROMPTS[number], NEW_TOKENS), noise, sampling, drafters, steps.append, match)
+        states.append(SequenceState(generator, dict(own_caches or {})))
+        texts.append(steps)
+    running = list(states)
+    for done, _ in enumerate(run_batch(running, networks), 1):
+        if done == rounds:
+            break
+    tokens = [[int(token) for step in steps for token in step.tokens] for steps in texts]
+    return Written(tokens, [state.kv_caches for state in states])
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def networks(request) -> dict[str, CausalNetwork]:
+    """A target, checked as at load, and a draft model of other weights."""
+    target = make_network(tiny(request.param).to(torch.bfloat16), "mine")
+    draft = CausalNetwork(tiny(request.param, seed=1).to(torch.bfloat16))
+    with torch.no_grad():
+        for mine, other in zip(draft.model.parameters(), target.model.parameters(), strict=True):
+            mine.lerp_(other, 0.9)
+    return {"target": target, "small_model": draft}
+
+
+@pytest.fixture(scope="module", params=SAMPLINGS)
+def plain(request, networks) -> tuple[Sampling, list[list[int]]]:
+    """A sampling, and the texts of plain decoding, each alone."""
+    sampling = SAMPLINGS[request.param]
+    return sampling, [write(networks, "plain", sampling, [number]).texts[0] for number in ALL]
+
+
+@pytest.mark.parametrize("method", ["plain", *METHODS])
+def test_a_batch_of_four_writes_the_texts_of_plain_decoding(networks, plain, method):
+    sampling, texts = plain
+    assert all(len(each) == NEW_TOKENS for each in texts)
+    assert write(networks, method, sampling, ALL).texts == texts
+
+
+def test_a_text_after_a_kept_prefix_is_that_without(networks, plain):
+    sampling, texts = plain
+    assert supports_prefix_tree(networks["target"])
+    tree, kept = PrefixTree(), PROMPTS[1]
+    before = write(networks, "lookup", sampling, [0, 1])
+    tree.put(kept, before.kv_caches[1])
+    taken = tree.take(kept)
+    assert len(taken["target"].tokens) >= len(kept) - 1
+    after = write(networks, "lookup", sampling, [0, 1], [{}, taken])
+    assert after.texts == texts[:2]
+
+
+def test_a_text_on_the_memory_of_a_cancelled_one_is_that_on_a_fresh_memory(networks, plain):
+    sampling, texts = plain
+    cancelled = write(networks, "jacobi+lookup", sampling, ALL[::-1], rounds=3)
+    again = write(networks, "jacobi+lookup", sampling, ALL, cancelled.kv_caches)
+    assert again.texts == texts
