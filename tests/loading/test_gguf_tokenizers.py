@@ -7,7 +7,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 from transformers import CohereTokenizer, GemmaTokenizer, GPT2Tokenizer, Qwen2Tokenizer
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
-from saltus.loading.gguf_tokenizers import END_TOKENS, KINDS, end_tokens, make_tokenizer
+from saltus.loading.gguf_tokenizers import KINDS, TURN_ENDS, end_tokens, make_tokenizer
 
 TEXTS = [
     "It's 1234 apples, isn't it?  No: 12,345!\n\n\nNext   line\t\ttabs", "naïve café — 漢字とかな 😀 ‘quoted’ ½ Ⅷ",
@@ -149,9 +149,9 @@ def test_special_tokens_of_phi_3_take_the_space_behind_them():
 
 
 def test_words_that_look_like_ends_are_no_ends():
-    tokens = [*sorted(END_TOKENS), "end"]
+    tokens = [*sorted(TURN_ENDS), "end"]
     metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 3}
     assert end_tokens(metadata) == 3
     assert end_tokens(metadata | {"tokenizer.ggml.token_type": [1] * len(tokens)}) == 3
     types = [3] * len(tokens)
-    assert set(end_tokens(metadata | {"tokenizer.ggml.token_type": types})) == set(range(len(END_TOKENS)))
+    assert set(end_tokens(metadata | {"tokenizer.ggml.token_type": types})) == set(range(len(TURN_ENDS)))

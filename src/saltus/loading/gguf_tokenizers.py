@@ -15,11 +15,10 @@ SPECIAL_TOKENS = ("bos", "eos", "eot", "unknown", "padding")  # whose ids GGUF f
 MAX_TOKEN_LENGTH = 1024  # characters; merges of SentencePiece's tokens are found in the square of it
 SPACE = "▁"  # what SentencePiece writes for a space
 
-# What ends a text or a turn of a conversation, also where a file names another token for that; as llama.cpp has it.
-END_TOKENS = {
-    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>", "<|end_of_text|>",
-    "<end_of_turn>", "<turn|>", "<|tool_response>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>",
-    "<｜end▁of▁sentence｜>",
+# What ends a turn of a conversation, also where a file names another token or none for that; by llama.cpp's list.
+TURN_ENDS = {
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>",
+    "<|tool_response>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>",
 }  # fmt: skip
 KEEPS_SPACE = {"<unk>", "<s>", "<|endoftext|>"}  # of Phi-3's special tokens; the others take the spaces behind them
 
@@ -133,7 +132,7 @@ def end_tokens(metadata: dict[str, Any]) -> int | list[int] | None:
     tokens = metadata["tokenizer.ggml.tokens"]
     types = metadata.get("tokenizer.ggml.token_type") or ()
     added = [number for number, type in enumerate(types) if type in (CONTROL_TOKEN_TYPE, USER_TOKEN_TYPE)]
-    ends = [token for token in named if token is not None] + [each for each in added if tokens[each] in END_TOKENS]
+    ends = [token for token in named if token is not None] + [each for each in added if tokens[each] in TURN_ENDS]
     ends = list(dict.fromkeys(ends))
     return ends if len(ends) > 1 else next(iter(ends), None)
 
