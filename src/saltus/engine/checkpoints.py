@@ -41,6 +41,7 @@ from saltus.models.evabyte import EvaByteNetwork
 from saltus.models.evabyte_decoder import EvaByteDecoder
 from saltus.models.packed_decoder import PackedDecoder
 from saltus.models.protocols import TargetNetwork
+from saltus.models.recurrent_layers import recurrent_layer_types
 from saltus.models.resized_vocabulary import embedding_rows
 
 WEIGHTS = ("file", "bf16", *PACKINGS)  # as stored, packed ones expanded to bfloat16, or packed by GGUF's quantisers
@@ -337,17 +338,11 @@ def context_length_of(model: Any) -> int | None:
 
 def _why_no_states(model: Any) -> str | None:
     """Why layers that keep a state cannot be had: Transformers' own cannot read a tree. None: they can, or are not."""
-    kinds = _recurrent_layer_types(model)
+    kinds = recurrent_layer_types(model)
     if not kinds or supports_native_decoder(model):
         return None
     state = f"it keeps a state in {kinds[0]} layers"
     return state if describe_decoder(model) is None else f"{state}, which only compiled kernels on a CPU can read"
-
-
-def _recurrent_layer_types(model: Any) -> list[str]:
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
-    return sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
 
 
 def resolve_device(name: str) -> str:

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_adapter_training import EXPERTS, WITHOUT_EXPERTS, gradients
+from test_adapter_training import PACKED, WITHOUT_EXPERTS, gradients
 from test_cli import complaint, lines, saltus_
 from transformers import DynamicCache
 
 import saltus
-from architectures import ONE_PER_FEATURE, VOCAB, text, tiny
+from architectures import VOCAB, text, tiny
 from saltus.loading.metadata import read_metadata
 from saltus.methods.jacobi.training.block_packing import BlockNoise, pack_blocks
 from saltus.methods.jacobi.training.forcing import JacobiTrainingTask
@@ -155,7 +155,7 @@ def assert_same_as_one_by_one(task: JacobiTrainingTask) -> None:
             torch.testing.assert_close(packed[name], gradient, rtol=0, atol=max(1e-5 * largest, 1e-12))
 
 
-@pytest.mark.parametrize("name", [*(name for name in ONE_PER_FEATURE if name not in EXPERTS), *WITHOUT_EXPERTS])
+@pytest.mark.parametrize("name", [*PACKED, *WITHOUT_EXPERTS])
 def test_packed_blocks_have_the_loss_and_gradients_of_separate_forwards(name):
     """Also where windows slide, logits are capped or scaled, and positions are learned."""
     assert_same_as_one_by_one(make_task(tiny(name)))

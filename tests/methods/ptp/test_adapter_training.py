@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import saltus
-from architectures import ONE_PER_FEATURE, text, tiny
+from architectures import ONE_PER_FEATURE, RECURRENT, text, tiny
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.core.sampling import Sampling, pick, token_distribution
@@ -22,7 +22,7 @@ from saltus.methods.shared.query_chains import with_query_chains
 from saltus.models.causal import CausalNetwork
 from saltus.models.gated_lora import Gate, GatedLoraSettings, gated_adapter
 from saltus.training.data.hidden_states import Sample, collect_hidden_states, load_hidden_states
-from saltus.training.data.packed_forward import packed_logits
+from saltus.training.data.packed_forward import packed_logits, prepare_model
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.uniform_intervals import uniform_intervals
 from saltus.training.data.window_dataset import WindowDataset, WindowSettings
@@ -41,7 +41,8 @@ KINDS = [
 ]  # fmt: skip
 WITHOUT_EXPERTS = ["GraniteSWA", "Llama4 without experts"]  # sinks; chunks
 # Transformers multiplies them in no float64
-EXPERTS = ["DeepseekV3", "GptOss", "Llama4", "Mixtral", "Qwen2Moe", "Qwen3Moe"]
+EXPERTS = ["DeepseekV3", "Glm4Moe", "GptOss", "Llama4", "Mixtral", "Qwen2Moe", "Qwen3Moe"]
+PACKED = [name for name in ONE_PER_FEATURE if name not in (*EXPERTS, *RECURRENT)]  # several windows in one pass
 each_start = pytest.mark.parametrize("query_start", ["blank", "last-token"])
 every_kind = pytest.mark.parametrize(("form", "loss"), KINDS)
 
@@ -132,8 +133,14 @@ def assert_same_as_one_by_one(task: AdapterTrainingTask) -> None:
             torch.testing.assert_close(packed[name], gradient, rtol=0, atol=1e-5 * largest)  # some layers use float32
 
 
+@pytest.mark.parametrize("name", ["Lfm2", "Qwen3_5", "FalconH1", "Mamba2"])
+def test_layers_that_keep_a_state_are_refused_by_name(name):
+    with pytest.raises(ValueError, match=r"^[^\n]*keeps a state in [^\n]* layers[^\n]*$"):
+        prepare_model(tiny(name))
+
+
 @pytest.mark.parametrize(  # a part of Gemma 3n's adapter gets no gradient
-    "name", [*(name for name in ONE_PER_FEATURE if name not in (*EXPERTS, "Gemma3n")), *WITHOUT_EXPERTS]
+    "name", [*(name for name in PACKED if name != "Gemma3n"), *WITHOUT_EXPERTS]
 )
 def test_packed_windows_have_the_loss_and_gradients_of_separate_forwards(name, tmp_path):
     """Also where windows slide, logits are capped or scaled, and positions are learned."""

@@ -1,0 +1,20 @@
+"""Say which layers of a model keep a state in place of keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from saltus.models.architectures import describe_decoder
+from saltus.models.decoder_description import Attention, LatentAttention, mixers_of
+
+
+def recurrent_layer_types(model: Any) -> list[str]:
+    """Kinds of such layers, as the configuration or the description names them; empty: the model keeps no state."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
+    named = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
+    description = describe_decoder(model)
+    if named or description is None:
+        return named
+    mixers: set[type] = {type(mixer) for layer in description.layers for mixer, _ in mixers_of(layer)}
+    return sorted(each.__name__ for each in mixers - {Attention, LatentAttention})
