@@ -16,5 +16,5 @@ def recurrent_layer_types(model: Any) -> list[str]:
     description = describe_decoder(model)
     if named or description is None:
         return named
-    mixers: set[type] = {type(mixer) for layer in description.layers for mixer, _ in mixers_of(layer)}
-    return sorted(each.__name__ for each in mixers - {Attention, LatentAttention})
+    mixers = [mixer for layer in description.layers for mixer, _ in mixers_of(layer)]
+    return sorted({type(mixer).__name__ for mixer in mixers if not isinstance(mixer, Attention | LatentAttention)})
