@@ -11,7 +11,9 @@ from saltus.models.decoder_description import Attention, LatentAttention, mixers
 def recurrent_layer_types(model: Any) -> list[str]:
     """Kinds of such layers, as the configuration or the description names them; empty: the model keeps no state."""
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
+    kinds: set[str] = set(getattr(config, "layer_types", None) or ()) | set(
+        getattr(config, "layers_block_type", None) or ()
+    )
     named = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
     description = describe_decoder(model)
     if named or description is None:
