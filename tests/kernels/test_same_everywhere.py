@@ -83,15 +83,23 @@ def bytes_of(x: Any) -> tuple[int, bytes]:
 
 def write_call(file: Path, decoder: Any, made: DecoderCall, results: list[torch.Tensor]) -> None:
     """Write the memory that a call of a decoder reads and writes, as call_elsewhere.c reads it."""
-    struct, (cos, sin, positions, call, attentions, *arrays) = made.struct, made.pointed_to
+    struct, (angles, tables, positions, call, attentions, *arrays, _) = made.struct, made.pointed_to
+    layers = decoder.layers
     tokens = (ctypes.c_int64 * struct.embedding.count).from_address(struct.embedding.rows)
     masks = [mask for sequence in call.sequences for both in sequence.masks_by_reach.values() for mask in both]
     masks += [FROM_FIRST_SLOT, *(sequence.tree_mask for sequence in call.sequences)]
     weights = [weight.rows if isinstance(weight, PackedWeight) else weight for weight in decoder.model.parameters()]
-    buffers: list[Any] = [decoder.hidden, decoder.q, decoder.k, decoder.v, decoder.out, decoder.gate, decoder.up]
-    buffers += [*made.hidden_states, decoder.window_of_layer]
-    plain = [cos, sin, positions, tokens, *arrays, *masks, *weights, *buffers]
-    scanned = [struct, decoder.products, decoder.rotations, attentions]
+    buffers = [decoder.hidden, *layers.buffers.values(), *layers.weights.made, *made.hidden_states]
+    plain = [
+        *(table for cos, sin, _ in tables for table in (cos, sin)),
+        positions,
+        tokens,
+        *arrays,
+        *masks,
+        *weights,
+        *buffers,
+    ]
+    scanned = [struct, angles, attentions, layers.ops, *layers.structs]
     regions = {id(x): x for x in [*plain, *scanned, *results]}
     with file.open("wb") as out:
         out.write(struct_module.pack("<2q", ctypes.addressof(struct), len(regions)))
