@@ -117,11 +117,6 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
     "Olmoe": {**LLAMA_LIKE, "num_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
 
-GEMMA4_SHARED = {  # layers that read the keys and values of others, with wider MLPs
-    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
-    "use_double_wide_mlp": True, "attention_k_eq_v": False,
-}  # fmt: skip
-
 MIXERS = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 DELTA_RULE = {
     **LLAMA_LIKE, **MIXERS, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
@@ -172,7 +167,7 @@ ONE_PER_FEATURE = [  # of attention, and of what is computed around it
     "Llama", "Mistral",  # the C decoder; with a window
     "Gemma2", "Gemma4",  # norms of outputs, capped scores; layers with heads of different sizes
     "GptOss", "Llama4", "Gemma3n",  # sinks; chunks, and queries scaled by position; layers that share keys
-    "Glm4", "Cohere2", "Olmo2", "Ministral3",  # rotated neighbours; parallel MLP; norms of all heads
+    "Glm4", "Cohere2", "Olmo2", "Ministral3",  # interleaved rotation; parallel MLP; norms of all heads
     "Granite", "Starcoder2",  # multipliers; LayerNorm, no gates
     "GPT2", "GPTNeoX",  # learned positions; a part of each head is rotated
     "GPTBigCode", "DeepseekV3",  # one key head; short values

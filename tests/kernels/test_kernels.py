@@ -23,11 +23,11 @@ from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode, batch_invariant_elementwise, linear
+from saltus.models.attention_span import Chunks
 from saltus.models.causal import CausalNetwork
 from saltus.models.cpu import attention
 from saltus.models.cpu.attention import AttentionCall, SequenceRows
 from saltus.models.cpu.kv_cache import KVCache
-from saltus.models.reach import Chunks
 from saltus.storage import cache_files
 from saltus.storage.cache_files import is_own_file, make_private_folder, new_file_with_digest
 
@@ -304,10 +304,10 @@ class Rows:
             for text, new in ((self.text[0], self.k), (self.text_v, self.v))
         )
         last = self.past + len(path) - 1
-        if isinstance(reach := self.settings["sliding_window"], Chunks):
-            reach = last % reach.size + 1
-        if reach is not None:
-            keys, values = keys[:, -reach:], values[:, -reach:]
+        if isinstance(span := self.settings["sliding_window"], Chunks):
+            span = last % span.size + 1
+        if span is not None:
+            keys, values = keys[:, -span:], values[:, -span:]
         scores = (keys @ self.q[:, node, :, None].double())[..., 0] * keys.shape[-1] ** -0.5
         if softcap := self.settings["softcap"]:
             scores = softcap * (scores / softcap).tanh()

@@ -86,7 +86,7 @@ def write_call(file: Path, decoder: Any, made: DecoderCall, results: list[torch.
     struct, (angles, tables, positions, call, attentions, *arrays, _) = made.struct, made.pointed_to
     layers = decoder.layers
     tokens = (ctypes.c_int64 * struct.embedding.count).from_address(struct.embedding.rows)
-    masks = [mask for sequence in call.sequences for both in sequence.masks_by_reach.values() for mask in both]
+    masks = [mask for sequence in call.sequences for both in sequence.masks_by_span.values() for mask in both]
     masks += [FROM_FIRST_SLOT, *(sequence.tree_mask for sequence in call.sequences)]
     weights = [weight.rows if isinstance(weight, PackedWeight) else weight for weight in decoder.model.parameters()]
     buffers = [decoder.hidden, *layers.buffers.values(), *layers.weights.made, *made.hidden_states]

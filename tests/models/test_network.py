@@ -12,7 +12,6 @@ from architectures import (
     ARCHITECTURES,
     DESCRIBED,
     GEMMA4_EXPERTS,
-    GEMMA4_SHARED,
     LLAMA_LIKE,
     ONE_PER_FEATURE,
     RECURRENT,
@@ -110,7 +109,11 @@ def test_half_precision_gives_the_logits_of_the_models_own_forward(name):
 
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [("Gemma4", GEMMA4_SHARED), ("Gemma4", {"hidden_size_per_layer_input": 0}), ("Gemma4", GEMMA4_EXPERTS)],
+    [
+        ("Gemma4 of shared keys", {"use_double_wide_mlp": True}),
+        ("Gemma4", {"hidden_size_per_layer_input": 0}),
+        ("Gemma4", GEMMA4_EXPERTS),
+    ],
 )
 def test_a_described_decoder_with_other_layers(name, changes):
     model, tokens = tiny(name, **changes), text(LENGTH)

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from saltus.models.reach import Reach
+from saltus.models.attention_span import AttentionSpan
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu_squared", "sigmoid"]
 ACTIVATIONS: dict[str, Activation] = {  # by their names in configurations
@@ -59,7 +59,7 @@ class Angles:
 
     path: str = "rotary_emb"
     layer_type: str | None = None
-    layout: Literal["halves", "neighbours", "once"] = "halves"
+    layout: Literal["halves", "interleaved", "once"] = "halves"
     growth: float = 0.0
     steps: int = 1
 
@@ -68,7 +68,7 @@ class Angles:
 class Attention:
     """Softmax attention of `heads` queries over `kv_heads` keys and values of size `dim`.
 
-    Queries and keys may have a norm, of each head or of all heads together (`norms_heads`), before they are rotated.
+    Queries and keys may have a norm, of each head or of all heads together (`norm_per_head`), before they are rotated.
     Without a key, the layer reads the keys and values of the layer `shares`; without a value, values are the keys
     before their norm.
     """
@@ -83,12 +83,12 @@ class Attention:
     scale: float
     angles: Angles | None = Angles()
     query_angles: Angles | None = None  # where they are not those of keys
-    rotates_neighbours: bool = False  # pairs of dimensions are neighbours, not half the rotated ones apart
+    rope_interleaved: bool = False  # pairs of dimensions lie beside each other, not half the rotated ones apart
     query_norm: Norm | None = None
     key_norm: Norm | None = None
     value_norm: Norm | None = None
-    norms_heads: bool = True
-    reach: Reach = None  # how far back it sees
+    norm_per_head: bool = True
+    span: AttentionSpan = None  # how far back it sees
     softcap: float | None = None  # of scores
     sinks: str | None = None  # the path of a score of each head that takes weight and has no value
     shares: int | None = None
@@ -97,11 +97,11 @@ class Attention:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Attention whose keys and values are expanded from a small vector of each token (DeepSeek-AI 2024, MLA).
+    """Multi-head latent attention: keys and values are expanded from a latent vector of each token (DeepSeek-AI 2024).
 
-    A head's query and key have `plain` dimensions, then `rotated` ones; the latter are one vector for all keys of a
-    token. `latent` gives the small vector and that one; `expand` each head's plain key and value. Queries may be made
-    through a small vector, too: `query_latent`, with a norm.
+    A head's query and key have `nope_dim` dimensions, then `rope_dim` rotated ones; of keys the latter are shared by
+    all heads. `latent` gives the latent vector and these; `expand` each head's other key dimensions and its value.
+    Queries may go through a latent vector, too: `query_latent`, with a norm.
     """
 
     query: Weight
@@ -110,12 +110,12 @@ class LatentAttention:
     expand: Weight
     output: Weight
     heads: int
-    plain: int
-    rotated: int
+    nope_dim: int
+    rope_dim: int
     value_dim: int
     scale: float
     angles: Angles
-    rotates_neighbours: bool
+    rope_interleaved: bool
     query_latent: Weight | None = None
     query_norm: Norm | None = None
 
@@ -173,7 +173,7 @@ Mixer = Attention | LatentAttention | ShortConvolution | DeltaNet | Mamba2
 
 
 @dataclass(frozen=True)
-class SideBySide:
+class ParallelMixers:
     """Mixers that read the same; their outputs are added, each times its number."""
 
     parts: tuple[tuple[Mixer, float], ...]
@@ -192,10 +192,10 @@ class MLP:
 
 
 @dataclass(frozen=True)
-class TokenInput:
-    """What a token says to a layer directly (Gemma 3n, 4): x + norm(output(activation(gate x) · t)).
+class PerLayerInput:
+    """The per-layer embedding of a token (Gemma 3n, 4) enters: x + norm(output(activation(gate x) · t)).
 
-    t is √½ (norm(P e) + E), with e the input embedding; P e and E are a layer's part of `TokenInputs`.
+    t is √½ (norm(P e) + E), with e the input embedding; P e and E are a layer's part of `PerLayerEmbeddings`.
     """
 
     gate: Weight
@@ -205,7 +205,7 @@ class TokenInput:
 
 
 @dataclass(frozen=True)
-class TokenInputs:
+class PerLayerEmbeddings:
     """The parts of all layers: a scaled embedding, and a projection of input embeddings with a norm of each part."""
 
     embedding: str
@@ -248,7 +248,7 @@ class Experts:
     best_of_group: int = 1
     scales_inputs: bool = False  # weights multiply what an expert reads, not what it gives
     is_transposed: bool = False
-    takes_turns: bool = False  # outputs of gate and up alternate; else the first half is the gate's
+    gate_up_interleaved: bool = False  # outputs of gate and up alternate; else the first half is the gate's
     limit: float = 0.0  # of clamped_swiglu: min(gate, limit) · sigmoid(alpha · gate) · (clamp(up, ± limit) + 1)
     alpha: float = 0.0
     shared: MLP | None = None  # added to the sum, times the sigmoid of what `shared_gate` gives
@@ -273,7 +273,7 @@ class Layer:
     `parallel`: both read the layer's input. The layer's output is multiplied by the number `output_scale`, by its path.
     """
 
-    mixer: Mixer | SideBySide
+    mixer: Mixer | ParallelMixers
     mlp: MLP | Experts | MLPAndExperts | None
     mixer_norm: Norm | None
     mlp_norm: Norm | None
@@ -281,7 +281,7 @@ class Layer:
     mlp_output_norm: Norm | None = None
     residual_scale: float = 1.0
     parallel: bool = False
-    token_input: TokenInput | None = None
+    per_layer_input: PerLayerInput | None = None
     output_scale: str | None = None
 
 
@@ -299,7 +299,7 @@ class DecoderDescription:
     input_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
-    token_inputs: TokenInputs | None = None
+    per_layer_embeddings: PerLayerEmbeddings | None = None
 
 
 def head_dim(config: Any) -> int:
@@ -330,8 +330,8 @@ def llama_attention(config: Any, layer: int, **changes: Any) -> Attention:
         "output": Weight(f"{path}.o_proj"), "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads, "dim": dim, "scale": dim**-0.5,
     }  # fmt: skip
-    if "reach" not in changes:
-        settings["reach"] = sliding_window(config, layer)
+    if "span" not in changes:
+        settings["span"] = sliding_window(config, layer)
     return Attention(**settings | changes)
 
 
@@ -341,13 +341,13 @@ def latent_attention(config: Any, layer: int, **changes: Any) -> LatentAttention
     size = config.qk_nope_head_dim + config.qk_rope_head_dim
     growth = rope.get("mscale_all_dim", 0) if rope.get("rope_type", "default") != "default" else 0
     stretch = 1 + 0.1 * growth * math.log(rope["factor"]) if growth and rope["factor"] > 1 else 1.0
-    epsilon = 1e-6  # of the norms of small vectors, whatever the configuration says
+    epsilon = 1e-6  # of the norms of latent vectors, whatever the configuration says
     settings: dict[str, Any] = {
         "query": Weight(f"{path}.q_proj"), "latent": Weight(f"{path}.kv_a_proj_with_mqa"),
         "latent_norm": Norm(f"{path}.kv_a_layernorm", epsilon), "expand": Weight(f"{path}.kv_b_proj"),
-        "output": Weight(f"{path}.o_proj"), "heads": config.num_attention_heads, "plain": config.qk_nope_head_dim,
-        "rotated": config.qk_rope_head_dim, "value_dim": config.v_head_dim, "scale": size**-0.5 * stretch**2,
-        "angles": Angles(), "rotates_neighbours": getattr(config, "rope_interleave", True),
+        "output": Weight(f"{path}.o_proj"), "heads": config.num_attention_heads, "nope_dim": config.qk_nope_head_dim,
+        "rope_dim": config.qk_rope_head_dim, "value_dim": config.v_head_dim, "scale": size**-0.5 * stretch**2,
+        "angles": Angles(), "rope_interleaved": getattr(config, "rope_interleave", True),
     }  # fmt: skip
     if config.q_lora_rank is not None:
         settings |= {
@@ -445,4 +445,4 @@ def llama_decoder(config: Any, layers: list[Layer], **changes: Any) -> DecoderDe
 
 def mixers_of(layer: Layer) -> tuple[tuple[Mixer, float], ...]:
     """The mixers of a layer, and what their outputs are multiplied by."""
-    return layer.mixer.parts if isinstance(layer.mixer, SideBySide) else ((layer.mixer, 1.0),)
+    return layer.mixer.parts if isinstance(layer.mixer, ParallelMixers) else ((layer.mixer, 1.0),)

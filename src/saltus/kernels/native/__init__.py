@@ -102,7 +102,7 @@ class Rotary(ctypes.Structure):
 
     _fields_ = [
         *((name, POINTER) for name in ("x", "cos", "sin", "position", "norm")),
-        *((name, INTEGER) for name in ("rows", "heads", "dim", "stride", "turned", "neighbours", "norm_kind")),
+        *((name, INTEGER) for name in ("rows", "heads", "dim", "stride", "turned", "interleaved", "norm_kind")),
         ("epsilon", REAL),
     ]
 

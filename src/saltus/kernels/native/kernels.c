@@ -61,7 +61,7 @@ typedef struct {
   const void *norm;       // [dim] or NULL: of each head, see Norm
   int64_t rows, heads, dim;
   int64_t stride;  // between heads, 0: dim
-  int64_t turned, neighbours;  // dimensions that are rotated, 0: all; pairs are neighbours and not half of them apart
+  int64_t turned, interleaved;  // dimensions that are rotated, 0: all; pairs lie beside each other, not half of them apart
   int64_t norm_kind;
   float epsilon;
 } Rotary;

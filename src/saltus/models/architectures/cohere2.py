@@ -13,13 +13,13 @@ from saltus.models.decoder_description import (
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, decoder_config, layer_types
 
 CLASSES = {"Cohere2ForCausalLM"}
-ANGLES = Angles(layout="neighbours")
+ANGLES = Angles(layout="interleaved")
 
 
 def layer(config: Any, number: int, angles: Angles | None) -> Layer:
     """Cohere's layer."""
     norm = Norm(f"layers.{number}.input_layernorm", config.layer_norm_eps, "layer")
-    mixer = llama_attention(config, number, angles=angles, rotates_neighbours=True)
+    mixer = llama_attention(config, number, angles=angles, rope_interleaved=True)
     return Layer(mixer, llama_mlp(config, number), norm, norm, parallel=True)
 
 

@@ -25,6 +25,6 @@ def describe(config: Any) -> DecoderDescription:
         if layer >= config.first_k_dense_replace:
             shared = llama_mlp(config, layer, "mlp.shared_experts")
             mlp = mixture(config, layer, scale=config.routed_scaling_factor, shared=shared, **groups)
-        mixer = latent_attention(config, layer, angles=Angles(layout="once"), rotates_neighbours=True)
+        mixer = latent_attention(config, layer, angles=Angles(layout="once"), rope_interleaved=True)
         layers.append(llama_layer(config, layer, mixer=mixer, mlp=mlp))
     return llama_decoder(config, layers)

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 without experts: Llama's layers; neighbours are rotated."""
+"""ERNIE 4.5 without experts: Llama's layers; interleaved rotary embeddings."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ CLASSES = {"Ernie4_5ForCausalLM"}
 def describe(config: Any) -> DecoderDescription:
     """See saltus.models.architectures."""
     layers = [
-        llama_layer(config, layer, mixer=llama_attention(config, layer, rotates_neighbours=True))
+        llama_layer(config, layer, mixer=llama_attention(config, layer, rope_interleaved=True))
         for layer in range(config.num_hidden_layers)
     ]
     return llama_decoder(config, layers)

@@ -9,7 +9,7 @@ from saltus.models.decoder_description import (
     Mamba2,
     Norm,
     NotDescribed,
-    SideBySide,
+    ParallelMixers,
     Weight,
     activation,
     head_dim,
@@ -43,7 +43,7 @@ def describe(config: Any) -> DecoderDescription:
     for number in range(config.num_hidden_layers):
         path = f"layers.{number}"
         scale = head_dim(config) ** -0.5 * inner * inner * config.key_multiplier
-        attention = llama_attention(config, number, scale=scale, reach=None)
+        attention = llama_attention(config, number, scale=scale, span=None)
         mixers = (
             (mamba(config, f"{path}.mamba"), config.ssm_out_multiplier),
             (attention, inner * config.attention_out_multiplier),
@@ -51,7 +51,7 @@ def describe(config: Any) -> DecoderDescription:
         gate, up, down = (Weight(f"{path}.feed_forward.{name}_proj") for name in ("gate", "up", "down"))
         mlp = MLP(gate, up, down, activation(config.hidden_act), gate_scale, output_scale)
         norms = Norm(f"{path}.input_layernorm", epsilon), Norm(f"{path}.pre_ff_layernorm", epsilon)
-        layers.append(Layer(SideBySide(mixers), mlp, *norms))
+        layers.append(Layer(ParallelMixers(mixers), mlp, *norms))
     return DecoderDescription(
         tuple(layers), Norm("final_layernorm", epsilon), input_scale=config.embedding_multiplier,
         logit_scale=config.lm_head_multiplier,

@@ -1,4 +1,4 @@
-"""Gemma 4: other heads where layers see all of the text, shared keys and values, and token inputs of layers."""
+"""Gemma 4: other heads where layers see all of the text, shared keys and values, and per-layer embeddings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,8 +10,8 @@ from saltus.models.decoder_description import (
     Layer,
     MLPAndExperts,
     Norm,
-    TokenInput,
-    TokenInputs,
+    PerLayerEmbeddings,
+    PerLayerInput,
     Weight,
     activation,
     head_norms,
@@ -44,7 +44,7 @@ def attention(config: Any, number: int) -> dict[str, Any]:
     kind = config.layer_types[number]
     norms = head_norms(config, number, kind="rms-float32") | {"value_norm": norm(config, None)}
     found = {
-        "scale": 1.0, "angles": Angles(layer_type=kind), "reach": sliding_window(config, number), **norms,
+        "scale": 1.0, "angles": Angles(layer_type=kind), "span": sliding_window(config, number), **norms,
     }  # fmt: skip
     if config.attention_k_eq_v and kind != "sliding_attention":
         found["value"] = None
@@ -72,9 +72,9 @@ def mlp_and_experts(config: Any, number: int) -> MLPAndExperts:
 
 def layer(config: Any, number: int) -> Layer:
     """A layer with four norms, and perhaps a token input."""
-    path, said, sizes = f"layers.{number}", None, config.per_layer_config[number]
+    path, entry, sizes = f"layers.{number}", None, config.per_layer_config[number]
     if config.hidden_size_per_layer_input:
-        said = TokenInput(
+        entry = PerLayerInput(
             Weight(f"{path}.per_layer_input_gate"), Weight(f"{path}.per_layer_projection"),
             norm(config, f"{path}.post_per_layer_input_norm"), activation(config.hidden_activation),
         )  # fmt: skip
@@ -85,7 +85,7 @@ def layer(config: Any, number: int) -> Layer:
         mixer_output_norm=norm(config, f"{path}.post_attention_layernorm"),
         mlp_norm=norm(config, f"{path}.pre_feedforward_layernorm"),
         mlp_output_norm=norm(config, f"{path}.post_feedforward_layernorm"),
-        token_input=said, output_scale=f"{path}.layer_scalar",
+        per_layer_input=entry, output_scale=f"{path}.layer_scalar",
     )  # fmt: skip
 
 
@@ -95,11 +95,13 @@ def describe(config: Any) -> DecoderDescription:
     if size:
         # its projection is divided by √hidden before the norm, which only makes the norm's epsilon larger
         projection_norm = Norm("per_layer_projection_norm", config.rms_norm_eps * config.hidden_size, "rms-float32")
-        inputs = TokenInputs("embed_tokens_per_layer", size**0.5, Weight("per_layer_model_projection"), projection_norm)
+        inputs = PerLayerEmbeddings(
+            "embed_tokens_per_layer", size**0.5, Weight("per_layer_model_projection"), projection_norm
+        )
     return DecoderDescription(
         tuple(layer(config, number) for number in range(config.num_hidden_layers)), norm(config, "norm"),
         embedding_scale=config.hidden_size**0.5, logit_softcap=config.final_logit_softcapping or 0.0,
-        token_inputs=inputs,
+        per_layer_embeddings=inputs,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""GLM-4: norms before and after mixer and MLP; neighbours of half of each head are rotated."""
+"""GLM-4: norms before and after mixer and MLP; half of each head is rotated, interleaved."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def describe(config: Any) -> DecoderDescription:
         path = f"layers.{layer}"
         layers.append(
             llama_layer(
-                config, layer, mixer=llama_attention(config, layer, rotates_neighbours=True),
+                config, layer, mixer=llama_attention(config, layer, rope_interleaved=True),
                 mlp=fused_mlp(config, layer),
                 mixer_norm=norm(config, f"{path}.input_layernorm"),
                 mixer_output_norm=norm(config, f"{path}.post_self_attn_layernorm"),

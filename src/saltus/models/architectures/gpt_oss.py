@@ -22,7 +22,7 @@ def describe(config: Any) -> DecoderDescription:
         sinks = f"{path}.self_attn.sinks"
         experts = Experts(
             f"{path}.mlp.router", f"{path}.mlp.experts", config.num_experts_per_tok, activation="clamped_swiglu",
-            is_normalized=True, is_transposed=True, takes_turns=True, limit=config.swiglu_limit,
+            is_normalized=True, is_transposed=True, gate_up_interleaved=True, limit=config.swiglu_limit,
             alpha=config.swiglu_alpha,
         )  # fmt: skip
         mixer = llama_attention(config, layer, angles=Angles(layout="once"), sinks=sinks)

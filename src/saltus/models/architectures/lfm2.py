@@ -26,7 +26,7 @@ def describe(config: Any) -> DecoderDescription:
         else:
             attention = f"{path}.self_attn"
             mixer = llama_attention(
-                config, number, output=Weight(f"{attention}.out_proj"), reach=None,
+                config, number, output=Weight(f"{attention}.out_proj"), span=None,
                 query_norm=Norm(f"{attention}.q_layernorm", epsilon),
                 key_norm=Norm(f"{attention}.k_layernorm", epsilon),
             )  # fmt: skip

@@ -19,7 +19,7 @@ CLASSES = {"Olmo2ForCausalLM"}
 def attention(config: Any, layer: int, **changes: Any) -> Attention:
     """OLMo's attention, changed in places."""
     norms = head_norms(config, layer, kind="rms-float32")
-    return llama_attention(config, layer, **norms, norms_heads=False, **changes)
+    return llama_attention(config, layer, **norms, norm_per_head=False, **changes)
 
 
 def decoder(config: Any, mixers: list[Attention]) -> DecoderDescription:

@@ -21,7 +21,7 @@ def describe(config: Any) -> DecoderDescription:
         raise NotDescribed("queries, keys and values that are clipped")
     layers = []
     for layer in range(config.num_hidden_layers):
-        attention = llama_attention(config, layer, norms_heads=False, **head_norms(config, layer))
+        attention = llama_attention(config, layer, norm_per_head=False, **head_norms(config, layer))
         mlp = mixture(config, layer, is_normalized=config.norm_topk_prob)
         layers.append(llama_layer(config, layer, mixer=attention, mlp=mlp))
     return llama_decoder(config, layers)

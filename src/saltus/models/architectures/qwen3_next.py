@@ -49,7 +49,7 @@ def decoder(
             mixer = recurrent(config, f"{path}.linear_attn")
         else:
             norms = head_norms(config, number, kind="rms-float32", offset=1.0)
-            mixer = llama_attention(config, number, gated=True, reach=None, **norms)
+            mixer = llama_attention(config, number, gated=True, span=None, **norms)
         layers.append(
             llama_layer(
                 config, number, mixer=mixer, mlp=mlp(config, number),

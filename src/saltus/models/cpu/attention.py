@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from jaxtyping import UInt8
 
 from saltus.kernels import native
+from saltus.models.attention_span import AttentionSpan, Chunks, first_visible
 from saltus.models.cpu.kv_cache import KVCache
-from saltus.models.reach import Chunks, Reach, first_visible
 from saltus.models.temperature_tuning import is_tuned, leave_out_tuning, tuned_queries
 
 ATTENTION_NAME = "saltus"
@@ -60,39 +60,39 @@ class SequenceRows:
     parents: Sequence[int] = ()  # of the last rows, which are nodes of a tree
     ends_text: bool = True  # False: more decided tokens follow in the next call
     # Kept alive here because kernels get pointers to them.
-    masks_by_reach: dict[Reach, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    masks_by_span: dict[AttentionSpan, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
         return len(self.positions)
 
-    def first_visible_slots(self, reach: Reach) -> np.ndarray:
+    def first_visible_slots(self, span: AttentionSpan) -> np.ndarray:
         """The first entry of the KV cache that each row sees; entries of decided tokens are positions.
 
         A node's entry is never before its position, so this hides no row of the call that is visible.
         """
-        return first_visible(self.positions, reach).astype(np.int32)
+        return first_visible(self.positions, span).astype(np.int32)
 
-    def tree_mask_within(self, reach: Reach) -> np.ndarray:
+    def tree_mask_within(self, span: AttentionSpan) -> np.ndarray:
         """Which rows of the call each row sees."""
-        first = first_visible(self.positions, reach)
+        first = first_visible(self.positions, span)
         if first.max() <= self.positions.min():
             return self.tree_mask
         return self.tree_mask & (self.positions >= first[:, None])
 
-    def fill_rows(self, struct: native.Attention, reach: Reach) -> None:
+    def fill_rows(self, struct: native.Attention, span: AttentionSpan) -> None:
         """Set the kernel's arguments that say which rows there are and what they see."""
         struct.rows, struct.past = self.num_rows, self.past_length
-        if reach is None and self.num_rows <= len(FROM_FIRST_SLOT):
+        if span is None and self.num_rows <= len(FROM_FIRST_SLOT):
             struct.visible, struct.first = native.address(self.tree_mask), FROM_FIRST_SLOT_ADDRESS
             return
-        if reach not in self.masks_by_reach:
-            self.masks_by_reach[reach] = self.first_visible_slots(reach), self.tree_mask_within(reach)
-        first, visible = self.masks_by_reach[reach]
+        if span not in self.masks_by_span:
+            self.masks_by_span[span] = self.first_visible_slots(span), self.tree_mask_within(span)
+        first, visible = self.masks_by_span[span]
         struct.visible, struct.first = native.address(visible), native.address(first)
 
     def kernel_arguments(
-        self, reach: Reach, query, key, value, out, scale, softcap=None, sinks=None
+        self, span: AttentionSpan, query, key, value, out, scale, softcap=None, sinks=None
     ) -> native.Attention:
         """The kernel's arguments but the layer's KV cache. Tensors: [heads, rows, dim]; out: [rows, heads, dim]."""
         struct = native.Attention(
@@ -103,7 +103,7 @@ class SequenceRows:
             dim=query.shape[-1], value_dim=value.shape[-1], scale=scale, softcap=softcap or 0.0,
             sinks=None if sinks is None else sinks.data_ptr(),
         )  # fmt: skip
-        self.fill_rows(struct, reach)
+        self.fill_rows(struct, span)
         return struct
 
 
@@ -128,7 +128,7 @@ class AttentionBackend(Protocol):
     @property
     def positions(self) -> torch.Tensor: ...  # [batch, rows]
 
-    def attend(self, module, query, key, value, scale, reach, softcap, sinks) -> torch.Tensor: ...
+    def attend(self, module, query, key, value, scale, span, softcap, sinks) -> torch.Tensor: ...
 
 
 _thread_local = threading.local()
@@ -194,16 +194,16 @@ def attend(module, query, key, value, attention_mask=None, **kwargs):
     for name, what in UNSUPPORTED_ARGUMENTS.items():
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(module).__name__} has {what}, which Saltus does not support")
-    scaling, reach, softcap, sinks = (kwargs.get(name) for name in ("scaling", "sliding_window", "softcap", "s_aux"))
-    if isinstance(attention_mask, ReachMask):
-        reach = attention_mask.reach
+    scaling, span, softcap, sinks = (kwargs.get(name) for name in ("scaling", "sliding_window", "softcap", "s_aux"))
+    if isinstance(attention_mask, SpanMask):
+        span = attention_mask.span
     if sinks is not None and sinks.shape != query.shape[1:2]:
         raise ValueError(f"{type(module).__name__} has {sinks.numel()} sinks for {query.shape[1]} heads")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if is_tuned(module):
         query = tuned_queries(module, query, call.positions.to(query.device))
     if not isinstance(call, AttentionCall):
-        return call.attend(module, query, key, value, scale, reach, softcap, sinks), None
+        return call.attend(module, query, key, value, scale, span, softcap, sinks), None
     query, key, value = query[0], key[0], value[0]
     sinks = None if sinks is None else sinks.float().contiguous()
     if query.shape[1] != sum(part.num_rows for part in call.sequences):
@@ -218,20 +218,20 @@ def attend(module, query, key, value, attention_mask=None, **kwargs):
         slots = part.past_length + part.num_rows
         keys, values = part.kv_cache.reserve_layer(module.layer_idx, call.num_layers, slots, k, v)
         if compiled is not None:
-            _attend_compiled(compiled, part, q, k, v, keys, values, out[rows], scale, reach, softcap, sinks)
+            _attend_compiled(compiled, part, q, k, v, keys, values, out[rows], scale, span, softcap, sinks)
             continue
         keys[:, part.past_length : part.past_length + part.num_rows] = k
         values[:, part.past_length : part.past_length + part.num_rows] = v
         by = _attend_row_by_row if call.batch_invariant and query.device.type == "cpu" else _attend_masked
-        out[rows] = by(part, q, keys, values, scale, reach, softcap, sinks)
+        out[rows] = by(part, q, keys, values, scale, span, softcap, sinks)
     return out[None], None
 
 
-def _attend_compiled(kernel, sequence, q, k, v, keys, values, out, scale, reach, softcap, sinks) -> None:
+def _attend_compiled(kernel, sequence, q, k, v, keys, values, out, scale, span, softcap, sinks) -> None:
     """One text, one layer, by the compiled kernel, which also writes the new keys and values to the KV cache."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     _check_shapes(sequence, q, k, v, keys, values, out)
-    struct = sequence.kernel_arguments(reach, q, k, v, out, scale, softcap, sinks)
+    struct = sequence.kernel_arguments(span, q, k, v, out, scale, softcap, sinks)
     struct.keys, struct.values, struct.capacity = keys.data_ptr(), values.data_ptr(), keys.shape[1]
     if kernel(ctypes.byref(struct)):
         raise MemoryError("attention ran out of memory; ask for a shorter text")
@@ -257,10 +257,10 @@ def _check_shapes(sequence, q, k, v, keys, values, out) -> None:
     assert all(x.is_contiguous() and x.dtype == q.dtype for x in (keys, values, out))
 
 
-def _attend_row_by_row(sequence, q, keys, values, scale, reach, softcap, sinks) -> torch.Tensor:
+def _attend_row_by_row(sequence, q, keys, values, scale, span, softcap, sinks) -> torch.Tensor:
     """Each row alone over just the keys that it sees: shapes depend on the row's position and on nothing else."""
     group = q.shape[0] // keys.shape[0]
-    first, seen, out = sequence.first_visible_slots(reach), sequence.tree_mask_within(reach), []
+    first, seen, out = sequence.first_visible_slots(span), sequence.tree_mask_within(span), []
     sinks = None if sinks is None else sinks.view(-1, group, 1)
     for row in range(sequence.num_rows):
         new = torch.from_numpy(np.flatnonzero(seen[row]) + sequence.past_length)
@@ -274,12 +274,12 @@ def _attend_row_by_row(sequence, q, keys, values, scale, reach, softcap, sinks) 
     return torch.stack(out).to(q.dtype)
 
 
-def _attend_masked(sequence, q, keys, values, scale, reach, softcap, sinks) -> torch.Tensor:
+def _attend_masked(sequence, q, keys, values, scale, span, softcap, sinks) -> torch.Tensor:
     """All rows at once under a mask: fast on an accelerator, but rounding depends on the shapes of the call."""
     end = sequence.past_length + sequence.num_rows
     seen = np.ones((sequence.num_rows, end), dtype=bool)
-    seen[:, sequence.past_length :] = sequence.tree_mask_within(reach)
-    seen &= np.arange(end) >= sequence.first_visible_slots(reach)[:, None]
+    seen[:, sequence.past_length :] = sequence.tree_mask_within(span)
+    seen &= np.arange(end) >= sequence.first_visible_slots(span)[:, None]
     mask = torch.from_numpy(seen).to(q.device)
     if softcap or sinks is not None:
         group = q.shape[0] // keys.shape[0]
@@ -308,10 +308,10 @@ def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torc
 
 
 @dataclass(frozen=True)
-class ReachMask:
+class SpanMask:
     """Takes the place of a mask: how far back a layer attends. Some models state it by their mask only."""
 
-    reach: Reach
+    span: AttentionSpan
 
 
 def attention_mask(*args, config=None, local_size=None, **kwargs):
@@ -324,7 +324,7 @@ def attention_mask(*args, config=None, local_size=None, **kwargs):
         return former(*args, config=config, **size, **kwargs)
     if local_size is None:
         return None
-    return ReachMask(Chunks(local_size) if _is_chunk_size(config, local_size) else local_size)
+    return SpanMask(Chunks(local_size) if _is_chunk_size(config, local_size) else local_size)
 
 
 def _is_chunk_size(config: Any, local_size: int) -> bool:

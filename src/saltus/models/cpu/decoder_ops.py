@@ -12,6 +12,7 @@ from torch import Tensor
 
 from saltus.kernels import native
 from saltus.kernels.packed_weight import kernel_arguments
+from saltus.models.attention_span import AttentionSpan
 from saltus.models.cpu.attention import AttentionCall
 from saltus.models.cpu.decoder_weights import Resolver, linear_struct
 from saltus.models.cpu.expert_ops import experts_struct
@@ -28,13 +29,12 @@ from saltus.models.decoder_description import (
     Mixer,
     MLPAndExperts,
     Norm,
-    TokenInput,
-    TokenInputs,
+    PerLayerEmbeddings,
+    PerLayerInput,
     Weight,
     mixers_of,
 )
 from saltus.models.packed_decoder import check_heads
-from saltus.models.reach import Reach
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _AttentionKind:
     """What calls of a kernel have in common: the first fields, and which memory they use."""
 
     struct: bytes
-    reach: Reach
+    span: AttentionSpan
     own_memory: int | None  # the layer of the memory that this kind alone uses; None: that of most layers
     row_bytes: tuple[int, ...]  # of queries, keys, values and outputs
     new_rows: tuple[Tensor, Tensor]  # keys and values, [kv_heads, rows, size]
@@ -68,8 +68,8 @@ class DecoderOps:
         self.list: list[tuple[int, Any, int, int]] = []
         if description.input_scale != 1:
             self._add(hidden, None, description.input_scale)
-        if description.token_inputs is not None:
-            self._token_inputs(description.token_inputs, len(description.layers))
+        if description.per_layer_embeddings is not None:
+            self._per_layer_embeddings(description.per_layer_embeddings, len(description.layers))
         # of layers' keys and values: in the main memory, or their own
         self.places: dict[int, tuple[int, int | None]] = {}
         for number, layer in enumerate(description.layers):
@@ -122,35 +122,35 @@ class DecoderOps:
             x=x.data_ptr(), out=out.data_ptr(), width=x.shape[1], first=first, size=out.shape[1],
         ))  # fmt: skip
 
-    def _token_inputs(self, inputs: TokenInputs, layers: int) -> None:
-        """What tokens say to all layers, beside each other."""
+    def _per_layer_embeddings(self, inputs: PerLayerEmbeddings, layers: int) -> None:
+        """Per-layer embeddings of all layers, beside each other."""
         table = self.weights.module(inputs.embedding).weight
         weight, format = kernel_arguments(table)
         count, width = table.shape
-        said, projected = self.buffer("said", width), self.buffer("projected", width)
+        embedded, projected = self.buffer("per-layer embeddings", width), self.buffer("projected", width)
         self.op(native.EMBED_TOKENS, native.Expansion(
-            weight=weight, out=said.data_ptr(), format=format, inputs=width,
+            weight=weight, out=embedded.data_ptr(), format=format, inputs=width,
         ), which=count)  # fmt: skip
-        self._add(said, None, float(torch.tensor(inputs.embedding_scale, dtype=said.dtype)), said)
+        self._add(embedded, None, float(torch.tensor(inputs.embedding_scale, dtype=embedded.dtype)), embedded)
         self.product(self.hidden, [(inputs.projection, projected)])
         size = width // layers
         given = self.weights.norm(inputs.norm, size)
         self.op(native.NORMALIZE, native.Norm(
-            x=projected.data_ptr(), out=said.data_ptr(), size=size, parts=layers, add=said.data_ptr(),
+            x=projected.data_ptr(), out=embedded.data_ptr(), size=size, parts=layers, add=embedded.data_ptr(),
             **given.arguments("weight", "kind"),
         ))  # fmt: skip
-        self._add(said, None, 0.5**0.5, said)
+        self._add(embedded, None, 0.5**0.5, embedded)
 
-    def _token_input(self, number: int, layer: TokenInput) -> None:
-        """Add what tokens say to one layer."""
+    def _per_layer_input(self, number: int, layer: PerLayerInput) -> None:
+        """Add the per-layer embedding of one layer."""
         size = len(self.weights.matrix(layer.gate).weight)
-        gate, said = self.buffer("token gate", size), self.buffer("said here", size)
+        gate, embedded = self.buffer("per-layer gate", size), self.buffer("per-layer embedding", size)
         made = self.buffer("made", self.hidden.shape[1])
-        (every,) = (buffer for (name, _), buffer in self.buffers.items() if name == "said")
+        (every,) = (buffer for (name, _), buffer in self.buffers.items() if name == "per-layer embeddings")
         self.product(self.hidden, [(layer.gate, gate)])
-        self._copy(every, said, number * size)
+        self._copy(every, embedded, number * size)
         activation = native.ACTIVATION_NUMBERS[layer.activation]
-        self.product(said, [(layer.output, made)], gate=gate, activation=activation)
+        self.product(embedded, [(layer.output, made)], gate=gate, activation=activation)
         self._normalize(made, layer.output_norm, self.hidden, add=self.hidden)
 
     def _layer(self, number: int, layer: Layer) -> None:
@@ -172,8 +172,8 @@ class DecoderOps:
                 self._add_mixed(mixed, layer.residual_scale)
             scale = layer.residual_scale * layer.mlp.output_scale
             self._to_hidden(x, layer.mlp.down, layer.mlp_output_norm, scale, **settings)
-        if layer.token_input is not None:
-            self._token_input(number, layer.token_input)
+        if layer.per_layer_input is not None:
+            self._per_layer_input(number, layer.per_layer_input)
         if layer.output_scale is not None:
             self._add(self.hidden, None, float(self.weights.tensor(layer.output_scale)))
 
@@ -285,55 +285,61 @@ class DecoderOps:
         return out
 
     def _latent_attention(self, number: int, layer: LatentAttention, norm: Norm | None) -> Tensor:
-        """The same, with keys and values that are expanded from small vectors."""
-        plain, rotated, heads, value = layer.plain, layer.rotated, layer.heads, layer.value_dim
-        check_heads(heads, heads, plain + rotated)
-        q, out = self.buffer("q", heads * (plain + rotated)), self.buffer("out", heads * value)
-        small = self.buffer("latent", len(self.weights.matrix(layer.latent).weight))
-        first, k = self.buffer("latent normed", small.shape[1] - rotated), self.buffer("k", q.shape[1])
-        expanded, turned = self.buffer("expanded", heads * (plain + value)), self.buffer("turned", rotated)
+        """The same, with keys and values that are expanded from latent vectors."""
+        nope, rope, heads, value = layer.nope_dim, layer.rope_dim, layer.heads, layer.value_dim
+        check_heads(heads, heads, nope + rope)
+        q, out = self.buffer("q", heads * (nope + rope)), self.buffer("out", heads * value)
+        latent = self.buffer("latent", len(self.weights.matrix(layer.latent).weight))
+        normed, k = self.buffer("latent normed", latent.shape[1] - rope), self.buffer("k", q.shape[1])
+        expanded, rotated = self.buffer("expanded", heads * (nope + value)), self.buffer("rotated", rope)
         if layer.query_latent is None:
-            self.product(self.hidden, [(layer.query, q), (layer.latent, small)], norm)
+            self.product(self.hidden, [(layer.query, q), (layer.latent, latent)], norm)
         else:
             made = self.buffer("query latent", len(self.weights.matrix(layer.query_latent).weight))
-            self.product(self.hidden, [(layer.query_latent, made), (layer.latent, small)], norm)
+            self.product(self.hidden, [(layer.query_latent, made), (layer.latent, latent)], norm)
             self.product(made, [(layer.query, q)], layer.query_norm)
-        self._copy(small, first)
-        self._copy(small, turned, first.shape[1])
-        self.product(first, [(layer.expand, expanded)], layer.latent_norm)
-        self._rotate(turned, 1, rotated, None, layer.angles, layer.rotates_neighbours)
-        self._rotate(q[:, plain:], heads, rotated, None, layer.angles, layer.rotates_neighbours)
+        self._copy(latent, normed)
+        self._copy(latent, rotated, normed.shape[1])
+        self.product(normed, [(layer.expand, expanded)], layer.latent_norm)
+        self._rotate(rotated, 1, rope, None, layer.angles, layer.rope_interleaved)
+        self._rotate(q[:, nope:], heads, rope, None, layer.angles, layer.rope_interleaved)
         width = expanded.shape[1]
-        runs = [run for head in range(heads) for run in ((head * (plain + value), plain), (width, rotated))]
+        runs = [run for head in range(heads) for run in ((head * (nope + value), nope), (width, rope))]
         self.weights.made.append(torch.tensor(runs))
         self.op(native.REARRANGE, native.Rearrangement(
-            x=expanded.data_ptr(), other=turned.data_ptr(), out=k.data_ptr(), runs=self.weights.made[-1].data_ptr(),
-            inputs=width, others=rotated, size=k.shape[1], num_runs=len(runs),
+            x=expanded.data_ptr(), other=rotated.data_ptr(), out=k.data_ptr(), runs=self.weights.made[-1].data_ptr(),
+            inputs=width, others=rope, size=k.shape[1], num_runs=len(runs),
         ))  # fmt: skip
         views = [x.view(len(x), heads, -1) for x in (q, k, expanded, out)]
         simple = Attention(
-            layer.query, layer.latent, layer.expand, layer.output, heads, heads, plain + rotated, layer.scale
+            layer.query, layer.latent, layer.expand, layer.output, heads, heads, nope + rope, layer.scale
         )  # fmt: skip
-        self._attend(number, simple, views[0], views[1], views[2][..., plain:], views[3])
+        self._attend(number, simple, views[0], views[1], views[2][..., nope:], views[3])
         return out
 
     def _prepare_heads(self, x: Tensor, heads: int, layer: Attention, norm: Norm | None, angles: Angles | None) -> None:
         """Norms and angles of queries or keys."""
-        assert layer.norms_heads or not layer.gated
-        if norm is not None and not layer.norms_heads:
+        assert layer.norm_per_head or not layer.gated
+        if norm is not None and not layer.norm_per_head:
             self._normalize(x, norm, x)
             norm = None
-        self._rotate(x, heads, layer.dim, norm, angles, layer.rotates_neighbours)
+        self._rotate(x, heads, layer.dim, norm, angles, layer.rope_interleaved)
 
     def _rotate(
-        self, x: Tensor, heads: int, dim: int, norm: Norm | None, angles: Angles | None = None, neighbours: bool = False
+        self,
+        x: Tensor,
+        heads: int,
+        dim: int,
+        norm: Norm | None,
+        angles: Angles | None = None,
+        interleaved: bool = False,
     ) -> None:
         """Norm the first `dim` numbers of each head, and rotate them where there are angles."""
         if norm is None and angles is None:
             return
         assert x.stride(0) % heads == 0
         rotation = native.Rotary(
-            x=x.data_ptr(), heads=heads, dim=dim, stride=x.stride(0) // heads, neighbours=neighbours
+            x=x.data_ptr(), heads=heads, dim=dim, stride=x.stride(0) // heads, interleaved=interleaved
         )  # fmt: skip
         if norm is not None:
             given = self.weights.norm(norm, dim)
@@ -375,9 +381,9 @@ class DecoderOps:
             struct.key = None
         row_bytes = tuple(x.stride(0) * x.element_size() for x in (q, k, v, out))
         new_rows = k.transpose(0, 1), v.transpose(0, 1)
-        kind = _AttentionKind(bytes(struct), layer.reach, own, row_bytes, new_rows)
-        known = [(each.struct, each.reach, each.own_memory) for each in self.kinds]
-        if (same := (kind.struct, kind.reach, own)) not in known:
+        kind = _AttentionKind(bytes(struct), layer.span, own, row_bytes, new_rows)
+        known = [(each.struct, each.span, each.own_memory) for each in self.kinds]
+        if (same := (kind.struct, kind.span, own)) not in known:
             self.kinds.append(kind)
             known.append(same)
         self.op(native.ATTEND, None, known.index(same), place)
@@ -407,7 +413,7 @@ class DecoderOps:
                     for name, step in zip(("query", "key", "value", "out"), kind.row_bytes, strict=True):
                         if getattr(struct, name) is not None:
                             setattr(struct, name, getattr(struct, name) + start * step)
-                sequence.fill_rows(struct, kind.reach)
+                sequence.fill_rows(struct, kind.span)
             start += sequence.num_rows
         return structs, key_steps, value_steps
 
@@ -427,5 +433,5 @@ class DecoderOps:
 def _memory_sizes(mixer: Mixer) -> tuple[int, int, int] | None:
     """The heads of a layer's keys and values, and the sizes of both; None: it has none."""
     if isinstance(mixer, LatentAttention):
-        return mixer.heads, mixer.plain + mixer.rotated, mixer.value_dim
+        return mixer.heads, mixer.nope_dim + mixer.rope_dim, mixer.value_dim
     return (mixer.kv_heads, mixer.dim, mixer.dim) if isinstance(mixer, Attention) else None

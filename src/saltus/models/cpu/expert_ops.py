@@ -38,8 +38,8 @@ def experts_struct(layer: Experts, weights: Resolver, hidden: int, norm: dict[st
         width=width, routed_inputs=hidden, experts=experts, top_k=layer.top_k, groups=layer.groups,
         top_groups=layer.top_groups, best_of_group=layer.best_of_group, scoring=native.SCORINGS[layer.scoring],
         normalized=layer.is_normalized, least_sum=layer.least_sum, scale=layer.scale, scales_inputs=layer.scales_inputs,
-        activation=native.ACTIVATION_NUMBERS[layer.activation], interleaved=layer.takes_turns, limit=layer.limit,
-        alpha=layer.alpha, **norm,
+        activation=native.ACTIVATION_NUMBERS[layer.activation], interleaved=layer.gate_up_interleaved,
+        limit=layer.limit, alpha=layer.alpha, **norm,
     )  # fmt: skip
     if (bias := getattr(router, "bias", None)) is not None:
         struct.router_bias = weights.floats(bias, experts).data_ptr()
@@ -81,7 +81,7 @@ def _matrices(layer: Experts, module: Any, width: int) -> list[tuple[int, str, i
     down = (DOWN, "down_proj", 0, module.down_proj.shape[1 + layer.is_transposed])
     if not layer.has_gate:
         return [(UP, "up_proj", 0, width), down]
-    if layer.takes_turns:
+    if layer.gate_up_interleaved:
         return [(GATE, "gate_up_proj", 0, 2 * width), down]
     if hasattr(module, "gate_up_proj"):
         return [(GATE, "gate_up_proj", 0, width), (UP, "gate_up_proj", width, 2 * width), down]

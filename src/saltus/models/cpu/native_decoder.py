@@ -275,7 +275,7 @@ class _AngleTable:
             steps = torch.floor(positions / self.angles.steps)
             found = [x * (1 + self.angles.growth * torch.log1p(steps))[None, :, None] for x in found]
         if self.angles.layout != "halves":
-            found = [x[..., :: 2 if self.angles.layout == "neighbours" else 1].repeat(1, 1, 2) for x in found]
+            found = [x[..., :: 2 if self.angles.layout == "interleaved" else 1].repeat(1, 1, 2) for x in found]
         return [x[0].to(self.hidden.dtype).contiguous() for x in found]
 
 

@@ -33,6 +33,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode
+from saltus.models.attention_span import AttentionSpan, first_visible
 from saltus.models.cuda.fixed_shape_calls import (
     PADDING_PAGE,
     Call,
@@ -41,7 +42,6 @@ from saltus.models.cuda.fixed_shape_calls import (
     first_recent_position,
 )
 from saltus.models.gated_lora import Adapter, StaticGate
-from saltus.models.reach import Reach, first_visible
 
 MAX_TREE_NODES = 512  # of one text, its queries included
 
@@ -128,7 +128,7 @@ class QueryInputs:
         self.gate.is_query.zero_()
 
     def hidden_entries(
-        self, positions: Int[Tensor, "groups rows 1"], entries: Int[Tensor, "entries"], reach: Reach
+        self, positions: Int[Tensor, "groups rows 1"], entries: Int[Tensor, "entries"], span: AttentionSpan
     ) -> Bool[Tensor, "groups rows entries"]:
         """True for entries of the KV cache that a query must not attend to: all but the text and its ancestors."""
         node = entries - self.num_decided[:, None]
@@ -136,10 +136,10 @@ class QueryInputs:
         visible_nodes = self.visible_nodes.view(*positions.shape[:2], -1)
         visible = visible_nodes.gather(-1, nearest[:, None].expand(*positions.shape[:2], -1))
         hidden = (node >= 0)[:, None] & ~visible
-        if reach is not None:
+        if span is not None:
             offsets = self.node_offsets.gather(-1, nearest)
             position = torch.where(node >= 0, self.num_decided[:, None] + offsets, entries)
-            hidden |= position[:, None] < first_visible(positions, reach)
+            hidden |= position[:, None] < first_visible(positions, span)
         return hidden
 
 
@@ -152,7 +152,7 @@ class FixedShapeAttention:
         self.pool, self.inputs, self.queries = pool, inputs, queries
         self.pages_by_block = [pages.flatten() for pages in inputs.block_tables.split(pages_per_block, 1)]
         self.block = pages_per_block * pool.page_size  # positions
-        self.hidden_by_reach: dict[Reach, tuple[Tensor, Tensor]] = {}
+        self.hidden_by_reach: dict[AttentionSpan, tuple[Tensor, Tensor]] = {}
 
     @property
     def positions(self) -> Int[Tensor, "1 rows"]:
@@ -165,7 +165,7 @@ class FixedShapeAttention:
         key: Float[Tensor, "1 kv_heads rows dim"],
         value: Float[Tensor, "1 kv_heads rows value_dim"],
         scale: float,
-        reach: Reach,
+        span: AttentionSpan,
         softcap: float | None,
         sinks: Float[Tensor, "heads"] | None,
     ) -> Float[Tensor, "1 rows heads value_dim"]:
@@ -181,7 +181,7 @@ class FixedShapeAttention:
         by_group = q.permute(2, 0, 1, 3, 4).flatten(2, 3).flatten(0, 1)  # [groups · kv_heads, shared · rows, dim]
         by_row = q.permute(2, 3, 0, 1, 4).flatten(1, 2).reshape(rows * kv_heads, shared, -1)
 
-        hidden_old, hidden_recent = self._hidden_columns(reach)
+        hidden_old, hidden_recent = self._hidden_columns(span)
         old = torch.stack([by_group @ self._block(keys, number).mT for number in range(len(self.pages_by_block))])
         old = _masked(old.view(-1, groups, kv_heads, shared, rows // groups, self.block), hidden_old, softcap)
         recent = (by_row @ self._recent(keys).mT).view(rows, kv_heads, shared, -1)
@@ -220,28 +220,28 @@ class FixedShapeAttention:
         return _by_heads(slots.view(self.inputs.shape.num_rows, -1, *buffer.shape[1:]))
 
     def _hidden_columns(
-        self, reach: Reach
+        self, span: AttentionSpan
     ) -> tuple[Bool[Tensor, "blocks groups 1 1 rows block"], Bool[Tensor, "num_rows 1 1 recent"]]:
         """True for columns that a row must not attend to."""
-        if reach not in self.hidden_by_reach:
+        if span not in self.hidden_by_reach:
             shape, depth = self.inputs.shape, self.inputs.max_tree_depth
             positions = self.inputs.positions.view(shape.num_groups, -1, 1)
             border = first_recent_position(positions, depth)
             old = torch.arange(shape.num_pages * self.pool.page_size, device=positions.device)
             recent = border + torch.arange(2 * depth, device=positions.device)
             hidden_old, hidden_recent = old >= border, recent > positions
-            if reach is not None:
-                first = first_visible(positions, reach)
+            if span is not None:
+                first = first_visible(positions, span)
                 hidden_old, hidden_recent = (
                     hidden | (columns < first) for hidden, columns in ((hidden_old, old), (hidden_recent, recent))
                 )
             if self.queries is not None:
                 is_query = self.queries.gate.is_query.view_as(positions)
-                hidden_old = torch.where(is_query, self.queries.hidden_entries(positions, old, reach), hidden_old)
+                hidden_old = torch.where(is_query, self.queries.hidden_entries(positions, old, span), hidden_old)
                 hidden_recent = hidden_recent | is_query
             by_block = hidden_old.unflatten(-1, (-1, self.block)).movedim(2, 0)
-            self.hidden_by_reach[reach] = by_block[:, :, None, None], hidden_recent.flatten(0, 1)[:, None, None]
-        return self.hidden_by_reach[reach]
+            self.hidden_by_reach[span] = by_block[:, :, None, None], hidden_recent.flatten(0, 1)[:, None, None]
+        return self.hidden_by_reach[span]
 
 
 def _by_heads(x: Float[Tensor, "batch columns kv_heads dim"]) -> Float[Tensor, "_ columns dim"]:

@@ -17,10 +17,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from saltus.core.forward import NO_TOKEN, PLACEHOLDER_TOKEN
 from saltus.methods.shared.context_layers import MASKED_SCORE
+from saltus.models.attention_span import AttentionSpan, first_visible
 from saltus.models.cpu import attention
 from saltus.models.decoder_of import decoder_of
 from saltus.models.gated_lora import Adapter, Gate, gated_adapter
-from saltus.models.reach import Reach, first_visible
 from saltus.models.recurrent_layers import recurrent_layer_types
 from saltus.training.data.window_packing import PackedBatch, pack_rows
 
@@ -109,35 +109,35 @@ def query_gate(packed: PackedBatch, temperatures: Float[Tensor, "batch windows"]
 
 @dataclass(eq=False)
 class _PackedAttention:
-    """Attention with a packed batch's mask: an additive mask [batch, 1, rows, columns] for each reach of layers."""
+    """Attention with a packed batch's mask: an additive mask [batch, 1, rows, columns] for each span of layers."""
 
     packed: PackedBatch
     memory: PackedMemory | None = None
-    additive_masks: dict[tuple[Reach, torch.dtype], Tensor] = field(default_factory=dict)
+    additive_masks: dict[tuple[AttentionSpan, torch.dtype], Tensor] = field(default_factory=dict)
 
     @property
     def positions(self) -> Int[Tensor, "batch rows"]:
         return self.packed.positions
 
-    def attend(self, module, query, key, value, scale, reach, softcap, sinks) -> Tensor:
+    def attend(self, module, query, key, value, scale, span, softcap, sinks) -> Tensor:
         """[batch, heads, rows, dim] to [batch, rows, heads, dim]."""
         if self.memory is not None:
             key, value = self.memory.extend(module.layer_idx, key, value)
-        mask = self._additive_mask(reach, query.dtype)
+        mask = self._additive_mask(span, query.dtype)
         if not softcap and sinks is None:
             out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
             return out.transpose(1, 2)
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         return attention.capped_attention(query, key, value, mask, scale, softcap, sinks).transpose(1, 2)
 
-    def _additive_mask(self, reach: Reach, dtype: torch.dtype) -> Tensor:
-        if (reach, dtype) not in self.additive_masks:
+    def _additive_mask(self, span: AttentionSpan, dtype: torch.dtype) -> Tensor:
+        if (span, dtype) not in self.additive_masks:
             mask, positions = self.packed.mask, self.packed.positions
             columns = positions if self.memory is None else self.memory.positions[:, : mask.shape[2]]
-            if reach is not None:
-                mask = mask & (columns[:, None] >= first_visible(positions, reach)[:, :, None])
-            self.additive_masks[reach, dtype] = torch.where(mask, 0.0, MASKED_SCORE).to(dtype)[:, None]
-        return self.additive_masks[reach, dtype]
+            if span is not None:
+                mask = mask & (columns[:, None] >= first_visible(positions, span)[:, :, None])
+            self.additive_masks[span, dtype] = torch.where(mask, 0.0, MASKED_SCORE).to(dtype)[:, None]
+        return self.additive_masks[span, dtype]
 
 
 @contextmanager

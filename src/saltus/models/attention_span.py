@@ -13,18 +13,18 @@ class Chunks:
     size: int
 
 
-Reach = int | Chunks | None
+AttentionSpan = int | Chunks | None
 """A sliding window of so many positions, the row's own included; chunks; None: the whole text."""
 
 
-def first_visible(positions: Any, reach: Reach) -> Any:
+def first_visible(positions: Any, span: AttentionSpan) -> Any:
     """The first position that rows at these positions see, in an array or a tensor as they are.
 
     Errors: ValueError for a window or chunk without a position.
     """
-    if reach is None:
+    if span is None:
         return positions * 0
-    size = reach.size if isinstance(reach, Chunks) else reach
+    size = span.size if isinstance(span, Chunks) else span
     if size < 1:
         raise ValueError(f"a layer attends to {size} positions, but must to 1 at least; correct the configuration")
-    return positions // size * size if isinstance(reach, Chunks) else (positions - size + 1).clip(0)
+    return positions // size * size if isinstance(span, Chunks) else (positions - size + 1).clip(0)
