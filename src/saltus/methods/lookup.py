@@ -17,11 +17,13 @@ from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
 from saltus.core.tree import Branch
 from saltus.methods.shared.answer_memory import AnswerMemory, num_agreeing
+from saltus.methods.shared.ngram_corpus import NgramCorpus
 
 MIN_PATH_PROBABILITY = 0.005  # nodes with a smaller path probability are not offered
 END_OF_REFERENCE = -1  # follows the tokens of a reference, and is never drafted
-REMEMBERED = "lookup/remembered"  # the source of drafts from earlier answers
+REMEMBERED, CORPUS = "lookup/remembered", "lookup/corpus"  # the sources of drafts from earlier answers, and a corpus
 MAX_REMEMBERED_MATCHES = 8  # latest occurrences in earlier answers that are used
+MAX_CORPUS_MATCHES = 16  # occurrences in a corpus that are used
 SURE_REPEAT = 32  # after a repeat of so many tokens the text goes on as there in 98 % of the cases
 MAX_SURE_MATCHES = 4  # latest sure repeats that are used: the others hardly change the drafts, and take time
 LONG_REPEAT = 3  # repeats of so many tokens are indexed apart from single tokens, and so are found further back
@@ -59,6 +61,7 @@ class LookupDrafter:
     num_draft_tokens: int
     expected: int | None = None  # where a text begins that the new one is expected to repeat
     memory: AnswerMemory | None = None
+    corpus: NgramCorpus | None = None
 
     def add_reference(self, tokens: Sequence[int], expected: bool) -> None:
         """Copy from these tokens, too; with `expected` the new text probably begins as they do."""
@@ -72,10 +75,13 @@ class LookupDrafter:
         if last is None and self.expected is not None:
             repeats.insert(0, (self.expected, self.index.max_ngram_size))
         offered = branches(self.index.tokens, repeats, self.num_draft_tokens, max_depth)
-        if self.memory is not None:
-            text = self.index.tokens[max(self.index.start, len(self.index.tokens) - self.index.max_ngram_size) :]
-            for tokens, repeats in self.memory.repeats(text, self.index.max_ngram_size, MAX_REMEMBERED_MATCHES):
-                offered += branches(tokens, repeats, self.num_draft_tokens, max_depth, REMEMBERED)
+        sources = (self.memory, MAX_REMEMBERED_MATCHES, REMEMBERED), (self.corpus, MAX_CORPUS_MATCHES, CORPUS)
+        if self.memory is not None or self.corpus is not None:
+            size = self.index.max_ngram_size
+            text = self.index.tokens[max(self.index.start, len(self.index.tokens) - size) :]
+            for texts, most, source in sources:
+                for tokens, repeats in texts.repeats(text, size, most) if texts is not None else ():
+                    offered += branches(tokens, repeats, self.num_draft_tokens, max_depth, source)
         return offered
 
 
