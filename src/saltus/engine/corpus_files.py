@@ -28,14 +28,14 @@ def load_corpus(paths: Sequence[str | Path], tokenizer: Any, progress: ProgressC
     It is sorted at its first use (seconds for a million tokens), and then mapped from the cache folder. Errors:
     ValueError for a path that does not exist or that holds no text, and where the cache cannot be written.
     """
-    texts = [text for path in paths for text in _texts(Path(path))]
+    texts = [text for path in paths for text in texts_at(Path(path))]
     key = blake2b(VERSION + _identity(tokenizer).encode(), digest_size=12)
     for text in texts:
         key.update(blake2b(text.encode("utf-8", "surrogatepass")).digest())
     folder = cache_folder() / "corpora"
     files = [folder / f"{key.hexdigest()}-{name}.npy" for name in ("backwards", "places")]
     if not all(map(has_digest, files)):
-        corpus = NgramCorpus.of_texts(list(_tokens(texts, tokenizer, progress)))
+        corpus = NgramCorpus.oftexts_at(list(_tokens(texts, tokenizer, progress)))
         if len(corpus) > MAX_TOKENS:
             raise ValueError(
                 f"the corpus has {len(corpus):,} tokens, and {MAX_TOKENS:,} are the most; give fewer files"
@@ -47,7 +47,7 @@ def load_corpus(paths: Sequence[str | Path], tokenizer: Any, progress: ProgressC
     return NgramCorpus(*(np.load(file, mmap_mode="r") for file in files))
 
 
-def _texts(path: Path) -> Iterator[str]:
+def texts_at(path: Path) -> Iterator[str]:
     """The text of a file, or of all text files below a folder, in the order of their names."""
     if not path.is_dir():
         yield read_text(path)
