@@ -114,7 +114,7 @@ def replay(engine: saltus.Engine, repository: Path, commits: int, nodes: int) ->
             )
             subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
             texts = list(texts_at(Path(folder)))
-            corpus = NgramCorpus.of_texts(engine.tokenizer(texts, add_special_tokens=False).input_ids)
+            corpus = NgramCorpus.of_texts(engine.tokenizer(texts, add_special_tokens=False, verbose=False).input_ids)
         for old, before, text in changed_places(repository, commit):
             places += 1
             for name, prompt in (("lines before", before), ("file in prompt", f"{old}\n\n{before}")):

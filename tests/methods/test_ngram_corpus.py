@@ -82,8 +82,9 @@ def test_a_corpus_speeds_up_what_is_in_it_and_changes_no_text(tiny_folder, code_
         assert len(found.calls) <= len(expected.calls)
 
 
-def test_files_and_folders_are_read_once(tiny_folder, code_base, monkeypatch):
+def test_files_and_folders_are_read_once(tiny_folder, code_base, monkeypatch, tmp_path):
     tokenizer = saltus.load(str(tiny_folder()), "plain").tokenizer
+    monkeypatch.setenv("SALTUS_CACHE", str(tmp_path / "cache"))
     stages = []
     corpus = load_corpus([code_base], tokenizer, stages.append)
     assert len(corpus) == sum(
@@ -92,11 +93,11 @@ def test_files_and_folders_are_read_once(tiny_folder, code_base, monkeypatch):
     )
     assert stages
     assert stages[-1].done == stages[-1].total
-    monkeypatch.setattr(NgramCorpus, "of_texts", None)  # not sorted again
-    again = load_corpus([code_base], tokenizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(NgramCorpus, "of_texts", None)  # not sorted again
+        again = load_corpus([code_base], tokenizer)
     assert np.array_equal(again.backwards, corpus.backwards)
     assert np.array_equal(again.places, corpus.places)
-    monkeypatch.undo()
     (code_base / "a.py").write_text("another text")
     assert len(load_corpus([code_base], tokenizer)) != len(corpus)
 

@@ -76,7 +76,7 @@ def _tokens(texts: Sequence[str], tokenizer: Any, progress: ProgressCallback) ->
         waiting.append(text)
         size += len(text)
         if size >= TOGETHER or number == len(texts):
-            yield from tokenizer(waiting, add_special_tokens=False).input_ids
+            yield from tokenizer(waiting, add_special_tokens=False, verbose=False).input_ids
             done, waiting, size = done + size, [], 0
             progress(Stage("reading the corpus", done, total))
 
