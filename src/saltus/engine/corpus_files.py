@@ -35,7 +35,7 @@ def load_corpus(paths: Sequence[str | Path], tokenizer: Any, progress: ProgressC
     folder = cache_folder() / "corpora"
     files = [folder / f"{key.hexdigest()}-{name}.npy" for name in ("backwards", "places")]
     if not all(map(has_digest, files)):
-        corpus = NgramCorpus.oftexts_at(list(_tokens(texts, tokenizer, progress)))
+        corpus = NgramCorpus.of_texts(list(_tokens(texts, tokenizer, progress)))
         if len(corpus) > MAX_TOKENS:
             raise ValueError(
                 f"the corpus has {len(corpus):,} tokens, and {MAX_TOKENS:,} are the most; give fewer files"
