@@ -91,7 +91,9 @@ def _matrices(layer: Experts, module: Any, width: int) -> list[tuple[int, str, i
 def _stack(module: Any, name: str, is_transposed: bool) -> Tensor:
     """Matrices [experts, out, in] without gaps; a parameter [experts, in, out] is moved to lie so."""
     parameter = getattr(module, name)
-    if isinstance(parameter, PackedWeight) or not is_transposed:
+    if isinstance(parameter, PackedWeight):
+        return parameter.flipped() if is_transposed else parameter
+    if not is_transposed:
         return parameter.detach()
     stack = parameter.detach().transpose(1, 2)
     if not stack.is_contiguous():
