@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from reference_eagle import published_head
 from test_dflash import dflash_model, published_folder
-from test_eagle3 import published_head
 from test_gguf import folder_with_its_file, gguf
 from transformers import LlamaForCausalLM
 

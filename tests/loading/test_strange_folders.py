@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference_eagle import published_head
 from safetensors.torch import load_file, save_file
 from test_dflash import published_folder
-from test_eagle3 import published_head
 from transformers import LlamaForCausalLM
 
 import saltus
