@@ -322,10 +322,13 @@ class DecoderOps:
 
     def _prepare_heads(self, x: Tensor, heads: int, layer: Attention, norm: Norm | None, angles: Angles | None) -> None:
         """Norms and angles of queries or keys."""
-        assert layer.norm_per_head or not layer.gated
+        assert layer.norm_per_head or not (layer.gated or layer.norms_rotated)
         if norm is not None and not layer.norm_per_head:
             self._normalize(x, norm, x)
             norm = None
+        if layer.norms_rotated:
+            self._rotate(x, heads, layer.dim, None, angles, layer.rope_interleaved)
+            angles = None
         self._rotate(x, heads, layer.dim, norm, angles, layer.rope_interleaved)
 
     def _rotate(

@@ -44,7 +44,7 @@ def experts_struct(layer: Experts, weights: Resolver, hidden: int, norm: dict[st
     if (bias := getattr(router, "bias", None)) is not None:
         struct.router_bias = weights.floats(bias, experts).data_ptr()
     if layer.selection_bias is not None:
-        struct.selection_bias = weights.floats(weights.tensor(layer.selection_bias), experts).data_ptr()
+        struct.selection_bias = weights.floats(weights.tensor(layer.selection_bias).flatten(), experts).data_ptr()
     if layer.expert_scale is not None:
         struct.expert_scale = weights.floats(weights.tensor(layer.expert_scale), experts).data_ptr()
     for number, name, start, stop in _matrices(layer, module, width):
