@@ -175,6 +175,7 @@ def load_model(
     else:
         model = _transformers_model(name, folder, dtype)
     model = model.to(device).eval()
+    model.checkpoint_folder = folder  # where heads for multi-token prediction are found
     if weights in PACKINGS:
         pack_model(model, weights, folder, _of_packed(arithmetic))
     return model
