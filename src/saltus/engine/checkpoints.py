@@ -178,6 +178,7 @@ def load_model(
         packed = weights == "file" and device == "cpu"
         model = _transformers_model(name, folder, dtype, _of_packed(arithmetic) if packed else None)
     model = model.to(device).eval()
+    model.checkpoint_folder = folder  # where heads for multi-token prediction are found
     if weights in PACKINGS:
         pack_model(model, weights, folder, _of_packed(arithmetic))
     return model
