@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int, UInt32
 
 END_OF_TEXT = -1  # stands after each text of a corpus
-LEAST_AGREEING = 3  # tokens: fewer occur anywhere
+LEAST_AGREEING = 4  # tokens: fewer occur anywhere
 MAX_AGREEING = 64  # tokens by which places are sorted
 CONTINUATION = 32  # tokens after a place that can be drafted
 WORD = 4  # bytes of a token
