@@ -140,7 +140,7 @@ def write_down_a_call(network: Any, length: int, file: Path) -> bytes:
     decoder, cache = network.native_decoder, network.new_kv_cache()
     made: list[DecoderCall] = []
     results: list[torch.Tensor] = []
-    prepare, decode = decoder.prepare, decoder.decode
+    prepare, decode, decoder.prepared_call = decoder.prepare, decoder.decode, None
 
     def written_down(pointer: Any) -> int:
         results.extend([made[-1].logits, cache.keys, cache.values])

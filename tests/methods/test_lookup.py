@@ -2,14 +2,17 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saltus.core.canvas import continuation
 from saltus.core.noise import Noise
 from saltus.core.rules import match
 from saltus.core.sampling import Sampling
-from saltus.methods.lookup import LONG_REPEAT, Lookup, RepeatIndex, branches, votes
+from saltus.core.tree import each_branch
+from saltus.kernels import native
+from saltus.methods.lookup import END_OF_REFERENCE, LIMITS, LONG_REPEAT, Lookup, RepeatIndex, branches, votes
+from saltus.methods.shared.repeat_paths import repeat_paths
 from saltus.testing import toy_decoding, toy_network
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
@@ -17,7 +20,7 @@ texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 def offer(text: list[int], max_depth: int = 16, **options):
     drafter = Lookup(**options).drafter(Noise(0), Sampling(), match)
-    return drafter(continuation(text, max_depth + 1), None, max_depth)
+    return each_branch(drafter(continuation(text, max_depth + 1), None, max_depth))
 
 
 def likeliest_first_token(found) -> int:
@@ -61,13 +64,37 @@ def test_reading_a_text_bit_by_bit_is_reading_it_at_once(text: list[int], data):
     assert parts.repeats() == whole.repeats()
 
 
-def test_a_step_indexes_new_tokens_alone_and_keeps_a_bounded_number_of_places():
+def test_a_step_indexes_new_tokens_alone_and_a_bounded_number_of_places_is_used():
     index = RepeatIndex(max_ngram_size=8, max_matches=4)
     index.read(np.zeros(500, dtype=np.int64))
-    assert all(len(places) <= 4 for places in index._positions.values())
-    before = {key: list(places) for key, places in index._positions.items()}
+    assert [at for at, _ in index.repeats()] == [499, 498, 497, 496]
     index.read(np.zeros(501, dtype=np.int64))
-    assert {key: places[-1] for key, places in index._positions.items()} == dict.fromkeys(before, 500)
+    assert [at for at, _ in index.repeats()] == [500, 499, 498, 497]
+
+
+@pytest.mark.skipif(native.load_kernels() is None, reason="needs the compiled kernels")
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 2) | st.just(END_OF_REFERENCE), max_size=60),
+    st.integers(0, 50),
+    st.sampled_from([1, 2, 8, 32]),
+    st.sampled_from([3, 8, 64]),
+    st.integers(1, 40),
+    st.integers(1, 20),
+    st.data(),
+)
+def test_the_kernel_finds_the_paths_of_the_definition_bit_for_bit(
+    text, copies, max_matches, max_size, nodes, max_depth, data
+):
+    index = RepeatIndex(max_size, max_matches)
+    index._append([*text, *[0, 1, 1] * copies])  # enough copies for repeats that are sure
+    places = st.tuples(st.integers(0, max(len(index.tokens) - 1, 0)), st.integers(1, max_size))
+    given = data.draw(st.lists(places, max_size=3)) if index.tokens else []
+    found = repeat_paths(
+        index.tokens, given, index.chains, max_matches, max_size, nodes, max_depth, LIMITS, "lookup"
+    )  # fmt: skip
+    assert found is not None
+    assert each_branch(found) == branches(index.tokens, given + index.repeats(), nodes, max_depth)
 
 
 @given(texts, st.integers(1, 12), st.integers(1, 30))
@@ -115,7 +142,7 @@ def test_a_periodic_text_goes_on_as_far_as_there_is_room(period: int):
     text = (list(range(period)) * 20)[: 3 * period + 2]
     best = max(offer(text, 30, num_draft_tokens=60), key=lambda branch: len(branch.tokens))
     expected = [(len(text) + i) % period for i in range(30)]
-    assert best.tokens == expected
+    assert list(best.tokens) == expected
 
 
 def test_without_a_repeat_nothing_is_offered():
@@ -176,7 +203,7 @@ def test_references_are_copied_from_and_their_ends_are_never_drafted():
         drafter = Lookup().drafter(Noise(0), Sampling(), match)
         for tokens, is_expected in zip(([5, 6, 7, 8], [1, 2, 3]), expected, strict=True):
             drafter.add_reference(tokens, is_expected)
-        found = drafter(continuation(text, 6), None, 5)
+        found = each_branch(drafter(continuation(text, 6), None, 5))
         assert all(token >= 0 for branch in found for token in branch.tokens)
         return max((list(branch.tokens) for branch in found), key=len, default=[])
 

@@ -11,23 +11,25 @@ from saltus.methods.shared.ngram_corpus import END_OF_TEXT, LEAST_AGREEING, Ngra
 
 def continuations(found) -> list[tuple[list[int], int]]:
     """Each continuation up to its end, and how much agrees before it."""
-    return [(tokens[at : tokens.index(END_OF_TEXT, at)], size) for tokens, repeats in found for at, size in repeats]
+    return [
+        (tokens[at : tokens.index(END_OF_TEXT, at)].tolist(), size) for tokens, repeats in found for at, size in repeats
+    ]
 
 
 def test_the_longest_agreement_comes_first_and_texts_do_not_run_into_each_other():
-    corpus = NgramCorpus.of_texts([[1, 2, 3, 4, 5], [9, 2, 3, 4, 6, 7], [8, 8, 1, 2, 3]])
-    found = continuations(corpus.repeats([0, 1, 2, 3, 4], 16, 8))
-    assert found == [([5], 4), ([6, 7], 3)]
-    assert corpus.repeats([8, 1, 2], 16, 8)
-    assert not corpus.repeats([5, 9, 2], 16, 8)
-    assert not corpus.repeats([2, 3], 16, 8)
+    corpus = NgramCorpus.of_texts([[0, 1, 2, 3, 4, 5], [9, 1, 2, 3, 4, 6, 7], [8, 8, 0, 1, 2, 3]])
+    found = continuations(corpus.repeats([7, 0, 1, 2, 3, 4], 16, 8))
+    assert found == [([5], 5), ([6, 7], 4)]
+    assert corpus.repeats([8, 8, 0, 1], 16, 8)
+    assert not corpus.repeats([4, 5, 9, 1], 16, 8)  # across texts
+    assert not corpus.repeats([1, 2, 3], 16, 8)  # too few
     assert not NgramCorpus.of_texts([]).repeats([1, 2, 3], 16, 8)
     assert not corpus.repeats([1, 2, 3, 4, 5], 16, 8)  # nothing follows
 
 
 def test_of_equal_agreements_what_follows_more_often_comes_first():
-    texts = [[1, 2, 3, 7]] * 2 + [[1, 2, 3, 4]] * 30 + [[1, 2, 3, 5]] * 8
-    found = continuations(NgramCorpus.of_texts(texts).repeats([1, 2, 3], 16, 10))
+    texts = [[0, 1, 2, 3, 7]] * 2 + [[0, 1, 2, 3, 4]] * 30 + [[0, 1, 2, 3, 5]] * 8
+    found = continuations(NgramCorpus.of_texts(texts).repeats([0, 1, 2, 3], 16, 10))
     firsts = [tokens[0] for tokens, _ in found]
     assert len(firsts) == 10
     assert firsts == sorted(firsts, key=[4, 5, 7].index)

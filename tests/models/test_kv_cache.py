@@ -11,6 +11,7 @@ from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.models.causal import CausalNetwork
 from saltus.models.cpu.kv_cache import MIN_GROWTH, KVCache
+from saltus.models.cpu.prepared_call import PreparedCall
 
 TOKENS = st.lists(st.integers(3, VOCAB - 1), min_size=1, max_size=12)
 
@@ -35,8 +36,13 @@ def rows(llama, monkeypatch) -> list[int]:
         seen.append(sum(read.rows.num_rows for read in reads))
         return original(self, reads)
 
-    original = CausalNetwork._run_model
+    def prepared_call(self, kv_cache, past, tokens, *rest):
+        seen.append(len(tokens))
+        return prepared(self, kv_cache, past, tokens, *rest)
+
+    original, prepared = CausalNetwork._run_model, PreparedCall.__call__
     monkeypatch.setattr(CausalNetwork, "_run_model", call)
+    monkeypatch.setattr(PreparedCall, "__call__", prepared_call)
     return seen
 
 
@@ -145,7 +151,8 @@ def test_a_failed_call_leaves_a_memory_that_still_tells_the_truth(llama, monkeyp
     kv_cache, decided = llama.new_kv_cache(), text(20)
     read(llama, decided, *random_tree(6), kv_cache)
     with monkeypatch.context() as patch:
-        patch.setattr(CausalNetwork, "_run_model", lambda *_: (_ for _ in ()).throw(MemoryError("full")))
+        for owner, name in ((CausalNetwork, "_run_model"), (PreparedCall, "__call__")):
+            patch.setattr(owner, name, lambda *_: (_ for _ in ()).throw(MemoryError("full")))
         with pytest.raises(MemoryError):
             read(llama, [*decided[:9], 5, 6, 7], *random_tree(6), kv_cache)
     assert torch.equal(read(llama, decided, kv_cache=kv_cache), read(llama, decided))
@@ -161,3 +168,29 @@ def test_a_memory_keeps_the_branch_that_became_text():
     assert kv_cache.reuse_prefix(np.array([5, 6, 7, 8, 9])) == 4
     assert kv_cache.reuse_prefix(np.array([5, 1, 7, 8, 9])) == 1
     assert kv_cache.reuse_prefix(np.array([5])) == 0
+
+
+@pytest.mark.parametrize("layers", [(), (1,)])
+@pytest.mark.parametrize("states", [False, True])
+def test_a_prepared_call_gives_what_others_give(llama, layers, states):
+    """Logits, hidden states and what the cache then holds, over several calls of one text."""
+    decoder, results = llama.native_decoder, []
+    if decoder is None or decoder.prepared_call is None:
+        pytest.skip("needs the compiled kernels")
+    prepared, before = decoder.prepared_call, llama.hidden_state_layers
+    try:
+        llama.hidden_state_layers = layers
+        for decoder.prepared_call in (prepared, None):
+            decided, kv_cache, seen = list(text(50)), llama.new_kv_cache(), []
+            for size in (0, 12, 3, 1):
+                inputs = ForwardInputs(continuation(np.array(decided), 99), *random_tree(size), states)
+                outputs = llama.forward([inputs], [kv_cache])[0]
+                assert outputs.num_rows == outputs.context_tokens_read + size
+                seen += [outputs.logits.float(), outputs.hidden_states]
+                decided += [*inputs.path_tokens(size - 1), 7]
+            results.append(seen)
+    finally:
+        decoder.prepared_call, llama.hidden_state_layers = prepared, before
+    for one, other in zip(*results, strict=True):
+        assert (one is None) == (other is None) == (not states) or one is not None
+        assert one is None or torch.equal(one, other)

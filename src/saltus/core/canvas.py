@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -50,7 +50,10 @@ class Canvas:
         """Decide the next `len(new)` holes."""
         tokens = self.tokens.copy()
         tokens[self.open_positions[: len(new)]] = new
-        return replace(self, tokens=tokens, num_decided=self.num_decided + len(new))
+        filled = Canvas(tokens, self.order, self.num_decided + len(new))
+        if "given_positions" in vars(self):
+            vars(filled)["given_positions"] = self.given_positions
+        return filled
 
 
 def infilling(tokens: Sequence[int] | np.ndarray) -> Canvas:

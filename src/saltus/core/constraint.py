@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from saltus.core.tree import Branch
+from saltus.core.tree import Branch, Drafts, each_branch
 
 SOURCE = "grammar"
 FAST_FORWARD_PROBABILITY = 0.9  # that the target takes such a token: it may write the same characters in other tokens
@@ -55,7 +55,7 @@ def restricted(row: Float[Tensor, "logits"], allowed: Bool[np.ndarray, "vocab"] 
 
 
 def constrained_branches(
-    branches: Sequence[Branch], constraint: Constraint, text: Sequence[int], max_depth: int
+    drafts: Sequence[Drafts], constraint: Constraint, text: Sequence[int], max_depth: int
 ) -> list[Branch]:
     """Branches up to the first token that is not allowed, and what the grammar dictates after the text and after each.
 
@@ -64,7 +64,7 @@ def constrained_branches(
     """
     constrained: list[Branch] = []
     ends: dict[tuple[int, ...], None] = {(): None}
-    for branch in branches:
+    for branch in each_branch(drafts):
         if branch.distributions is None:
             count = constraint.num_allowed(text, branch.tokens)
             payoffs = None if branch.payoffs is None else branch.payoffs[:count]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -21,6 +22,14 @@ TARGET = "target"  # the name of the network whose text is decoded
 QueryStart = Literal["blank", "last-token"]
 """What the first query of a chain reads. blank: no token; query i stands at the position of the token that it predicts.
 last-token: the token before the chain, at that token's own position; each query stands one position earlier."""
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """How many nodes come before each node on its path; a node without a parent has −1 there."""
+    found: list[int] = []
+    for parent in parents:
+        found.append(found[parent] + 1 if parent >= 0 else 0)
+    return found
 
 
 class NodeKind(Enum):
@@ -94,10 +103,7 @@ class ForwardInputs:
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """Depth of each node: 0 directly after the decided tokens."""
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(depths[parent] + 1 if parent >= 0 else 0)
-        return tuple(depths)
+        return tuple(depths(self.parents))
 
     def node_rows(self, query_start: QueryStart = "blank") -> NodeRows:
         """What a causal network reads for the nodes. Token queries have tokens and positions of their own."""
@@ -155,12 +161,13 @@ class ForwardInputs:
 
     def matching_nodes(self, tokens, start: int = -1) -> list[int]:
         """The draft nodes along `tokens` from `start` on; shorter where the tree ends."""
-        path = []
-        for token in tokens:
-            start = next((child for child in self.children(start) if self.tokens[child] == token), -2)
-            if start == -2:
+        wanted, path = np.asarray(tokens).tolist(), []
+        for node in range(self.num_draft_tokens):  # children come after their parents
+            if len(path) == len(wanted):
                 break
-            path.append(start)
+            if self.parents[node] == start and self.tokens[node] == wanted[len(path)]:
+                path.append(node)
+                start = node
         return path
 
     def path(self, node: int) -> list[int]:

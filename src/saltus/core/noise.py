@@ -57,6 +57,19 @@ class Noise:
         keys = self.token_keys(stream, position).tolist()
         return _token_noise(keys[0], keys[1], num_groups(vocab))
 
+    def keys_of_tokens(self, stream: str, positions: np.ndarray) -> np.ndarray:
+        """`token_keys` of positions, uint64 [positions, 2]."""
+        first, last, count = int(positions[0]), int(positions[-1]), len(positions)
+        block, word = divmod(2 * first, BLOCK)
+        if (
+            last - first == count - 1
+            and first >= 0
+            and word + 2 * count <= BLOCK
+            and (positions[1:] > positions[:-1]).all()
+        ):
+            return _words(self.seed, f"{stream}/tokens", block)[word : word + 2 * count].reshape(count, 2)
+        return np.stack([self.token_keys(stream, position) for position in positions.tolist()])
+
     def token_keys(self, stream: str, position: int | np.integer) -> np.ndarray:
         """The two words, uint64, of which the random numbers of the tokens at a position ≥ 0 are made."""
         if position < 0:

@@ -11,9 +11,9 @@ from saltus.core.canvas import Canvas
 from saltus.core.control.controller import Controller
 from saltus.core.distributions import Step
 from saltus.core.forward import ForwardInputs, ForwardOutputs
-from saltus.core.tree import Branch
+from saltus.core.tree import Drafts
 
-DraftResult = Sequence[Branch] | Generator[ForwardInputs, ForwardOutputs, Sequence[Branch]]
+DraftResult = Sequence[Drafts] | Generator[ForwardInputs, ForwardOutputs, Sequence[Drafts]]
 """Branches, or a generator that yields forward passes of a draft model and returns the branches."""
 
 

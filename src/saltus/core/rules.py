@@ -9,6 +9,7 @@ import numpy as np
 from saltus.core.coupling import pick_token
 from saltus.core.distributions import TargetDistributions
 from saltus.core.forward import ForwardInputs
+from saltus.core.native_walk import followed_tokens
 from saltus.core.sampling import one_hot, probability, residual, sample
 
 Rule = Callable[[ForwardInputs, TargetDistributions], tuple[np.ndarray, int]]
@@ -21,8 +22,8 @@ def match(inputs: ForwardInputs, distributions: TargetDistributions) -> tuple[np
     Greedy decoding is the same rule, since the pick from a one-hot distribution is the argmax. Exact for any tree: the
     text is a function of the seed alone.
     """
-    node, tokens = -1, []
-    for _ in inputs.canvas.open_positions:
+    tokens, node, is_complete = followed_tokens(distributions)
+    for _ in inputs.canvas.open_positions[len(tokens) :] if not is_complete else ():
         token = distributions.pick(node)
         tokens.append(token)
         child = next((i for i in inputs.children(node) if inputs.tokens[i] == token), None)

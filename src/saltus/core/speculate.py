@@ -17,7 +17,7 @@ from saltus.core.noise import Noise
 from saltus.core.protocols import Drafter, FusedDrafter, StopCondition, UsesHiddenStates
 from saltus.core.rules import Rule, match
 from saltus.core.sampling import Sampling
-from saltus.core.tree import Branch, grow_tree
+from saltus.core.tree import Drafts
 
 MAX_DRAFT_CONTEXT = 32  # a draft call that reads more decided tokens than this is a prefill, not drafting
 
@@ -48,7 +48,7 @@ def speculate(
     while len(canvas.open_positions):
         # The distribution after the last accepted node decides one hole more than the tree is deep.
         max_depth = min(len(canvas.open_positions) - 1, controller.max_draft_tokens)
-        branches: list[Branch] = []
+        drafted: list[Drafts] = []
         draft_seconds = waited = 0.0  # in calls of draft models; until their outputs came
         started = time.perf_counter()
         should_draft = controller.should_draft()
@@ -57,12 +57,10 @@ def speculate(
             if isinstance(drafts, Generator):
                 drafts, *seconds = (yield from _time_draft_calls(drafts)) if should_draft else ((), 0.0, 0.0)
                 draft_seconds, waited = draft_seconds + seconds[0], waited + seconds[1]
-            branches += drafts
+            drafted += drafts
         if constraint is not None and drafters and max_depth:
-            branches = constrained_branches(branches, constraint, canvas.new_tokens.tolist(), max_depth)
-        calibrated = controller.calibrated_probability, controller.calibrated_payoff
-        least = controller.min_expected_tokens()
-        offered = grow_tree(branches, controller.max_draft_tokens, max_depth, *calibrated, least)
+            drafted = [*constrained_branches(drafted, constraint, canvas.new_tokens.tolist(), max_depth)]
+        offered = controller.offered_tree(drafted, max_depth)
         tree = offered.prune(controller.num_nodes(offered))
         hidden_states = any(controller.needs_hidden_states(reader.max_unread) for reader in readers)
         draft_distributions = tree.distributions if any(tree.distributions) else None
@@ -78,7 +76,8 @@ def speculate(
         distributions = TargetDistributions(inputs, outputs, sampling, noise, constraint)
         tokens, node = rule(inputs, distributions)
         padding = distributions.num_padding_after(tokens) if sampling.hole_end_tokens else 0
-        tokens = np.append(tokens, tokens[-1:].repeat(padding))
+        if padding:
+            tokens = np.append(tokens, tokens[-1:].repeat(padding))
         end = stop(canvas, tokens) if stop else None
         # Padding that the end of the text cuts off does not count.
         padding = padding if end is None else max(padding - (len(tokens) - end), 0)
@@ -93,7 +92,7 @@ def speculate(
 
 
 def _time_draft_calls(
-    drafts: Generator[ForwardInputs, ForwardOutputs, Sequence[Branch]],
+    drafts: Generator[ForwardInputs, ForwardOutputs, Sequence[Drafts]],
 ) -> Generator[ForwardInputs, ForwardOutputs, tuple[Any, float, float]]:
     """Pass on the forward passes of a drafter.
 

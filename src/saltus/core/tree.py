@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from jaxtyping import Float, Int
 
 from saltus.core.sampling import Distribution
 
@@ -35,6 +39,51 @@ class Branch:
                 )
 
 
+@dataclass(frozen=True, eq=False)
+class DraftNodes:
+    """Several branches, one for each leaf of a tree in arrays. They are not sampled and have no payoffs."""
+
+    tokens: Int[np.ndarray, "nodes"]  # int64
+    parents: Int[np.ndarray, "nodes"]  # int64, −1 for none; parents come before their children
+    acceptance_probabilities: Float[np.ndarray, "nodes"]  # float64, as those of a `Branch`
+    source: str = ""
+
+    @cached_property
+    def branches(self) -> list[Branch]:
+        """The branches, in the order of their leaves."""
+        tokens, parents, chances = (
+            column.tolist() for column in (self.tokens, self.parents, self.acceptance_probabilities)
+        )
+        inner, branches = set(parents), []
+        for leaf in range(len(tokens)):
+            if leaf in inner:
+                continue
+            path, node = [], leaf
+            while node >= 0:
+                path.append(node)
+                node = parents[node]
+            path.reverse()
+            branches.append(Branch([tokens[node] for node in path], [chances[node] for node in path], self.source))
+        return branches
+
+
+Drafts = Branch | DraftNodes
+"""What a drafter offers: a branch, or several of them."""
+
+
+def each_branch(drafts: Iterable[Drafts]) -> list[Branch]:
+    """The branches of drafts."""
+    return [branch for each in drafts for branch in (each.branches if isinstance(each, DraftNodes) else (each,))]
+
+
+def first_tokens(drafts: Iterable[Drafts]) -> set[int]:
+    """The tokens that drafts begin with."""
+    found: set[int] = set()
+    for each in drafts:
+        found.update(each.tokens[each.parents < 0].tolist() if isinstance(each, DraftNodes) else each.tokens[:1])
+    return found
+
+
 @dataclass(frozen=True)
 class Tree:
     """The nodes for one call, best first; parents come before their children."""
@@ -50,11 +99,13 @@ class Tree:
 
     def prune(self, size: int) -> Tree:
         """The tree of the `size` best nodes."""
+        if size >= len(self.tokens):
+            return self
         return Tree(*(column[:size] for column in vars(self).values()))
 
 
 def grow_tree(
-    branches: Sequence[Branch],
+    drafts: Sequence[Drafts],
     max_draft_tokens: int,
     max_depth: int,
     calibrate: Callable[[str, float], float] = lambda source, probability: probability,
@@ -70,7 +121,7 @@ def grow_tree(
     tree of that size. If branches share a token, the source with the highest probability stands for it. Sampled tokens
     (with `distributions`) are never merged: two equal samples are two tries (see `reject`).
     """
-    offered, roots = _merge(branches, max_depth, calibrate, calibrate_payoff)
+    offered, roots = _merge(each_branch(drafts), max_depth, calibrate, calibrate_payoff)
     waiting = [(root, -1, 1.0) for root in roots]  # node, its parent in the tree, probability of its parent
     heap: list[tuple[float, int, int, float]] = []
     rows = []

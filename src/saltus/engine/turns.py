@@ -40,7 +40,7 @@ class Shares:
 
 def next_in_turn(waiting: Sequence[AnyScheduled], running: Sequence[AnyScheduled]) -> AnyScheduled | None:
     """A text of the client that has the fewest running ones, then of its request with the fewest; else the first."""
-    return min(waiting, key=Shares.among(running).of, default=None)
+    return min(waiting, key=Shares.among(running).of) if waiting else None
 
 
 def giving_way(running: Sequence[AnyScheduled], newcomer: AnyScheduled) -> AnyScheduled | None:

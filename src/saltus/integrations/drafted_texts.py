@@ -20,7 +20,7 @@ from saltus.core.noise import Noise
 from saltus.core.protocols import Drafter, DraftResult, Network, UsesHiddenStates
 from saltus.core.rules import match
 from saltus.core.sampling import Sampling
-from saltus.core.tree import Branch, Tree, grow_tree
+from saltus.core.tree import Drafts, Tree, grow_tree
 from saltus.engine.decoding_setup import set_max_unread
 from saltus.methods import Method
 
@@ -77,7 +77,7 @@ class Drafting:
 
         Draft networks run in one batch for all texts.
         """
-        branches: list[list[Branch]] = []
+        branches: list[list[Drafts]] = []
         generators: list[SequenceState] = []
         for request in requests:
             text, text_branches = request.text, []
@@ -117,6 +117,6 @@ def _drafts(drafter: Drafter, canvas: Canvas, request: DraftRequest, num_new: in
     return drafter(canvas, step, request.max_depth)
 
 
-def _collected(drafts: Any, branches: list[Branch]) -> DecodeGenerator:
+def _collected(drafts: Any, branches: list[Drafts]) -> DecodeGenerator:
     """Run a drafter's calls and add its branches to the list."""
     branches += yield from drafts

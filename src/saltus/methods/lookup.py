@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,9 +15,10 @@ from saltus.core.noise import Noise
 from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
-from saltus.core.tree import Branch
+from saltus.core.tree import Branch, Drafts
 from saltus.methods.shared.answer_memory import AnswerMemory, num_agreeing
 from saltus.methods.shared.ngram_corpus import NgramCorpus
+from saltus.methods.shared.repeat_paths import repeat_paths
 
 MIN_PATH_PROBABILITY = 0.005  # nodes with a smaller path probability are not offered
 END_OF_REFERENCE = -1  # follows the tokens of a reference, and is never drafted
@@ -27,6 +28,8 @@ MAX_CORPUS_MATCHES = 4  # occurrences in a corpus that are used
 SURE_REPEAT = 32  # after a repeat of so many tokens the text goes on as there in 98 % of the cases
 MAX_SURE_MATCHES = 4  # latest sure repeats that are used: the others hardly change the drafts, and take time
 LONG_REPEAT = 3  # repeats of so many tokens are indexed apart from single tokens, and so are found further back
+INDEXED = 1, LONG_REPEAT
+LIMITS = SURE_REPEAT, MAX_SURE_MATCHES, MIN_PATH_PROBABILITY  # of the kernel
 
 Repeat = tuple[int, int]
 """An earlier occurrence of the text's last tokens: (position after it, how many tokens agree)."""
@@ -69,20 +72,39 @@ class LookupDrafter:
             self.expected = len(self.index.tokens)
         self.index.add_reference(tokens)
 
-    def __call__(self, canvas: Canvas, last: Step | None, max_depth: int) -> Sequence[Branch]:
-        self.index.read(canvas.decided_prefix)
-        repeats = self.index.repeats()
-        if last is None and self.expected is not None:
-            repeats.insert(0, (self.expected, self.index.max_ngram_size))
-        offered = branches(self.index.tokens, repeats, self.num_draft_tokens, max_depth)
-        sources = (self.memory, MAX_REMEMBERED_MATCHES, REMEMBERED), (self.corpus, MAX_CORPUS_MATCHES, CORPUS)
+    def __call__(self, canvas: Canvas, last: Step | None, max_depth: int) -> Sequence[Drafts]:
+        index, most = self.index, self.num_draft_tokens
+        index.read(canvas.decided_prefix)
+        expected = [(self.expected, index.max_ngram_size)] if last is None and self.expected is not None else []
+        offered: list[Drafts] = [*index.paths(expected, most, max_depth)]
         if self.memory is not None or self.corpus is not None:
-            size = self.index.max_ngram_size
-            text = self.index.tokens[max(self.index.start, len(self.index.tokens) - size) :]
-            for texts, most, source in sources:
-                for tokens, repeats in texts.repeats(text, size, most) if texts is not None else ():
-                    offered += branches(tokens, repeats, self.num_draft_tokens, max_depth, source)
+            text = index.tokens[max(index.start, len(index.tokens) - index.max_ngram_size) :]
+            sources = (self.memory, MAX_REMEMBERED_MATCHES, REMEMBERED), (self.corpus, MAX_CORPUS_MATCHES, CORPUS)
+            for texts, most_matches, source in sources:
+                found = () if texts is None else texts.repeats(text, index.max_ngram_size, most_matches)
+                for tokens, repeats in found:
+                    offered += paths(tokens, repeats, (), 0, 0, most, max_depth, source)
         return offered
+
+
+def paths(
+    text: array,
+    repeats: list[Repeat],
+    chains: Sequence[tuple[array, int]],
+    max_matches: int,
+    max_size: int,
+    num_draft_tokens: int,
+    max_depth: int,
+    source: str = "lookup",
+) -> Sequence[Drafts]:
+    """`branches` of repeats and of those in chains, see `RepeatIndex.chains`; by a kernel where there is one."""
+    found = repeat_paths(
+        text, repeats, chains, max_matches, max_size, num_draft_tokens, max_depth, LIMITS, source
+    )  # fmt: skip
+    if found is None:
+        repeats = repeats + repeats_of_chains(text, chains, max_matches, max_size)
+        found = branches(text, repeats, num_draft_tokens, max_depth, source)
+    return found
 
 
 def branches(
@@ -136,7 +158,10 @@ def votes(tokens: Sequence[int], sizes: Sequence[int]) -> dict[int, float]:
         strength = 2.25 * least**-1.63
         discount = min(0.31, 40 / least**2)
         discounts = {token: min(discount, count) for token, count in counts.items()}
-        shorter = strength + sum(discounts.values())
+        discounted = 0.0
+        for each in discounts.values():  # one after the other, which `sum` is not in every version of Python
+            discounted += each
+        shorter = strength + discounted
         for token in probabilities:
             count = counts.get(token, 0.0) - discounts.get(token, 0.0)
             probabilities[token] = (count + shorter * probabilities[token]) / (total + strength)
@@ -144,13 +169,14 @@ def votes(tokens: Sequence[int], sizes: Sequence[int]) -> dict[int, float]:
 
 
 class RepeatIndex:
-    """The latest positions after each token, and after each LONG_REPEAT tokens, of a growing text."""
+    """Chains of the positions after each token, and after each LONG_REPEAT tokens, of a growing text."""
 
     def __init__(self, max_ngram_size: int, max_matches: int) -> None:
-        self.max_ngram_size = max_ngram_size
-        self.tokens: list[int] = []
-        self._positions: dict[tuple[int, ...], deque[int]] = {}
-        self.max_matches = max_matches
+        self.max_ngram_size, self.max_matches = max_ngram_size, max_matches
+        self.tokens = array("q")
+        # by size of the n-gram: for each position where the n-gram before it ended before, −1 for nowhere
+        self._before = tuple(array("q") for _ in INDEXED)
+        self._latest: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in INDEXED)  # where each ended last
         self.start = 0  # of the text, after the references
 
     def add_reference(self, tokens: Sequence[int]) -> None:
@@ -166,16 +192,41 @@ class RepeatIndex:
     def _append(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             end = len(self.tokens)
-            for size in (1, LONG_REPEAT):
-                if size <= end:
-                    ngram = tuple(self.tokens[end - size :])
-                    self._positions.setdefault(ngram, deque(maxlen=self.max_matches)).append(end)
+            for size, before, latest in zip(INDEXED, self._before, self._latest, strict=True):
+                ngram = tuple(self.tokens[end - size : end]) if size <= end else ()
+                before.append(latest.get(ngram, -1))
+                if ngram:
+                    latest[ngram] = end
             self.tokens.append(token)
+
+    @property
+    def chains(self) -> list[tuple[array, int]]:
+        """By size of the n-gram: where each position's n-gram ended before, and where that of the text's end did."""
+        end = len(self.tokens)
+        return [
+            (before, latest.get(tuple(self.tokens[end - size :]), -1) if size <= end else -1)
+            for size, before, latest in zip(INDEXED, self._before, self._latest, strict=True)
+        ]
 
     def repeats(self) -> list[Repeat]:
         """The earlier occurrences of the text's last tokens, the latest first."""
-        text, end = self.tokens, len(self.tokens)
-        ends = {
-            at for size in (1, LONG_REPEAT) for at in self._positions.get(tuple(text[end - size :]), ()) if size <= end
-        }
-        return [(at, num_agreeing(text, at, text, end, self.max_ngram_size)) for at in sorted(ends, reverse=True)]
+        return repeats_of_chains(self.tokens, self.chains, self.max_matches, self.max_ngram_size)
+
+    def paths(self, repeats: list[Repeat], num_draft_tokens: int, max_depth: int) -> Sequence[Drafts]:
+        """What may follow the text, after some repeats and those that are found."""
+        return paths(
+            self.tokens, repeats, self.chains, self.max_matches, self.max_ngram_size, num_draft_tokens, max_depth
+        )  # fmt: skip
+
+
+def repeats_of_chains(
+    text: array, chains: Sequence[tuple[array, int]], max_matches: int, max_size: int
+) -> list[Repeat]:
+    """The repeats of the last tokens of a text, `max_matches` of each chain, the latest first."""
+    ends: set[int] = set()
+    for before, at in chains:
+        left = max_matches
+        while at >= 0 and left:
+            ends.add(at)
+            at, left = before[at], left - 1
+    return [(at, num_agreeing(text, at, text, len(text), max_size)) for at in sorted(ends, reverse=True)]

@@ -8,13 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from saltus.core.canvas import Canvas
-from saltus.core.forward import ForwardInputs, ForwardOutputs, NodeRows, QueryStart
+from saltus.core.forward import ForwardInputs, ForwardOutputs, QueryStart, depths
+from saltus.core.native_tree import tree_rows
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode
 from saltus.models.cpu import attention
@@ -22,6 +24,7 @@ from saltus.models.cpu.attention import AttentionCall, SequenceRows, ancestor_ma
 from saltus.models.cpu.hybrid_kv_cache import StateSizes
 from saltus.models.cpu.kv_cache import KVCache
 from saltus.models.cpu.native_decoder import NativeDecoder, supports_native_decoder
+from saltus.models.cpu.prepared_call import MAX_ROWS as MAX_PREPARED_ROWS
 from saltus.models.cpu.torch_decoder import TorchDecoder
 from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
 from saltus.models.cuda.fixed_shapes import FixedShapeRunner, why_not_fixed_shapes
@@ -155,15 +158,39 @@ class CausalNetwork:
             if self.fixed_shape_runner is not None:
                 self.fixed_shape_runner.attach_adapter(adapter)
 
-    @torch.inference_mode()
     def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[Any]) -> list[ForwardOutputs]:
         """Evaluate each text on its own KV cache, in as few calls as the limit of rows or fixed shapes allow."""
+        if len(batch) == 1:
+            with self.lock:
+                outputs = self._forward_prepared(batch[0], kv_caches[0])
+            if outputs is not None:
+                return [outputs]
         if any(inputs.query_nodes for inputs in batch):
             self._check_queries_supported()
-        with self.lock:
+        with self.lock, torch.inference_mode():
             if self.long_rope is None:
                 return self._forward_together(batch, kv_caches)
             return self._forward_by_angles(self.long_rope, batch, kv_caches)
+
+    def _forward_prepared(self, inputs: ForwardInputs, kv_cache: Any) -> ForwardOutputs | None:
+        """The outputs of a text by a prepared call; None for one that is not prepared for."""
+        decoder = self.native_decoder
+        call = decoder.prepared_call if isinstance(decoder, NativeDecoder) else None
+        if call is None or inputs.kinds:
+            return None
+        started = time.perf_counter()
+        context, nodes = inputs.canvas.decided_prefix, len(inputs.tokens)
+        past = self._reuse_kv_cache(kv_cache, inputs)
+        unread = len(context) - past
+        if unread + nodes > MAX_PREPARED_ROWS:
+            return None
+        native.share_threads()
+        tokens = [*context[past:].tolist(), *inputs.tokens]
+        states_wanted = inputs.output_hidden_states
+        logits, states = call(kv_cache, past, tokens, inputs.parents, states_wanted, self.hidden_state_layers)
+        kv_cache.tokens, kv_cache.pending_tree = context.copy(), inputs if nodes else None
+        seconds = time.perf_counter() - started
+        return ForwardOutputs(logits, states if states_wanted else None, seconds, unread, unread + nodes)
 
     def _forward_by_angles(
         self, long_rope: LongRope, batch: Sequence[ForwardInputs], kv_caches: Sequence[Any]
@@ -253,12 +280,17 @@ class CausalNetwork:
 
     def _run_model(self, chunks: Sequence[_Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
         """One call of the model: the logits that chunks need; hidden states of all rows if a chunk needs them."""
-        tokens = [token for chunk in chunks for token in chunk.tokens]
-        positions = np.concatenate([chunk.rows.positions for chunk in chunks])
-        logit_rows, end = [], 0
-        for chunk in chunks:
-            end += len(chunk.tokens)
-            logit_rows += range(end - chunk.num_logits, end)
+        if len(chunks) == 1:
+            (chunk,) = chunks
+            tokens, positions, end = chunk.tokens, chunk.rows.positions, len(chunk.tokens)
+            logit_rows = range(end - chunk.num_logits, end)
+        else:
+            tokens = [token for chunk in chunks for token in chunk.tokens]
+            positions = np.concatenate([chunk.rows.positions for chunk in chunks])
+            ends = accumulate(len(chunk.tokens) for chunk in chunks)
+            logit_rows = [
+                row for chunk, end in zip(chunks, ends, strict=True) for row in range(end - chunk.num_logits, end)
+            ]
         call = AttentionCall([chunk.rows for chunk in chunks], self.num_layers, self.batch_invariant)
         gate = self._gate(chunks)
         output_states = any(chunk.output_hidden_states for chunk in chunks)
@@ -369,11 +401,13 @@ def _prefill_and_tree_chunks(
             inputs.output_hidden_states,
         )
         past_length += count
-    rows = inputs.node_rows(query_start)
-    part = _sequence_rows(kv_cache, past_length, unread, inputs.parents, rows)
+    tokens, offsets, has_token = inputs.tokens, None, ()
+    if inputs.query_nodes:
+        tokens, offsets, has_token = inputs.node_rows(query_start)
+    part = _sequence_rows(kv_cache, past_length, unread, inputs.parents, offsets, ends_text=True)
     yield _Chunk(
-        sequence, decided[past_length:].tolist() + rows.tokens, part, nodes + 1, inputs.output_hidden_states,
-        inputs.uniforms, rows.has_token, inputs.temperature,
+        sequence, [*decided[past_length:].tolist(), *tokens], part, nodes + 1, inputs.output_hidden_states,
+        inputs.uniforms, has_token, inputs.temperature,
     )  # fmt: skip
 
 
@@ -382,14 +416,19 @@ def _sequence_rows(
     past_length: int,
     num_new_tokens: int,
     parents: Sequence[int] = (),
-    node_rows: NodeRows | None = None,
+    offsets: np.ndarray | None = None,
+    ends_text: bool = False,
 ) -> SequenceRows:
-    """Rows of decided tokens, and perhaps of a tree's nodes after them."""
+    """Rows of decided tokens, and perhaps of a tree's nodes after them, by depth or at `offsets` from the first one."""
     num_rows = num_new_tokens + len(parents)
+    if offsets is None and (found := tree_rows(parents, num_new_tokens, past_length)) is not None:
+        return SequenceRows(kv_cache, past_length, *found, parents, ends_text)
     visible = np.zeros((num_rows, num_rows), dtype=np.uint8)
     visible[:, :num_new_tokens] = np.tri(num_rows, num_new_tokens) if num_new_tokens > 1 else 1
     positions = np.arange(past_length, past_length + num_rows)
-    if node_rows is not None and parents:
+    if parents:
         visible[num_new_tokens:, num_new_tokens:] = ancestor_mask(parents)
-        positions[num_new_tokens:] = past_length + num_new_tokens + node_rows.offsets
-    return SequenceRows(kv_cache, past_length, positions, visible, parents, node_rows is not None)
+        positions[num_new_tokens:] = (
+            past_length + num_new_tokens + np.array(depths(parents) if offsets is None else offsets)
+        )
+    return SequenceRows(kv_cache, past_length, positions, visible, parents, ends_text)

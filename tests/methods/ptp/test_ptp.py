@@ -19,6 +19,7 @@ from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
 from saltus.core.rules import reject
 from saltus.core.sampling import Sampling
+from saltus.core.tree import each_branch
 from saltus.engine.target_drafters import load_drafter_for_target
 from saltus.loading.model_identity import model_fingerprint
 from saltus.methods.ptp.drafter import Ptp
@@ -92,7 +93,7 @@ def test_by_rejection_it_never_reads_the_uniforms_of_the_rule():
 
 def test_second_choices_hang_beside_the_chain_and_without_a_correction_go_on_as_it_does():
     logits = torch.tensor([[3.0, 2.0, 0.0], [0.0, 4.0, 3.9], [9.0, 0.0, 0.0]])
-    found = likely_paths(predicted(logits), [], Likeliest(2), SOURCE)
+    found = each_branch(likely_paths(predicted(logits), [], Likeliest(2), SOURCE))
     paths = {tuple(branch.tokens): branch.acceptance_probabilities for branch in found}
     assert set(paths) == {(0, 1, 0), (1, 1, 0), (0, 2, 0), (1, 2, 0)}
     assert all(branch.source == SOURCE for branch in found)
@@ -137,7 +138,8 @@ def test_drafts_of_untruncated_sampling_are_those_of_the_whole_search():
 def test_broken_predictions_draft_nothing():
     logits = np.array([[3.0, 2.0], [np.nan, 1.0]], dtype=np.float32)
     assert [
-        list(one.tokens) for one in likely_paths(predicted(torch.from_numpy(logits)), [4, 5], Likeliest(2), SOURCE)
+        list(one.tokens)
+        for one in each_branch(likely_paths(predicted(torch.from_numpy(logits)), [4, 5], Likeliest(2), SOURCE))
     ] == [
         [0],
         [1],
@@ -155,7 +157,7 @@ def test_with_a_correction_each_path_has_the_predictions_after_its_own_tokens(mo
     network = DraftNetwork(network.model, target)
     outputs = network.forward([question(text, states(target, text)[:-1])], [network.new_kv_cache()])[0]
     predictions = outputs.predictions
-    branches = likely_paths(predictions, text[-2:].tolist(), Likeliest(3), SOURCE)
+    branches = each_branch(likely_paths(predictions, text[-2:].tolist(), Likeliest(3), SOURCE))
     assert len(branches) > 3
     for branch in branches:
         path = [*text[-2:].tolist(), *branch.tokens]
@@ -166,7 +168,7 @@ def test_with_a_correction_each_path_has_the_predictions_after_its_own_tokens(mo
                 row = network.model.llama.lm_head(network.model.corrected(hidden, *before))
             expected = row.softmax(-1)[branch.tokens[depth] - 5]
             assert stated == pytest.approx(float(expected), rel=1e-4)
-    plain = likely_paths(replace(predictions, correction=None), text[-2:].tolist(), Likeliest(3), SOURCE)
+    plain = each_branch(likely_paths(replace(predictions, correction=None), text[-2:].tolist(), Likeliest(3), SOURCE))
     assert plain[0].acceptance_probabilities != branches[0].acceptance_probabilities
 
 

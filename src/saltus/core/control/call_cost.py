@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -23,7 +24,9 @@ class CallCost:
     def record(self, rows: int, seconds: float) -> None:
         """Update by a call, since longer texts cost more and machines drift; an outlier counts as a factor of 2."""
         if self.seconds:
-            nearest = min(self.seconds, key=lambda size: abs(math.log(size / rows)))
+            nearest = rows
+            if rows not in self.seconds:
+                nearest = min(self.seconds, key=lambda size: abs(math.log(size / rows)))
             change = self.update_rate * (min(max(seconds / self.seconds_for(rows), 0.5), 2.0) - 1)
             updated = self.seconds[nearest] * (1 + change)
             for size, known in self.seconds.items():
@@ -34,14 +37,16 @@ class CallCost:
         """Seconds of a call of `rows` rows; if nothing was measured, relative ones: 1 + 2 % for each row."""
         if not self.seconds:
             return 1 + 0.02 * rows
+        if rows in self.seconds:
+            return self.seconds[rows]
         known = sorted(self.seconds)
-        above = next((n for n in known if n >= rows), None)
-        below = next((n for n in reversed(known) if n <= rows), None)
-        if above is None:
+        place = bisect_left(known, rows)
+        if place == len(known):
             last = known[-1]
             slope = (self.seconds[last] - self.seconds[known[0]]) / max(last - known[0], 1)
             return self.seconds[last] + max(slope, self.seconds[last] * 0.01) * (rows - last)
-        if below is None or above == below:
+        above, below = known[place], known[place - 1]
+        if not place:
             return self.seconds[above]
         share = (rows - below) / (above - below)
         return self.seconds[below] * (1 - share) + self.seconds[above] * share

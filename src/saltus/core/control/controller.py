@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from saltus.core.control.acceptance import Acceptance
 from saltus.core.control.call_cost import CallCost
 from saltus.core.control.drafting_switch import DraftingSwitch
 from saltus.core.distributions import Step
-from saltus.core.tree import Tree
+from saltus.core.native_tree import best_size, grow_natively
+from saltus.core.tree import Drafts, Tree, grow_tree
+
+EMPTY_TREE = grow_tree((), 0, 0)
 
 
 @dataclass
@@ -52,6 +56,16 @@ class Controller:
         """A node with fewer cannot pay for its row, even if rows cost as little as at the best number of rows."""
         return self.call_cost.least_row_seconds() / self.call_cost.seconds_for(1) if self.adaptive else 0.0
 
+    def offered_tree(self, drafts: Sequence[Drafts], max_depth: int) -> Tree:
+        """The tree of all drafts, at most `max_draft_tokens` nodes, by what their sources' records are worth."""
+        least, most = self.min_expected_tokens(), self.max_draft_tokens
+        acceptance = self.acceptance
+        records = acceptance.counts if self.adaptive else None
+        tree = grow_natively(drafts, most, max_depth, records, acceptance.prior, least) if drafts else EMPTY_TREE
+        if tree is None:
+            tree = grow_tree(drafts, most, max_depth, self.calibrated_probability, self.calibrated_payoff, least)
+        return tree
+
     def num_nodes(self, tree: Tree) -> int:
         """How many of the tree's nodes to keep: the number with the most expected tokens a second.
 
@@ -61,7 +75,13 @@ class Controller:
         """
         if not self.adaptive:
             return min(len(tree.tokens), self.max_draft_tokens)
-        sampled = any(distribution is not None for distribution in tree.distributions)
+        if not tree.tokens:
+            return 0
+        sampled = any(tree.distributions)
+        if not sampled:
+            size = best_size(self.call_cost.seconds, tree.expected_tokens[: self.max_draft_tokens])
+            if size is not None:
+                return size
         best, best_rate, expected = 0, 1 / self.call_cost.seconds_for(1), 1.0
         for n, value in enumerate(tree.expected_tokens[: self.max_draft_tokens], start=1):
             expected += value

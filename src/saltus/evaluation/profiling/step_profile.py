@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from inspect import isfunction
 from typing import Any
 
-from saltus.core import distributions, speculate
+from saltus.core import distributions
 from saltus.core.control import controller
 from saltus.engine import scheduler
 from saltus.evaluation.profiling.call_timing import Clock, PartTimer, quartiles, temporarily_replaced
@@ -80,11 +80,10 @@ def instrumented(engine: Any, method: str, timer: PartTimer, synchronize: Callab
     places = [
         (network, "forward", timer.time_function(NETWORK, settled)),
         (ensemble, "new_drafters", lambda text: [_timed_drafter(timer, drafter) for drafter in drafters(text)]),
-        (speculate, "grow_tree", timer.time_function(DRAFTING, speculate.grow_tree)),
         (scheduler, "RULES", rules),
         *(
             (controller_class, name, timer.time_function(DRAFTING, getattr(controller_class, name)))
-            for name in ("num_nodes", "record")
+            for name in ("offered_tree", "num_nodes", "record")
         ),
         *(
             (distributions, name, timer.time_function(SAMPLING, getattr(distributions, name)))

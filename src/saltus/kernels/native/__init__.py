@@ -357,6 +357,8 @@ def load_kernels() -> ctypes.CDLL | None:
         log.warning("the compiled kernels did not load, going on with slower exact ones: %s", error)
         return None
     library.saltus_packed_bytes.restype = INTEGER
+    library.saltus_tree_rows.argtypes = POINTER, INTEGER, INTEGER, INTEGER, POINTER, POINTER
+    library.saltus_set_beside.argtypes = POINTER, INTEGER, INTEGER, INTEGER, POINTER
     for suffix in KERNEL_SUFFIXES.values():
         if (gumbel_max := getattr(library, f"gumbel_max_{suffix}", None)) is not None:
             gumbel_max.argtypes, gumbel_max.restype = (
@@ -379,13 +381,19 @@ def address(array: np.ndarray) -> int:
     return array.__array_interface__["data"][0]
 
 
+def share_threads() -> None:
+    """Let the kernels use as many threads as torch does; for calls between which torch is not used."""
+    if (library := load_kernels()) is not None:
+        library.saltus_threads(INTEGER(torch.get_num_threads()))
+
+
 class kernel_threads_only:
     """Run torch on one thread while open: its threads would compete with those of the kernels."""
 
     def __enter__(self) -> None:
         self.threads = torch.get_num_threads()
-        if (library := load_kernels()) is not None:
-            library.saltus_threads(INTEGER(self.threads))
+        share_threads()
+        if load_kernels() is not None:
             torch.set_num_threads(1)
 
     def __exit__(self, *_) -> None:

@@ -3,6 +3,7 @@
 // writes the very text that plain decoding writes, in bfloat16 too. Compiled once for this machine by __init__.py.
 #include "lanes.h"
 #include "draft_paths.h"
+#include "draft_trees.h"
 #include "integer_lanes.h"
 #include "recurrent_text.h"
 #include "thread_pool.h"
@@ -148,6 +149,16 @@ typedef struct {
   int64_t rows, size, most;
   float gap;
 } NearGreatest;
+
+typedef struct {
+  const void *logits;               // [1 + rows, vocab]
+  const int64_t *tokens, *parents;  // [nodes]: of the draft tree
+  const uint64_t *keys;             // [positions, 2] of the Gumbel noise; NULL: the greatest logit is picked
+  int64_t vocab, nodes, positions;
+  float temperature;
+  int64_t *decided;                 // [positions]
+  int64_t last, ended;              // the last accepted node, −1: none; see `walk`
+} Walk;
 
 #include "experts.h"
 #define OUT_OF_MEMORY 1

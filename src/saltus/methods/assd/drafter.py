@@ -30,7 +30,7 @@ from saltus.core.sampling import (
     sample,
     token_distribution,
 )
-from saltus.core.tree import Branch
+from saltus.core.tree import Branch, DraftNodes, Drafts, first_tokens
 from saltus.methods.assd.hole_predictions import AnySubsetOutputs, HoleLogits, HolePredictions
 from saltus.methods.shared.draft_tree import Chooser, Likeliest, SharedNoise, likely_paths
 from saltus.methods.shared.logit_correction import PairwiseCorrection
@@ -106,15 +106,15 @@ class SelfDrafter:
     first_drafts: set[int] = field(default_factory=set)  # the first draft tokens of this step's paths
     paused_calls: int = 0  # calls for which predicting ahead stays off
 
-    def __call__(self, canvas: Canvas, last: Step | None, max_depth: int) -> Sequence[Branch]:
+    def __call__(self, canvas: Canvas, last: Step | None, max_depth: int) -> Sequence[Drafts]:
         if last is not None:
             self._store_logits(last)
         holes = self._predicted_holes(canvas, min(self.num_draft_tokens, max_depth))
-        branches: Sequence[Branch] = []
+        drafts: Sequence[Drafts] = []
         if holes:
-            branches = self._sampled_path(canvas, holes) if self.rule is reject else self._likely_paths(canvas, holes)
-        self.first_drafts = {branch.tokens[0] for branch in branches}
-        return branches
+            drafts = self._sampled_path(canvas, holes) if self.rule is reject else self._likely_paths(canvas, holes)
+        self.first_drafts = first_tokens(drafts)
+        return drafts
 
     @cached_property
     def _banned(self) -> np.ndarray:
@@ -129,7 +129,7 @@ class SelfDrafter:
         known = takewhile(lambda position: position in self.hole_logits, canvas.open_positions[:count].tolist())
         return [self.hole_logits[position] for position in known]
 
-    def _likely_paths(self, canvas: Canvas, holes: Sequence[HoleLogits]) -> list[Branch]:
+    def _likely_paths(self, canvas: Canvas, holes: Sequence[HoleLogits]) -> list[DraftNodes]:
         sampling = self.sampling
         unknown = [hole.num_unknown(canvas.order, index) for index, hole in enumerate(holes, canvas.num_decided)]
         predictions = HolePredictions(holes, unknown, self.pairwise_correction, self._banned, self._last_tokens)

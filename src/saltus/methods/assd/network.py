@@ -110,6 +110,9 @@ class AnySubsetNetwork(CausalNetwork):
             correction=self.pairwise_correction,
         )  # fmt: skip
 
+    def _forward_prepared(self, inputs: ForwardInputs, kv_cache: Any) -> None:
+        """No call is prepared for rows in any order."""
+
     def _reuse_kv_cache(self, kv_cache: Any, inputs: ForwardInputs) -> int:
         return kv_cache.reuse_known_tokens(inputs.canvas)
 

@@ -49,7 +49,7 @@ class AnswerMemory:
 
     def repeats(
         self, text: Sequence[int], max_ngram_size: int, max_matches: int
-    ) -> list[tuple[Sequence[int], list[tuple[int, int]]]]:
+    ) -> list[tuple[array, list[tuple[int, int]]]]:
         """Where the last tokens of `text` occurred: tokens, and (position after them, how many agree), latest first."""
         by_generation = [(texts.tokens, texts.repeats(text, max_ngram_size, max_matches)) for texts in self.generations]
         return [(tokens, repeats) for tokens, repeats in by_generation if repeats]

@@ -16,7 +16,7 @@ from saltus.core.coupling import PARALLEL_ERROR, draft_tokens, favoured, largest
 from saltus.core.forward import ForwardOutputs
 from saltus.core.noise import Noise
 from saltus.core.sampling import Sampling, float_row, token_distribution
-from saltus.core.tree import Branch
+from saltus.core.tree import DraftNodes
 from saltus.methods.shared.logit_correction import TokenCorrection
 
 MIN_PATH_PROBABILITY = 0.01  # nodes that are reached with a smaller probability are not offered
@@ -194,24 +194,17 @@ GrowPaths = Callable[[Sequence[int], Chooser], Sequence[PathNode] | None]
 """`grown_nodes` for the last two tokens of a text; None if it does not know the chooser."""
 
 
-def likely_paths(predictions: DraftPredictions, text: Sequence[int], choose: Chooser, source: str) -> list[Branch]:
-    """Branches of the likeliest paths, grown best first.
+def likely_paths(predictions: DraftPredictions, text: Sequence[int], choose: Chooser, source: str) -> list[DraftNodes]:
+    """The likeliest paths, grown best first.
 
     `text` holds the last two decided tokens, or fewer in a shorter text.
     """
     nodes = None if predictions.grow is None else predictions.grow(text[-2:], choose)
     nodes = grown_nodes(predictions, text[-2:], choose) if nodes is None else nodes
-    parents, branches = {parent for parent, _, _ in nodes}, []
-    for leaf in range(len(nodes)):
-        if leaf in parents:
-            continue
-        path, node = [], leaf
-        while node >= 0:
-            path.append(node)
-            node = nodes[node][0]
-        path.reverse()
-        branches.append(Branch([nodes[node][1] for node in path], [nodes[node][2] for node in path], source))
-    return branches
+    if not nodes:
+        return []
+    parents, tokens, chances = zip(*nodes, strict=True)
+    return [DraftNodes(np.array(tokens), np.array(parents), np.array(chances, dtype=np.float64), source)]
 
 
 def grown_nodes(predictions: DraftPredictions, text: Sequence[int], choose: Chooser) -> list[PathNode]:

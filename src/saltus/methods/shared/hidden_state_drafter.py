@@ -11,11 +11,11 @@ from torch import Tensor
 from saltus.core.canvas import Canvas
 from saltus.core.distributions import Step
 from saltus.core.forward import ForwardInputs, ForwardOutputs
-from saltus.core.tree import Branch
+from saltus.core.tree import Drafts
 
 MAX_UNREAD = 32  # hidden states that a draft network reads at once: of a prompt or after a pause, the last ones
 
-DraftCalls = Generator[ForwardInputs, ForwardOutputs, Sequence[Branch]]
+DraftCalls = Generator[ForwardInputs, ForwardOutputs, Sequence[Drafts]]
 """Yields the forward passes of a draft network and returns its branches."""
 
 
@@ -34,7 +34,7 @@ class HiddenStateDrafter:
     pending: list[Tensor] = field(default_factory=list, init=False)  # hidden states that were not read yet
     num_tokens_seen: int = field(default=0, init=False)  # decided tokens whose hidden states were collected
 
-    def __call__(self, canvas: Canvas, last: Step | None, max_depth: int) -> Sequence[Branch] | DraftCalls:
+    def __call__(self, canvas: Canvas, last: Step | None, max_depth: int) -> Sequence[Drafts] | DraftCalls:
         if last is None:
             return ()
         self._collect(last, len(canvas.decided_prefix))

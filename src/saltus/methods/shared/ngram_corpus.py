@@ -7,6 +7,7 @@ finds them and their number, whatever the size of the corpus.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
@@ -50,9 +51,7 @@ class NgramCorpus:
     def __len__(self) -> int:
         return len(self.backwards)
 
-    def repeats(
-        self, text: Sequence[int], max_ngram_size: int, max_matches: int
-    ) -> list[tuple[list[int], list[Repeat]]]:
+    def repeats(self, text: Sequence[int], max_ngram_size: int, max_matches: int) -> list[tuple[array, list[Repeat]]]:
         """What followed the last tokens of `text`: continuations one after the other, and repeats that begin there.
 
         The longest agreements are taken. Of more equal ones than `max_matches` an even sample is; tokens that follow
@@ -65,11 +64,11 @@ class NgramCorpus:
         ahead = [(self._ahead(place), size) for place, size in self._nearest(ending, max_matches)]
         follows = Counter((size, tokens[0]) for tokens, size in ahead)
         ahead.sort(key=lambda each: (-each[1], -follows[each[1], each[0][0]]))
-        continuations: list[int] = []
+        continuations = array("q")
         repeats: list[Repeat] = []
         for tokens, size in ahead:
             repeats.append((len(continuations), size))
-            continuations += tokens
+            continuations.extend(tokens)
         return [(continuations, repeats)] if repeats else []
 
     def _nearest(self, ending: bytes, max_matches: int) -> list[tuple[int, int]]:

@@ -142,7 +142,7 @@ def grow_natively(choose: Chooser, positions: int, fields: Mapping[str, int]) ->
         chances=native.address(chances),
     )  # fmt: skip
     if isinstance(choose, SharedNoise):
-        keys = np.stack([choose.noise.token_keys("text", at) for at in choose.positions[:positions]])
+        keys = choose.noise.keys_of_tokens("text", choose.positions[:positions])
         struct.keys, struct.temperature = native.address(keys), choose.sampling.temperature
     else:
         struct.temperature = choose.temperature

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -397,13 +398,13 @@ class DecoderOps:
     def attention_structs(self, call: AttentionCall) -> tuple[ctypes.Array, ctypes.Array, ctypes.Array]:
         """Kernel arguments by kind and text, and the bytes between layers of each text's keys and values."""
         texts, start = len(call.sequences), 0
-        structs = (native.Attention * (texts * len(self.kinds))).from_buffer_copy(
-            b"".join(kind.struct * texts for kind in self.kinds)
-        )
-        key_steps, value_steps = ((native.INTEGER * texts)() for _ in range(2))
+        if texts > 1:
+            structs, key_steps, value_steps = self.new_attention_structs(texts)
+        else:  # all that differs from call to call is written again
+            structs, key_steps, value_steps = self.structs_of_one_text
         if not self.kinds:
             return structs, key_steps, value_steps
-        main_rows = next(kind.new_rows for kind in self.kinds if kind.own_memory is None)
+        main_rows = self.main_rows
         for number, sequence in enumerate(call.sequences):
             cache, slots = sequence.kv_cache, sequence.past_length + sequence.num_rows
             cache.reserve(self.num_main_layers, slots, *main_rows)
@@ -422,6 +423,22 @@ class DecoderOps:
                 sequence.fill_rows(struct, kind.span)
             start += sequence.num_rows
         return structs, key_steps, value_steps
+
+    @cached_property
+    def structs_of_one_text(self) -> tuple[ctypes.Array, ctypes.Array, ctypes.Array]:
+        return self.new_attention_structs(1)
+
+    @cached_property
+    def main_rows(self) -> tuple[Tensor, Tensor]:
+        """New keys and values of the layers that share a memory."""
+        return next(kind.new_rows for kind in self.kinds if kind.own_memory is None)
+
+    def new_attention_structs(self, texts: int) -> tuple[ctypes.Array, ctypes.Array, ctypes.Array]:
+        """What `attention_structs` fills in."""
+        structs = (native.Attention * (texts * len(self.kinds))).from_buffer_copy(
+            b"".join(kind.struct * texts for kind in self.kinds)
+        )
+        return structs, (native.INTEGER * texts)(), (native.INTEGER * texts)()
 
     def recurrent_calls(self, call: AttentionCall) -> list[RecurrentCall]:
         """What layers that keep a state get of each text; to be ended after the call."""

@@ -26,6 +26,7 @@ class KVCache:
     keys: torch.Tensor | None = None
     values: torch.Tensor | None = None
     pending_tree: ForwardInputs | None = None  # evaluated after `tokens`; acceptance is known at the next call
+    places: tuple[int, int, int, int, int] | None = field(default=None, init=False)  # see `memory`
     odd_layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, kw_only=True)
 
     def reuse_prefix(self, tokens: np.ndarray, num_recomputed: int = 1) -> int:
@@ -34,15 +35,17 @@ class KVCache:
         The last `num_recomputed` decided tokens do not count: a causal network needs the logits of the last one.
         """
         if self.pending_tree is not None:
-            nodes = self.pending_tree.matching_nodes(tokens[len(self.tokens) :])
+            known = len(self.tokens)
+            nodes = self.pending_tree.matching_nodes(tokens[known:])
             self._keep_accepted(nodes)
-            accepted = np.array([self.pending_tree.tokens[node] for node in nodes], dtype=np.int64)
-            self.tokens = np.concatenate([self.tokens, accepted])
+            if nodes:
+                self.tokens = np.concatenate([self.tokens, tokens[known : known + len(nodes)]])
             self.pending_tree = None
         shared = min(len(self.tokens), len(tokens) - num_recomputed)
-        differs = np.flatnonzero(self.tokens[:shared] != tokens[:shared])
-        self.tokens = self.tokens[: differs[0] if len(differs) else shared]
-        return len(self.tokens)
+        if not np.array_equal(self.tokens[:shared], tokens[:shared]):
+            shared = int((self.tokens[:shared] != tokens[:shared]).argmax())
+        self.tokens = self.tokens[:shared]
+        return shared
 
     @property
     def num_text_slots(self) -> int:
@@ -69,11 +72,24 @@ class KVCache:
         """Allocate at least `num_slots` slots, shaped like a layer's new keys and values [kv_heads, rows, dim]."""
         if self.keys is not None and self.values is not None:
             assert self.keys.shape[0] == num_layers, "a KV cache serves one model"
-            assert have_sizes_of((self.keys, self.values), (key, value)), "layers differ in size"
         capacity = _larger_capacity(self.keys, num_slots)
         if capacity is not None:
+            if self.keys is not None and self.values is not None:
+                assert have_sizes_of((self.keys, self.values), (key, value)), "layers differ in size"
+            self.places = None
             self.keys = _resized(self.keys, (num_layers,), capacity, key)
             self.values = _resized(self.values, (num_layers,), capacity, value)
+
+    def memory(
+        self, num_layers: int, num_slots: int, new_rows: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[int, int, int, int, int]:
+        """Where keys and values begin, their slots, `num_slots` or more, and the bytes between layers of both."""
+        if self.places is None or self.places[2] < num_slots:
+            self.reserve(num_layers, num_slots, *new_rows)
+            assert self.keys is not None and self.values is not None
+            key_step, value_step = (x.stride(0) * x.element_size() for x in (self.keys, self.values))
+            self.places = self.keys.data_ptr(), self.values.data_ptr(), self.keys.shape[-2], key_step, value_step
+        return self.places
 
     def reserve_layer(
         self, layer: int, num_layers: int, num_slots: int, key: torch.Tensor, value: torch.Tensor

@@ -19,6 +19,7 @@ from saltus.models.cpu.decoder_ops import DecoderOps
 from saltus.models.cpu.decoder_weights import Resolver, linear_struct
 from saltus.models.cpu.hybrid_kv_cache import HybridKVCache, RecurrentCall
 from saltus.models.cpu.kv_cache import KVCache
+from saltus.models.cpu.prepared_call import PreparedCall
 from saltus.models.decoder_description import Angles, router_weights
 from saltus.models.decoder_of import decoder_of
 from saltus.models.gated_lora import Adapter, Gate
@@ -107,7 +108,9 @@ class NativeDecoder:
         self.tables = [_AngleTable(self.base, angles, self.hidden) for angles in self.layers.angles]
         self.layers.set_angle_widths([table.width for table in self.tables])
         self.constants = self._constants(weights)
+        self.angles = (native.Angles * len(self.tables))()
         self.no_layers_kept = (native.POINTER * self.num_layers)()
+        self.prepared_call = PreparedCall(self) if PreparedCall.supports(self) else None
 
     def _constants(self, weights: Resolver) -> native.Decoder:
         """The kernel arguments that are the same in every call."""
@@ -152,7 +155,7 @@ class NativeDecoder:
                     struct.down[i], struct.up[i] = down.data_ptr(), up.data_ptr()
                     struct.rank, struct.scale = adapter.settings.rank, adapter.settings.scale
 
-    def _set_gated_rows(self, gate: Gate | None, num_rows: int) -> None:
+    def set_gated_rows(self, gate: Gate | None, num_rows: int) -> None:
         """Set the rows that the adapter acts on in this call."""
         if gate is None and not self.rows_are_gated:
             return
@@ -184,14 +187,15 @@ class NativeDecoder:
         """
         rows = inputs.shape[0]
         made = self.prepare(rows, positions, call, logit_rows, output_hidden_states, hidden_state_layers, output_logits)
-        self._set_gated_rows(gate, rows)
+        self.set_gated_rows(gate, rows)
         if not inputs.is_floating_point():
             made.struct.tokens = inputs.data_ptr()
         if inputs.is_floating_point() or gate is not None:
             self._write_inputs(self.hidden[:rows], inputs, gate)
         else:
             made.struct.embedding.rows, made.struct.embedding.count = inputs.data_ptr(), rows
-        raise_if_failed(self.decode(ctypes.byref(made.struct)), made.struct.vocab)
+        if code := self.decode(ctypes.byref(made.struct)):
+            self.raise_failure(code)
         for recurrent in made.recurrent:
             recurrent.end()
         return made.logits, made.states
@@ -209,21 +213,26 @@ class NativeDecoder:
         """The kernel's arguments of a call but its inputs, and the tensors that it will write; see `__call__`."""
         selected, hidden = logit_rows.shape[0], self.hidden[:rows]
         struct = native.Decoder.from_buffer_copy(self.constants)
-        angles, tables = (native.Angles * len(self.tables))(), [table.at(positions) for table in self.tables]
-        for struct_of_angles, (cos, sin, indexed) in zip(angles, tables, strict=True):
-            struct_of_angles.cos, struct_of_angles.sin = cos.data_ptr(), sin.data_ptr()
-            struct_of_angles.position = positions.data_ptr() if indexed else None
+        tables, angles = [table.at(positions) for table in self.tables], self.angles
+        for number, (cos, sin, indexed) in enumerate(tables):
+            place = positions.data_ptr() if indexed else None
+            angles[number] = cos.data_ptr(), sin.data_ptr(), place
         struct.angles = ctypes.addressof(angles)
-        recurrent = self.layers.recurrent_calls(call)
-        texts = (native.RecurrentText * len(recurrent))(*(each.struct for each in recurrent))
-        struct.recurrent = ctypes.addressof(texts) if recurrent else None
+        recurrent, texts = self.layers.recurrent_calls(call), None
+        if recurrent:
+            texts = (native.RecurrentText * len(recurrent))(*(each.struct for each in recurrent))
+            struct.recurrent = ctypes.addressof(texts)
         attentions, key_steps, value_steps = self.layers.attention_structs(call)
         struct.attentions, struct.texts, struct.rows = ctypes.addressof(attentions), len(call.sequences), rows
         struct.key_step, struct.value_step = ctypes.addressof(key_steps), ctypes.addressof(value_steps)
-        collected = {layer: torch.empty_like(hidden) for layer in hidden_state_layers if output_hidden_states}
-        kept = (native.POINTER * self.num_layers)() if collected else self.no_layers_kept
-        for layer, states in collected.items():
-            kept[layer] = states.data_ptr()
+        kept, collected = self.no_layers_kept, []
+        if output_hidden_states and hidden_state_layers:
+            kept, collected = (
+                (native.POINTER * self.num_layers)(),
+                [torch.empty_like(hidden) for _ in hidden_state_layers],
+            )
+            for layer, states in zip(hidden_state_layers, collected, strict=True):
+                kept[layer] = states.data_ptr()
         normed = hidden.new_empty(rows if output_hidden_states else selected, hidden.shape[1])
         logits = hidden.new_empty(selected if output_logits else 0, struct.head.outs[0])
         struct.kept, struct.norm.rows, struct.norm.out = ctypes.addressof(kept), rows, normed.data_ptr()
@@ -232,8 +241,11 @@ class NativeDecoder:
         struct.all_states = output_hidden_states
         struct.seconds = None if self.seconds is None else ctypes.addressof(self.seconds)
         pointed_to = angles, tables, positions, call, attentions, key_steps, value_steps, kept, logit_rows, texts
-        states = [*(collected[layer] for layer in hidden_state_layers if collected), normed]
-        return DecoderCall(struct, logits, states, pointed_to, recurrent)
+        return DecoderCall(struct, logits, [*collected, normed], pointed_to, recurrent)
+
+    def raise_failure(self, code: int) -> None:
+        """Errors: those of `raise_if_failed`."""
+        raise_if_failed(code, self.constants.vocab)
 
     def _write_inputs(self, hidden: Tensor, inputs: Tensor, gate: Gate | None) -> None:
         """Write embeddings that are given, or those of tokens and of an adapter's queries, to the hidden states."""
@@ -263,11 +275,15 @@ class _AngleTable:
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor, bool]:
         """Cosines and sines, [.., width] each, and whether they are indexed by the position or by the row."""
         if self.is_static:
-            end = max(positions.tolist()) + 1
-            if end > self.table[0].shape[0]:
-                self.table = self._compute(torch.arange(max(end, 2 * self.table[0].shape[0], INITIAL_ROPE_POSITIONS)))
+            self.reserve(int(positions.numpy().max()) + 1)
         cos, sin = self.table if self.is_static else self._compute(positions)
         return cos, sin, self.is_static
+
+    def reserve(self, end: int) -> None:
+        """Let the table have the positions before `end`."""
+        have = self.table[0].shape[0]
+        if end > have:
+            self.table = self._compute(torch.arange(max(end, 2 * have, INITIAL_ROPE_POSITIONS)))
 
     def _compute(self, positions: Tensor) -> list[Tensor]:
         kind = {} if self.angles.layer_type is None else {"layer_type": self.angles.layer_type}

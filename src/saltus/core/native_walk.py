@@ -1,0 +1,64 @@
+"""Walk a draft tree as the rule `match` does, by a compiled kernel on the raw logits."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+from saltus.core.distributions import TargetDistributions
+from saltus.kernels import native
+
+
+class Walk(ctypes.Structure):
+    """The struct `Walk` of kernels.c, field for field."""
+
+    _fields_ = [
+        *((name, native.POINTER) for name in ("logits", "tokens", "parents", "keys")),
+        *((name, native.INTEGER) for name in ("vocab", "nodes", "positions")),
+        ("temperature", native.REAL),
+        ("decided", native.POINTER),
+        *((name, native.INTEGER) for name in ("last", "ended")),
+    ]
+
+
+@lru_cache
+def _kernel(dtype: torch.dtype) -> Callable[..., int] | None:
+    return native.kernel("walk", dtype, torch.device("cpu"))
+
+
+def followed_tokens(distributions: TargetDistributions) -> tuple[list[int], int, bool]:
+    """The first tokens that `match` decides, the last node that it accepts by them, and whether these are all.
+
+    No tokens where there is no kernel, or where the text is not the argmax of raw logits with or without Gumbel noise.
+    """
+    inputs, outputs, sampling = distributions.inputs, distributions.outputs, distributions.sampling
+    logits = outputs.logits
+    greedy = sampling.plain_argmax
+    if (
+        not (greedy or sampling.plain_gumbel_max)
+        or distributions.constraint is not None
+        or outputs.token_ids is not None
+        or not logits.is_cpu
+        or (walk := _kernel(logits.dtype)) is None
+        or not logits.is_contiguous()
+    ):
+        return [], -1, False
+    canvas, nodes = inputs.canvas, inputs.num_draft_tokens
+    first, still_open = canvas.num_decided, len(canvas.order) - canvas.num_decided
+    positions = min(still_open, nodes + 1)
+    keys = None
+    if not greedy:
+        keys = distributions.noise.keys_of_tokens("text", canvas.order[first : first + positions])
+    rows = native.INTEGER * nodes
+    tokens, parents = rows(*inputs.tokens[:nodes]), rows(*inputs.parents[:nodes])
+    decided = (native.INTEGER * positions)()
+    struct = Walk(
+        logits.data_ptr(), ctypes.addressof(tokens), ctypes.addressof(parents),
+        None if keys is None else native.address(keys), logits.shape[1], nodes, positions, sampling.temperature,
+        ctypes.addressof(decided),
+    )  # fmt: skip
+    count = walk(ctypes.byref(struct))
+    return decided[:count], struct.last, bool(struct.ended) or count == still_open

@@ -1,0 +1,69 @@
+"""Find the repeats of a text and the likeliest paths after them by a kernel; methods/lookup.py defines them."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+from saltus.core.tree import DraftNodes
+from saltus.kernels import native
+
+
+class Repeats(ctypes.Structure):
+    """The struct `Repeats` of draft_trees.h, field for field."""
+
+    _fields_ = [
+        ("text", native.POINTER),
+        ("chains", native.POINTER * 2),
+        ("latest", native.INTEGER * 2),
+        *((name, native.POINTER) for name in ("places", "sizes")),
+        *((name, native.INTEGER) for name in ("length", "repeats", "room", "max_matches", "max_size")),
+        *((name, native.INTEGER) for name in ("sure_repeat", "max_sure_matches", "most", "max_depth")),
+        ("least", ctypes.c_double),
+        *((name, native.POINTER) for name in ("tokens", "parents", "chances")),
+    ]
+
+
+def repeat_paths(
+    text: array,
+    repeats: Sequence[tuple[int, int]],
+    chains: Sequence[tuple[array, int]],
+    max_matches: int,
+    max_size: int,
+    num_draft_tokens: int,
+    max_depth: int,
+    limits: tuple[int, int, float],
+    source: str,
+) -> Sequence[DraftNodes] | None:
+    """The nodes after given repeats, and after those of chains with the place where each begins; None without a kernel.
+
+    Texts and chains are arrays "q". `limits`: tokens of a sure repeat, how many of these count, and the least
+    probability of a path.
+    """
+    kernels = native.load_kernels()
+    if kernels is None:
+        return None
+    room = len(repeats) + len(chains) * max_matches
+    if not room or not len(text):
+        return ()
+    numbers = np.empty(2 * room, dtype=np.int64)
+    nodes, chances = np.empty((2, num_draft_tokens), dtype=np.int64), np.empty(num_draft_tokens)
+    for index, (place, size) in enumerate(repeats):
+        numbers[index], numbers[room + index] = place, size
+    places, made = native.address(numbers), native.address(nodes)
+    sure_repeat, max_sure_matches, least = limits
+    struct = Repeats(
+        text.buffer_info()[0], places=places, sizes=places + room * numbers.itemsize, length=len(text),
+        repeats=len(repeats), room=room, max_matches=max_matches, max_size=max_size, sure_repeat=sure_repeat,
+        max_sure_matches=max_sure_matches, most=num_draft_tokens, max_depth=max_depth, least=least, tokens=made,
+        parents=made + num_draft_tokens * nodes.itemsize, chances=native.address(chances),
+    )  # fmt: skip
+    for index, (before, latest) in enumerate(chains):
+        struct.chains[index], struct.latest[index] = before.buffer_info()[0], latest
+    count = kernels.saltus_repeat_paths(ctypes.byref(struct))
+    if count < 0:
+        return None
+    return (DraftNodes(nodes[0, :count], nodes[1, :count], chances[:count], source),) if count else ()
