@@ -1,8 +1,8 @@
 """Corrupt a tiny GGUF file and model folders in seeded ways, and load and use what comes out, in a process of its own.
 
-`python corrupt_files.py FOLDER KIND FIRST STOP` takes the cases FIRST to STOP of a kind (gguf, folder or configuration)
-from the originals in FOLDER; those of configurations are made there. It prints a JSON line for each. A case that hangs
-or fills memory ends the process.
+`python corrupt_files.py FOLDER KIND FIRST STOP` takes the cases FIRST to STOP of a kind (gguf, folder, configuration,
+quantised or metadata) from the originals in FOLDER; of the last three they are made there. It prints a JSON line for
+each. A case that hangs or fills memory ends the process.
 """
 
 from __future__ import annotations
@@ -219,81 +219,6 @@ def corrupt_folder(folder: Path, choice: random.Random) -> str:
     return f"{folder.name}: {', '.join(file.name for file in chosen)}"
 
 
-# Configurations
-
-
-def places(tree: Any, kinds: tuple[type, ...]) -> list[tuple[Any, Any]]:
-    """Every object or list in a tree of JSON with a key or number at which it has a value of some kinds."""
-    found = []
-    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-        if type(value) in kinds:
-            found.append((tree, key))
-        if isinstance(value, dict | list):
-            found += places(value, kinds)
-    return found
-
-
-def changed_size(size: int, others: list[int], choice: random.Random) -> int:
-    """Another one: near it, of another thing, or one that cannot be."""
-    near = [size + 1, size - 1, 2 * size, size // 2, 3 * size]
-    return choice.choice([*near, *choice.sample(others, min(3, len(others))), 0, -1, -size, 1 << 20, 1 << 40])
-
-
-def corrupt_configuration(tree: dict[str, Any], choice: random.Random) -> None:
-    """Change up to three things: sizes, words, numbers, lists, or whatever `change_json` finds."""
-    for _ in range(choice.choice([1, 1, 2, 3])):
-        kind = choice.randrange(5)
-        kinds: tuple[type, ...] = [(int,), (list,), (str,), (float, bool, type(None)), (int, list, str, float)][kind]
-        found = places(tree, kinds)
-        if kind == 4 or not found:
-            change_json(tree, choice)
-            continue
-        where, key = choice.choice(found)
-        if kind == 0:
-            sizes = [holder[place] for holder, place in found]
-            where[key] = changed_size(where[key], sizes, choice)
-        elif kind == 1:
-            items = where[key]
-            where[key] = choice.choice([items[::-1], items[1:], items + items, [], items * 1000, items[:1]])
-        elif kind == 2:
-            words = [holder[place] for holder, place in found]
-            where[key] = choice.choice([*words, "", "x", where[key].upper(), "silu", "full_attention", "linear"])
-        else:
-            where[key] = choice.choice(EDGES)
-
-
-def architecture_folder(originals: Path, name: str) -> Path:
-    """A folder with a tiny model of an architecture; made when it is first asked for."""
-    from architectures import ARCHITECTURES, tiny
-    from conftest import byte_tokenizer
-
-    folder = originals / "architectures" / name.replace(" ", "-")
-    if not folder.exists():
-        sizes = {
-            key: 300
-            for key in ("vocab_size", "vocab_size_per_layer_input")
-            if key in {"vocab_size", *ARCHITECTURES[name]}
-        }
-        tiny(name, **sizes, eos_token_id=0, pad_token_id=1, bos_token_id=2).save_pretrained(folder)
-        byte_tokenizer().save_pretrained(folder)
-    return folder
-
-
-def corrupt_copy(originals: Path, work: Path, choice: random.Random) -> tuple[Path, str]:
-    """A folder with the corrupt configuration of an architecture, and what it was before."""
-    from architectures import DESCRIBED
-
-    original = architecture_folder(originals, choice.choice(DESCRIBED))
-    path = work / original.name
-    shutil.copytree(original, path)
-    before = json.loads((path / "config.json").read_text())
-    tree = json.loads((path / "config.json").read_text())
-    corrupt_configuration(tree, choice)
-    (path / "config.json").write_text(json.dumps(tree))
-    changed = {key: (before.get(key), tree.get(key)) for key in {*before, *tree} if before.get(key) != tree.get(key)}
-    return path, f"{original.name}: {changed}"[:300]
-
-
 # A case
 
 
@@ -322,6 +247,7 @@ def outcome(load: Any) -> dict[str, Any]:
 
 def run_cases(originals: Path, kind: str, numbers: range) -> None:
     import saltus
+    from corrupt_configurations import architecture_folder, corrupt_copy, corrupt_metadata
     from saltus.loading import gguf_files, sources
 
     work = originals / f"work-{kind}-{numbers.start}"
@@ -330,7 +256,7 @@ def run_cases(originals: Path, kind: str, numbers: range) -> None:
     parts = read_parts(originals / "tiny.gguf") if kind == "gguf" else ([], [])
     models = sorted(file.name for file in originals.glob("model-*"))
     drafters = sorted(file.name for file in originals.glob("drafter-*"))
-    target = architecture_folder(originals, "Llama") if kind == "configuration" else originals / models[0]
+    target = originals / models[0] if models else architecture_folder(originals, "Llama")
     use(saltus.load(str(target), "lookup", device="cpu"))
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
@@ -343,8 +269,12 @@ def run_cases(originals: Path, kind: str, numbers: range) -> None:
         if kind == "gguf":
             path, what = work / f"{number}.gguf", ""
             path.write_bytes(corrupt_gguf(parts, choice))
-        elif kind == "configuration":
-            path, what = corrupt_copy(originals, work, choice)
+        elif kind == "metadata":
+            path = work / f"{number}.gguf"
+            content, what = corrupt_metadata(originals, choice)
+            path.write_bytes(content)
+        elif kind in ("configuration", "quantised"):
+            path, what = corrupt_copy(originals, work, kind, choice)
         else:
             path = work / choice.choice([*models, *drafters])
             shutil.copytree(originals / path.name, path)

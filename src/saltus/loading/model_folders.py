@@ -91,7 +91,9 @@ def foreign_quantization(folder: Path) -> str | None:
         method = given.get("quant_method")
     except (ValueError, AttributeError):
         return None
-    return str(method).upper() if method else "MLX" if {"bits", "group_size"} & given.keys() else "another program"
+    if not method:
+        return "MLX" if {"bits", "group_size"} & given.keys() else "another program"
+    return repr(str(method).upper()).strip("'")  # a line, whatever the file says
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -76,8 +76,9 @@ def unsigned_groups(
     """
     if group_numbers is not None:
         zeros, scales = zeros[:, group_numbers], scales[:, group_numbers]
-    grouped = unsigned.short().unflatten(1, (scales.shape[1], -1))
-    integers = (grouped - zeros.short()[..., None]).flatten(1)
+    signed = torch.int8 if bits < 8 else torch.int16
+    grouped = unsigned.to(signed).unflatten(1, (scales.shape[1], -1))
+    integers = (grouped - zeros.to(signed)[..., None]).flatten(1)
     middle = 1 << bits - 1
     fits = bool((zeros == middle).all()) or (bits == 8 and -middle <= integers.min() and integers.max() < middle)
     return ScaledIntegers(integers, scales, max(bits, 4) if fits or bits < 4 else bits + 1)
