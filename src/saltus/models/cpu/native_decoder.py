@@ -31,13 +31,15 @@ MANY_SLOTS = 2**31  # more than a text has tokens
 
 def supports_native_decoder(model: Any) -> bool:
     """True for an unmodified decoder that a file of `architectures` describes, where there are compiled kernels."""
+    exact = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     return (
         (isinstance(model, PackedDecoder) or is_unmodified_decoder(model))
         and describe_decoder(model) is not None
         and native.kernel("linear", model.dtype, model.device) is not None
         and all(
             _is_dense(weight) and weight.dtype == model.dtype and weight.device.type == "cpu"
-            for weight in model.parameters()
+            for name, weight in model.named_parameters()
+            if not (weight.dtype == torch.float32 and any(kept in name for kept in exact))  # routers
         )
     )
 
