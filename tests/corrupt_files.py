@@ -248,10 +248,10 @@ def outcome(load: Any) -> dict[str, Any]:
 def run_cases(originals: Path, kind: str, numbers: range) -> None:
     import saltus
     from corrupt_configurations import architecture_folder, corrupt_copy, corrupt_metadata
-    from saltus.loading import gguf_files, sources
+    from saltus.loading import gguf_index, sources
 
     work = originals / f"work-{kind}-{numbers.start}"
-    for module in (sources, gguf_files):
+    for module in (sources, gguf_index):
         module.cache_folder = lambda: work / "cache"
     parts = read_parts(originals / "tiny.gguf") if kind == "gguf" else ([], [])
     models = sorted(file.name for file in originals.glob("model-*"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -18,6 +19,9 @@ from gguf.quants import dequantize, quantize
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from gguf_conversions import convert
+from gguf_settings import add_experts, add_states, heads_of_keys
+
 VOCAB = 300
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -32,6 +36,30 @@ GEMMA_ROPE = {
 GEMMA4 = {
     "head_dim": 32, "global_head_dim": 64, "sliding_window": 8, "num_hidden_layers": 4,
     "layer_types": [SLIDING, FULL] * 2, "vocab_size_per_layer_input": VOCAB, "final_logit_softcapping": 20.0,
+}  # fmt: skip
+
+YARN = {
+    "rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+    "beta_fast": 16.0, "beta_slow": 2.0,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+GRANITE = {
+    "attention_multiplier": 0.0625, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0,
+}  # fmt: skip
+GRANITE_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 96}
+MIXED = ["linear_attention", FULL, "linear_attention"]
+MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_head": 32, "mamba_expand": 1}
+DELTA_NET = {
+    "num_hidden_layers": 3, "layer_types": MIXED, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 64,
+    "rope_parameters": {"rope_theta": 5000.0, "rope_type": "default", "partial_rotary_factor": 0.25},
+}  # fmt: skip
+DEEPSEEK_EXPERTS = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "first_k_dense_replace": 1,
+    "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64,
 }  # fmt: skip
 
 
@@ -95,9 +123,60 @@ CASES = {
         {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
         tied=True,
     ),
+    "llama, experts": Case("mixtral", "llama", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "arcee": Case("arcee", "arcee", {"head_dim": 32}),
+    "ernie4_5": Case("ernie4_5", "ernie4_5", {"head_dim": 32}, tied=True),
+    "seed_oss": Case("seed_oss", "seed_oss", {"head_dim": 32, "attention_bias": True, "attention_out_bias": False}),
+    "exaone4": Case("exaone4", "exaone4", {"sliding_window": None, "layer_types": [FULL] * 2}, tied=True),
+    "exaone4, windows": Case(
+        "exaone4", "exaone4", {"num_hidden_layers": 4, "sliding_window": 8, "sliding_window_pattern": 4}
+    ),
+    "mistral3": Case("ministral3", "mistral3", {"head_dim": 32, "rope_parameters": YARN | {
+        "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.25}}),
+    "qwen2moe": Case("qwen2_moe", "qwen2moe", EXPERTS | {
+        "shared_expert_intermediate_size": 96, "norm_topk_prob": False}),
+    "qwen3moe": Case("qwen3_moe", "qwen3moe", EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
+    "olmoe": Case("olmoe", "olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": False}),
+    "gpt-oss": Case("gpt_oss", "gpt-oss", {
+        "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
+        "rope_parameters": YARN | {"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0}}),
+    "granitemoe": Case("granitemoe", "granitemoe", GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granitemoe, shared": Case("granitemoehybrid", "granitemoe", GRANITE | GRANITE_EXPERTS | {
+        "layer_types": [FULL] * 2, "position_embedding_type": "rope"}),
+    "granitehybrid": Case("granitemoehybrid", "granitehybrid", GRANITE | MAMBA | {
+        "num_hidden_layers": 3, "layer_types": MIXED, "num_local_experts": 0, "num_experts_per_tok": 0,
+        "shared_intermediate_size": 96}, tied=True),
+    "granitehybrid, experts": Case("granitemoehybrid", "granitehybrid", GRANITE | MAMBA | GRANITE_EXPERTS | {
+        "num_hidden_layers": 3, "layer_types": MIXED}),
+    "glm4moe": Case("glm4_moe", "glm4moe", DEEPSEEK_EXPERTS | {
+        "head_dim": 32, "use_qk_norm": True, "attention_bias": True, "n_shared_experts": 1, "n_group": 1,
+        "topk_group": 1,
+        "rope_parameters": {"rope_theta": 5000.0, "rope_type": "default", "partial_rotary_factor": 0.5}}),
+    "deepseek2": Case("deepseek_v3", "deepseek2", LATENT | DEEPSEEK_EXPERTS | {
+        "q_lora_rank": 64, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "deepseek2, softmax": Case("deepseek_v2", "deepseek2", LATENT | DEEPSEEK_EXPERTS | {
+        "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    "lfm2": Case("lfm2", "lfm2", {
+        "num_hidden_layers": 3, "layer_types": ["conv", FULL, "conv"], "block_auto_adjust_ff_dim": False}, tied=True),
+    "qwen3next": Case("qwen3_next", "qwen3next", DELTA_NET | EXPERTS | {
+        "shared_expert_intermediate_size": 96, "norm_topk_prob": True, "head_dim": 32}),
+    "qwen35": Case("qwen3_5_text", "qwen35", DELTA_NET | {"head_dim": 32}, tied=True),
+    "qwen35moe": Case("qwen3_5_moe_text", "qwen35moe", DELTA_NET | EXPERTS | {
+        "shared_expert_intermediate_size": 96, "head_dim": 32}),
+    "falcon-h1": Case("falcon_h1", "falcon-h1", MAMBA | {
+        "head_dim": 32, "mamba_d_ssm": 256, "mamba_rms_norm": True, "mamba_norm_before_gate": False,
+        "key_multiplier": 0.5, "attention_in_multiplier": 2.0, "ssm_in_multiplier": 0.5,
+        "attention_out_multiplier": 2.0, "ssm_out_multiplier": 0.25, "ssm_multipliers": [0.5, 2.0, 0.5, 2.0, 0.5],
+        "mlp_multipliers": [2.0, 0.5], "lm_head_multiplier": 0.5, "embedding_multiplier": 2.0}),
+    "mamba2": Case("mamba2", "mamba2", {
+        "num_heads": 8, "head_dim": 64, "state_size": 16, "n_groups": 2, "expand": 2}, tied=True),
+    "gemma4, experts": Case("gemma4_text", "gemma4", GEMMA4 | {
+        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64,
+        "hidden_size_per_layer_input": 0}, tied=True),
 }  # fmt: skip
-INTERLEAVED = {"llama", "granite", "smollm3"}
-MORE_IN_NORMS = {"gemma", "gemma2", "gemma3"}
+INTERLEAVED = {"llama", "granite", "smollm3", "arcee", "granitemoe", "granitehybrid", "mistral3"}
+MORE_IN_NORMS = {"gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe"}
+PLAIN = r"_norm(_[12])?(\.weight)?$|ffn_gate_inp|\.ssm_(a|d|conv1d|norm)|shortconv\.conv"  # always in float32
 
 
 def tiny(case: Case) -> Any:
@@ -106,14 +185,20 @@ def tiny(case: Case) -> Any:
     rope = {"rope_theta": 10000.0 if case.name in MORE_IN_NORMS else 5000.0, "rope_type": "default"}
     if case.model_type == "glm4":
         rope["partial_rotary_factor"] = 0.5
-    rope = {} if case.name == "gemma4" else {"rope_parameters": rope}
+    rope = {} if case.name in ("gemma4", "mamba2") else {"rope_parameters": rope}
     settings = SIZES | {"tie_word_embeddings": case.tied} | rope | case.settings
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(case.model_type, **settings), dtype=torch.bfloat16)
     for name, weight in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
             is_whole = name.endswith("weight") and case.name not in MORE_IN_NORMS
             weight.data = torch.rand_like(weight) + (0.5 if is_whole else -0.5)
+        if name.endswith((".mlp.gate.weight", "router.weight")):
+            weight.data *= 8  # so that rounding to bfloat16 seldom chooses other experts
+        if name.endswith(("A_log", "e_score_correction_bias", "sinks", "dt_bias", ".D")):
+            weight.data = torch.rand_like(weight)
     for name, scale in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            scale.copy_(torch.rand_like(scale) / 4)
         if name.endswith("layer_scalar"):
             scale.fill_(1.5)
     return model.eval()
@@ -137,25 +222,26 @@ def write(
     stored = model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
     for name, weight in [*model.named_parameters(), *buffers]:
-        whole = name if name.endswith(("weight", "bias")) else f"{name}.weight"
-        target = names.get_name(whole, (".weight", ".bias"))
-        assert target is not None, name
-        kind, plain = target.split(".")[-2], weight.ndim == 1 or target.endswith("_norm.weight")
-        format = Q.F32 if plain else formats[at % len(formats)]
-        at += not plain
         values = weight.detach().float().numpy()
-        added = case.name in MORE_IN_NORMS and name.endswith("norm.weight")
-        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(kind, 0)
-        heads = heads if case.name in INTERLEAVED else 0
+        added = case.name in MORE_IN_NORMS and name.endswith("norm.weight") and "linear_attn" not in name
+        heads = _heads(config, case, name)
         if heads:
             values = values.reshape(heads, 2, len(values) // heads // 2, -1).swapaxes(1, 2).reshape(values.shape)
-        blocks = quantize(np.ascontiguousarray(values + np.float32(added)), format)
-        if target != left_out:
-            out.add_tensor(target, blocks, raw_dtype=None if format in (Q.F32, Q.F16) else format)
-        made = dequantize(blocks, format) - np.float32(added)
+        converted = convert(case.name, config, name, values + np.float32(added))
+        targets = [_file_name(names, each) for each in converted.names]
+        plain = any(re.search(PLAIN, target) for target in targets) or converted.arrays[0].ndim == 1
+        format = Q.F32 if plain else formats[at % len(formats)]
+        at += not plain
+        blocks = [quantize(np.ascontiguousarray(array, np.float32), format) for array in converted.arrays]
+        for target, block in zip(targets, blocks, strict=True):
+            if target != left_out:
+                out.add_tensor(target, block, raw_dtype=None if format in (Q.F32, Q.F16) else format)
+        made = converted.back([dequantize(block, format) for block in blocks]) - np.float32(added)
         if heads:
             made = made.reshape(heads, len(made) // heads // 2, 2, -1).swapaxes(1, 2)
-        weight.data = torch.from_numpy(np.array(made)).bfloat16().reshape(weight.shape)
+        keeps = any(kept in name for kept in model._keep_in_fp32_modules_strict or ())
+        numbers = torch.from_numpy(np.ascontiguousarray(made)).reshape(weight.shape)
+        weight.data = numbers if keeps else numbers.bfloat16()
     _add_angles(out, config, case)
     if more is not None:
         more(out)
@@ -165,20 +251,45 @@ def write(
     out.close()
 
 
+def _heads(config: Any, case: Case, name: str) -> int:
+    """How many heads have rows that are interleaved."""
+    count = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads} if "_attn." in name else {}
+    return count.get(name.split(".")[-2], 0) if case.name in INTERLEAVED else 0
+
+
+def _file_name(names: Any, name: str) -> str:
+    direct = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+    for key, found in direct.items():
+        if name.removesuffix(".weight").endswith(key):
+            return f"blk.{name.split('.')[2]}.{found}"
+    target = names.get_name(name, (".weight", ".bias"))
+    target = target or names.get_name(name.replace("block_sparse_moe.experts", "mlp.experts"), (".weight", ".bias"))
+    assert target is not None, name
+    return target
+
+
 def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
     out.add_block_count(config.num_hidden_layers)
-    out.add_context_length(config.max_position_embeddings)
+    out.add_context_length(getattr(config, "max_position_embeddings", 1 << 20))
     out.add_embedding_length(config.hidden_size)
+    if hasattr(config, "rms_norm_eps"):
+        out.add_layer_norm_rms_eps(config.rms_norm_eps)
+    elif case.name in ("mamba2", "lfm2"):
+        out.add_layer_norm_rms_eps(config.norm_eps if case.name == "lfm2" else config.layer_norm_epsilon)
+    else:
+        out.add_layer_norm_eps(getattr(config, "layer_norm_eps", None) or config.norm_epsilon)
+    add_states(out, config, case.name)
+    if case.name == "mamba2":
+        out.add_feed_forward_length(0)
+        out.add_head_count(0)
+        return
     out.add_feed_forward_length(config.intermediate_size)
     out.add_head_count(config.num_attention_heads)
-    out.add_head_count_kv(config.num_key_value_heads)
+    out.add_head_count_kv(heads_of_keys(config, case.name))
+    add_experts(out, config, case.name)
     if "head_dim" in case.settings:
         out.add_key_length(config.head_dim)
         out.add_value_length(config.head_dim)
-    if hasattr(config, "rms_norm_eps"):
-        out.add_layer_norm_rms_eps(config.rms_norm_eps)
-    else:
-        out.add_layer_norm_eps(getattr(config, "layer_norm_eps", None) or config.norm_epsilon)
     if case.name not in ("gemma", "gemma2"):
         _add_rope(out, config.rope_parameters)
     if window := getattr(config, "sliding_window", None):
@@ -186,7 +297,8 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
     elif case.name == "phi3":
         out.add_sliding_window(0)
     head_dim = config.hidden_size // config.num_attention_heads
-    if case.name in ("phi3", "glm4"):
+    head_dim = getattr(config, "head_dim", None) or head_dim
+    if case.name in ("phi3", "glm4", "glm4moe", "qwen3next", "qwen35", "qwen35moe"):
         out.add_rope_dimension_count(int(head_dim * config.rope_parameters["partial_rotary_factor"]))
     elif case.name in ("granite", "smollm3", "cohere2"):
         out.add_rope_dimension_count(head_dim)
@@ -194,7 +306,7 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
         out.add_attn_logit_softcapping(config.attn_logit_softcapping)
     if getattr(config, "final_logit_softcapping", None):
         out.add_final_logit_softcapping(config.final_logit_softcapping)
-    if case.name == "granite":
+    if case.name.startswith("granite"):
         out.add_attention_scale(config.attention_multiplier)
         out.add_embedding_scale(config.embedding_multiplier)
         out.add_residual_scale(config.residual_multiplier)
@@ -202,7 +314,7 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
     if case.model_type in ("cohere", "cohere2"):
         out.add_logit_scale(config.logit_scale)
         out.add_rope_scaling_type(RopeScalingType.NONE)
-    if case.model_type == "olmo3":
+    if case.model_type in ("olmo3", "exaone4"):
         out.add_sliding_window_pattern([kind == SLIDING for kind in config.layer_types])
     if case.name == "gemma4":
         _add_gemma4(out, config, case)
@@ -235,7 +347,8 @@ def _add_rope(out: gguf.GGUFWriter, parameters: dict[str, Any]) -> None:
         out.add_rope_scaling_factor(full["factor"])
     if full["rope_type"] == "yarn":
         out.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
-        out.add_rope_scaling_yarn_attn_factor(full["attention_factor"])
+        if "attention_factor" in full:
+            out.add_rope_scaling_yarn_attn_factor(full["attention_factor"])
         out.add_rope_scaling_yarn_beta_fast(full["beta_fast"])
         out.add_rope_scaling_yarn_beta_slow(full["beta_slow"])
     out.add_rope_freq_base(full["rope_theta"])
@@ -245,7 +358,7 @@ def _add_rope(out: gguf.GGUFWriter, parameters: dict[str, Any]) -> None:
 
 def _add_angles(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
     """Tensors by which frequencies are divided."""
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", {})
     if rope.get("rope_type") == "longrope":
         original = rope["original_max_position_embeddings"]
         scale = config.max_position_embeddings / original

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from conftest import TEMPLATE
 from reference_evabyte import write_folder
-from saltus.loading import gguf_files, sources
+from saltus.loading import gguf_index, sources
 from saltus.methods.shared.drafter_files import save_drafter
 
 PROGRAM = Path(__file__).parents[1] / "corrupt_files.py"
@@ -42,7 +42,7 @@ def originals(tiny_folder, tiny_drafter, tiny_heads, tmp_path_factory) -> Path:
             "write_header_to_file",
             lambda self, *arguments: (self.add_chat_template(TEMPLATE), real(self, *arguments)),
         )
-        for module in (sources, gguf_files):
+        for module in (sources, gguf_index):
             patch.setattr(module, "cache_folder", lambda: folder / "cache")
         shutil.move(folder_with_its_file(folder), folder / "model-gguf")
     shutil.rmtree(folder / "cache")

@@ -26,7 +26,7 @@ from saltus.core.forward import ForwardInputs
 from saltus.engine import calibration
 from saltus.engine.checkpoints import load_checkpoint, load_model, make_network
 from saltus.kernels.packed_weight import PACKED_FORMATS, PackedWeight, rearrange_blocks
-from saltus.loading import gguf_files, gguf_weights, packing, sources
+from saltus.loading import gguf_index, gguf_parts, packing, sources
 from saltus.loading.fetching import SourceError
 from saltus.loading.gguf_header import read_gguf_header
 from saltus.loading.gguf_storage import remove_gguf
@@ -142,7 +142,7 @@ def add_vocabulary(out, pre: str = "smollm", kind: str = "gpt2", template: str =
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     """The kernels stay where they are."""
-    for module in (sources, gguf_files):
+    for module in (sources, gguf_index):
         monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
 
 
@@ -224,7 +224,7 @@ def test_a_file_that_is_split_is_whole_by_any_of_its_parts(tmp_path, monkeypatch
     for part in parts:
         assert torch.equal(load_model("tiny", resolve(str(part)), weights="bf16")(text).logits, expected)
     folder = resolve(str(parts[0]))
-    assert gguf_files.read_gguf_index(folder)[0] == parts
+    assert gguf_index.read_gguf_index(folder)[0] == parts
     renamed = tmp_path / "renamed.gguf"
     renamed.write_bytes(parts[0].read_bytes())
     assert f"renamed.gguf is a part of {len(parts)}, but is not called so" in complaint(renamed)
@@ -294,13 +294,13 @@ def test_experts_are_a_stack_of_matrices(arithmetic, tmp_path):
     content = np.memmap(file, mode="c")
     for tensor in read_gguf_header(file).tensors:
         expected = torch.from_numpy(dequantize(quantize(values, formats[tensor.name]), formats[tensor.name])).bfloat16()
-        place = gguf_files.GgufTensor(int(tensor.format), tensor.shape, tensor.offset, tensor.size)
+        place = gguf_index.GgufTensor(int(tensor.format), tensor.shape, tensor.offset, tensor.size)
         for packed in (True, False):
-            weight = gguf_weights._weight(content, place, torch.bfloat16, packed, arithmetic)
+            weight = gguf_parts.read_weight(tensor.name, [place], [content], (4, 24, 64), False, packed, arithmetic)
             assert isinstance(weight, PackedWeight) == (packed and tensor.format is not Q.F32)
             assert weight.shape == (4, 24, 64)
-            assert torch.equal(weight.float(), expected.float())
-            assert torch.equal(weight[2].float(), expected[2].float())
+            assert torch.equal(weight.bfloat16().float(), expected.float())
+            assert torch.equal(weight[2].bfloat16(), expected[2])
 
 
 # Files that cannot be served

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +14,26 @@ from gguf import GGMLQuantizationType
 from saltus.kernels.packed_weight import PACKED_FORMATS
 from saltus.loading.fetching import SourceError, first_line
 from saltus.loading.gguf_header import BIG_ENDIAN, GgufHeader, TensorInfo, read_gguf_header
+from saltus.loading.gguf_index import GgufTensor, write_index
 from saltus.loading.gguf_tokenizers import end_tokens, make_tokenizer
-from saltus.loading.model_folders import INDEX_FILE, is_lfs_pointer
+from saltus.loading.model_folders import is_lfs_pointer
 from saltus.loading.split_gguf import parts_of
 from saltus.models.architectures import gguf_architectures
-from saltus.models.gguf_architecture import LONG_FACTORS, SHORT_FACTORS, GgufArchitecture, GgufModel, is_norm
+from saltus.models.gguf_architecture import (
+    LONG_FACTORS,
+    SHORT_FACTORS,
+    GgufArchitecture,
+    GgufModel,
+    TensorPart,
+    is_norm,
+)
 from saltus.models.packed_decoder import read_decoder_config
-from saltus.storage.cache_folder import cache_folder
 
 Q = GGMLQuantizationType
 PLAIN_FORMATS = (Q.F32, Q.BF16)
 MAX_NUMBERS = 4096  # of a tensor that becomes a part of the configuration
+TENSOR_NAME = re.compile(r"(?:blk\.(\d+)\.)?((?:nextn\.|shortconv\.)?\w+)(?:\.(weight|bias|scale))?")
 ROPE_FACTORS = "rope_freqs.weight"  # divide the rotary frequencies (Llama 3.1)
-
-
-@dataclass(frozen=True)
-class GgufTensor:
-    """Where a weight lies in a GGUF file."""
-
-    format: int  # GGUF's number of its format
-    shape: tuple[int, ...]  # as in Transformers: [out, in] or [size]
-    offset: int  # bytes from the file's start
-    size: int  # bytes
-    interleaved_heads: int = 0  # if rows of heads are interleaved: of queries and keys of the architecture llama
-    part: int = 0  # of a file that is split, in which it lies
-    added: int = 0  # to each number when it was stored
 
 
 def write_gguf_folder(file: Path, folder: Path, stored_as: str) -> None:
@@ -74,7 +68,7 @@ def write_gguf_folder(file: Path, folder: Path, stored_as: str) -> None:
     _write_json(folder / "config.json", config)
     special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(folder / "generation_config.json", special)
-    write_index(headers, config, parts, folder, [str(Path(stored_as).with_name(part.name)) for part in parts])
+    write_weights_index(headers, config, parts, folder, [str(Path(stored_as).with_name(part.name)) for part in parts])
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")  # errors as of other files
     _write_tokenizer_config(metadata, folder)
 
@@ -90,7 +84,7 @@ def _read_header(file: Path) -> GgufHeader:
         raise SourceError(f"{file} is not a whole GGUF file ({first_line(error)}); fetch it again") from error
 
 
-def write_index(
+def write_weights_index(
     headers: Sequence[GgufHeader],
     config: dict[str, Any],
     files: Sequence[Path],
@@ -102,46 +96,14 @@ def write_index(
     architecture = gguf_architectures()[metadata["general.architecture"]]
     last = config["num_hidden_layers"]
     later = range(last, last + metadata.get(f"{architecture.name}.nextn_predict_layers", 0))
-    named = [
-        found
-        for part, (header, file) in enumerate(zip(headers, files, strict=True))
-        for tensor in header.tensors
-        if (found := _tensor(tensor, architecture, config, later, file, part)) is not None
-    ]
-    tensors = {name: asdict(tensor) for name, tensor in named}
-    if len(tensors) < len(named):
-        raise SourceError(f"two parts of {files[0].name} have a tensor of one name; fetch them again")
-    _write_json(folder / INDEX_FILE, {"file": stored_as[0], "more_files": list(stored_as[1:]), "tensors": tensors})
-
-
-def read_gguf_index(folder: Path) -> tuple[list[Path], dict[str, GgufTensor]]:
-    """The parts of a folder's GGUF file, and where its weights lie, by their names in Transformers.
-
-    Errors: SourceError. Only an index in the cache of this machine may name a file in another folder.
-    """
-    try:
-        content = json.loads((folder / INDEX_FILE).read_bytes())
-        names = [str(name) for name in (content["file"], *content.get("more_files", ()))]
-        tensors = {
-            key: GgufTensor(**{**fields, "shape": tuple(fields["shape"])}) for key, fields in content["tensors"].items()
-        }
-        numbers = [x for tensor in tensors.values() for x in (tensor.format, *tensor.shape, tensor.offset, tensor.size)]
-        numbers += [
-            number for tensor in tensors.values() for number in (tensor.interleaved_heads, tensor.part, tensor.added)
-        ]
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise SourceError(f"{folder / INDEX_FILE} is damaged ({error}); fetch the model again") from None
-    if not tensors or any(type(number) is not int for number in numbers):
-        raise SourceError(f"{folder / INDEX_FILE} is damaged (no whole numbers of weights); fetch the model again")
-    if any(not 0 <= tensor.part < len(names) for tensor in tensors.values()):
-        raise SourceError(f"{folder / INDEX_FILE} is damaged (a part that it does not name); fetch the model again")
-    is_own = folder.resolve().parent == (cache_folder() / "gguf").resolve()
-    outside = [name for name in names if Path(name).name != name or name == ".."]
-    if not is_own and outside:
-        raise SourceError(
-            f"{folder / INDEX_FILE} names {outside[0]!r}, which is not a file of its folder; fetch the model again"
-        )
-    return [folder / name for name in names], tensors
+    weights: dict[str, dict[int, GgufTensor]] = {}
+    for part, (header, file) in enumerate(zip(headers, files, strict=True)):
+        for tensor in header.tensors:
+            for target, found in _tensors(tensor, architecture, config, later, file, part):
+                if weights.setdefault(target.name, {}).setdefault(target.number, found) is not found:
+                    raise SourceError(f"{file.name} has {tensor.name} more than once; fetch it again")
+    joined = {name: [parts[number] for number in sorted(parts)] for name, parts in weights.items()}
+    write_index(folder, stored_as, joined)
 
 
 def _config(architecture: GgufArchitecture, headers: Sequence[GgufHeader], files: Sequence[Path]) -> dict[str, Any]:
@@ -164,8 +126,6 @@ def _config(architecture: GgufArchitecture, headers: Sequence[GgufHeader], files
 
     shapes = {name: tensor.shape for name, (tensor, _) in places.items()}
     model = GgufModel(architecture.name, metadata, shapes, read_numbers)
-    if architecture.name == "llama" and model.get("expert_count", 0):
-        raise SourceError(f"{files[0].name} holds a mixture of experts, which is not supported; choose a dense model")
     return architecture.config(model) | {
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "dtype": "bfloat16",
@@ -176,37 +136,48 @@ def _config(architecture: GgufArchitecture, headers: Sequence[GgufHeader], files
     }
 
 
-def _tensor(
+def _tensors(
     tensor: TensorInfo,
     architecture: GgufArchitecture,
     config: Mapping[str, Any],
     later: range,
     file: Path,
     number: int,
-) -> tuple[str, GgufTensor] | None:
-    """The name of a tensor in Transformers, and where it lies in a part of the file; None if it is not needed.
+) -> list[tuple[TensorPart, GgufTensor]]:
+    """What a tensor is in Transformers, and where it lies in a part of the file; nothing if it is not needed.
 
     Blocks in `later` predict later tokens.
     """
-    parts = re.fullmatch(r"(?:blk\.(\d+)\.)?((?:nextn\.)?\w+)\.(weight|bias)", tensor.name)
+    parts = TENSOR_NAME.fullmatch(tensor.name)
     if parts is not None and parts[1] and int(parts[1]) in later:
-        return None
+        return []
     if tensor.name in (LONG_FACTORS, SHORT_FACTORS) or architecture.ignored(config, tensor.name):
-        return None
+        return []
     if tensor.format not in (*PACKED_FORMATS, *PLAIN_FORMATS):
         names = ", ".join(known.name for known in (*PACKED_FORMATS, *PLAIN_FORMATS))
         raise SourceError(f"{file.name} stores {tensor.name} as {tensor.format.name}; supported are {names}")
     place = int(tensor.format), tensor.shape, tensor.offset, tensor.size
     if tensor.name == ROPE_FACTORS:
-        return ROPE_FACTORS, GgufTensor(*place, part=number)
-    name = None if parts is None else architecture.tensor_name(*parts.groups())
-    if name is None:
+        return [(TensorPart(ROPE_FACTORS), GgufTensor(*place, part=number))]
+    targets = [] if parts is None else architecture.targets(*parts.groups())
+    if not targets:
         raise SourceError(f"{file.name} has a tensor {tensor.name}, which models of {architecture.name} do not have")
     assert parts is not None
     heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(parts[2])
     interleaved = config[heads] if architecture.interleaves_heads and heads else 0
     added = architecture.added_to_norms if is_norm(parts[2]) else 0
-    return name, GgufTensor(*place, interleaved, number, added)
+    return [
+        (
+            target,
+            GgufTensor(
+                *place, interleaved, number, added,
+                rows=target.rows(config, tensor.shape[0]) if target.rows else (), alternating=target.alternating,
+                is_transposed=target.is_transposed, is_negative_exponential=target.is_negative_exponential,
+                is_reshaped=target.is_reshaped,
+            ),
+        )
+        for target in targets
+    ]  # fmt: skip
 
 
 def _write_tokenizer_config(metadata: dict[str, Any], folder: Path) -> None:

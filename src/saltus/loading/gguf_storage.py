@@ -11,8 +11,9 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.torch import load_file
 from torch import Tensor
 
-from saltus.loading.gguf_files import read_gguf_index, write_index
+from saltus.loading.gguf_files import write_weights_index
 from saltus.loading.gguf_header import read_gguf_header
+from saltus.loading.gguf_index import read_gguf_index
 from saltus.loading.model_folders import INDEX_FILE
 from saltus.loading.packing import PACKINGS, quantized_blocks
 from saltus.models.gguf_architecture import LLAMA_TENSORS
@@ -40,7 +41,7 @@ def store_as_gguf(folder: Path, packing: str) -> None:
     require_packable(config)
     _write_gguf(folder / PACKED_FILE, config, load_file(folder / WEIGHTS_FILE), PACKINGS[packing])
     file = folder / PACKED_FILE
-    write_index([read_gguf_header(file)], config, [file], folder, [PACKED_FILE])
+    write_weights_index([read_gguf_header(file)], config, [file], folder, [PACKED_FILE])
     (folder / WEIGHTS_FILE).unlink()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import mmap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,14 +10,14 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from torch import Tensor
 from torch.nn import Parameter
 
 from saltus.kernels import native
-from saltus.kernels.packed_weight import PACKED_FORMATS, Arithmetic, PackedWeight, dequantize_blocks
+from saltus.kernels.packed_weight import Arithmetic, PackedWeight
 from saltus.loading.fetching import SourceError, first_line
-from saltus.loading.gguf_files import PLAIN_FORMATS, ROPE_FACTORS, GgufTensor, read_gguf_index
+from saltus.loading.gguf_files import ROPE_FACTORS
+from saltus.loading.gguf_index import GgufTensor, read_gguf_index
+from saltus.loading.gguf_parts import check_part, check_parts, part_bytes, read_weight
 from saltus.models.packed_decoder import (
     LLAMA_TYPES,
     ROPE_TYPES,
@@ -28,6 +27,7 @@ from saltus.models.packed_decoder import (
     make_decoder_config,
     read_decoder_config,
 )
+from saltus.models.packed_experts import experts_implementation
 
 
 def load_gguf_model(
@@ -49,7 +49,7 @@ def load_gguf_model(
     packed = packed and dtype == torch.bfloat16 and native.load_kernels() is not None
     factors = tensors.pop(ROPE_FACTORS, None)
     if factors is not None:
-        _check_size(ROPE_FACTORS, factors, files[factors.part])
+        check_part(ROPE_FACTORS, factors[0], files[factors[0].part])
     config = _read_config(folder, tensors)
     if (
         packed
@@ -61,16 +61,23 @@ def load_gguf_model(
     else:
         model = _transformers_model(folder, dtype)
     _check_complete(model, tensors, files, [len(content) for content in contents])
-    for name, tensor in tensors.items():
+    exact = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    for name, parts in tensors.items():
         path, _, attribute = name.rpartition(".")
-        weight = _weight(contents[tensor.part], tensor, dtype, packed, arithmetic)
         module = model.get_submodule(path)
+        shape, is_transposed = getattr(module, attribute).shape, getattr(module, "is_transposed", False)
+        weight = read_weight(name, parts, contents, tuple(shape), is_transposed, packed, arithmetic)
+        if not isinstance(weight, PackedWeight):
+            weight = weight if any(each in name for each in exact) else weight.to(torch.bfloat16).to(dtype)
         is_plain = isinstance(weight, PackedWeight) or attribute in module._buffers
         setattr(module, attribute, weight if is_plain else Parameter(weight, requires_grad=False))
+    if not isinstance(model, PackedDecoder):
+        model.set_experts_implementation(experts_implementation(model))
     if config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
     if factors is not None:
-        _divide_frequencies(model, _bytes(contents[factors.part], factors).view(np.float32).copy(), files[0])
+        divisors = part_bytes(contents[factors[0].part], factors[0]).view(np.float32).copy()
+        _divide_frequencies(model, divisors, files[0])
     if hasattr(mmap, "MADV_DONTNEED"):  # of what was copied no second copy stays in memory; the rest is read again
         for content in contents:
             cast("mmap.mmap", content.base).madvise(mmap.MADV_DONTNEED)
@@ -91,7 +98,7 @@ def _mapped(file: Path, folder: Path) -> np.ndarray:
         raise SourceError(f"the weights of {folder} are in {file}, which cannot be read ({error.strerror})") from error
 
 
-def _read_config(folder: Path, tensors: Mapping[str, GgufTensor]) -> DecoderConfig:
+def _read_config(folder: Path, tensors: Mapping[str, Sequence[GgufTensor]]) -> DecoderConfig:
     """The configuration of a folder with these weights. Errors: SourceError."""
     file = folder / "config.json"
     try:
@@ -129,58 +136,27 @@ def _compute_buffers(model: Any) -> None:
             setattr(module, name, torch.empty_like(buffer, device="cpu"))
         if computed:
             model._init_weights(module)
+    model._init_weights(model.get_decoder())  # which computes some of its layers' buffers (Falcon-H1)
 
 
-def _check_complete(model: Any, tensors: dict[str, GgufTensor], files: Sequence[Path], sizes: Sequence[int]) -> None:
+def _check_complete(
+    model: Any, tensors: Mapping[str, Sequence[GgufTensor]], files: Sequence[Path], sizes: Sequence[int]
+) -> None:
     stored = model.state_dict().keys()  # of buffers, those that are not computed
     weights = [*model.named_parameters(), *((name, buffer) for name, buffer in model.named_buffers() if name in stored)]
     expected = {name: tuple(weight.shape) for name, weight in weights}
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    if wrong := sorted(name for name in {*expected, *shapes} if expected.get(name) != shapes.get(name)):
+    if wrong := sorted({*expected} ^ {*tensors}):
         raise SourceError(
             f"{files[0]} lacks {wrong[0]}, or has it in another shape than its architecture; fetch it again"
         )
-    for name, tensor in tensors.items():
-        file, size = files[tensor.part], sizes[tensor.part]
-        _check_size(name, tensor, file)
-        if size < (end := tensor.offset + tensor.size):
-            raise SourceError(f"{file} is cut short ({size:,} of {end:,} bytes or more); copy or fetch it again")
-
-
-def _check_size(name: str, tensor: GgufTensor, file: Path) -> None:
-    """Raise SourceError unless a weight has as many bytes as its shape takes in its format."""
-    known = tensor.format in (*PLAIN_FORMATS, *PACKED_FORMATS) and tensor.shape and min(tensor.shape) > 0
-    weights, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.format)] if known else (1, 0)
-    if not known or tensor.shape[-1] % weights or tensor.size != math.prod(tensor.shape) // weights * size:
-        raise SourceError(f"{file}: {name} has another size than {tensor.shape} takes in its format; fetch it again")
-    heads = tensor.interleaved_heads
-    is_row_of_blocks = weights > 1 and math.prod(tensor.shape[:-1]) == 1  # which cannot be cut into heads
-    if tensor.offset < 0 or heads < 0 or (heads and (tensor.shape[0] % (2 * heads) or is_row_of_blocks)):
-        raise SourceError(f"{file}: the place or heads of {name} are not possible; fetch it again")
-
-
-def _bytes(content: np.ndarray, tensor: GgufTensor) -> np.ndarray:
-    return content[tensor.offset : tensor.offset + tensor.size]
-
-
-def _weight(
-    content: np.ndarray, tensor: GgufTensor, dtype: torch.dtype, packed: bool, arithmetic: Arithmetic
-) -> Tensor:
-    """A weight as bfloat16 numbers, or as the file's blocks; rows are in Transformers' order.
-
-    Matrices of experts are stacks of three dimensions.
-    """
-    rows = _bytes(content, tensor).reshape(*(tensor.shape[:-1] or (1,)), -1)
-    if heads := tensor.interleaved_heads:
-        pairs = rows.reshape(heads, tensor.shape[0] // heads // 2, 2, -1)
-        rows = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
-    blocks, format = torch.from_numpy(np.asarray(rows)), GGMLQuantizationType(tensor.format)
-    if packed and len(tensor.shape) in (2, 3) and not tensor.added and format in PACKED_FORMATS:
-        return PackedWeight.from_blocks(blocks, format, arithmetic)
-    if format in PACKED_FORMATS:
-        numbers = dequantize_blocks(blocks, format)
-    else:
-        numbers = blocks.view(torch.float32 if format == GGMLQuantizationType.F32 else torch.bfloat16)
-    if tensor.added:
-        numbers = numbers.float() - tensor.added
-    return numbers.to(torch.bfloat16).to(dtype).view(tensor.shape)
+    for name, parts in tensors.items():
+        is_transposed = getattr(model.get_submodule(name.rpartition(".")[0]), "is_transposed", False)
+        for part in parts:
+            check_part(name, part, files[part.part])
+        check_parts(name, parts, expected[name], is_transposed, files[0])
+        for part in parts:
+            size, end = sizes[part.part], part.offset + part.size
+            if size < end:
+                raise SourceError(
+                    f"{files[part.part]} is cut short ({size:,} of {end:,} bytes or more); copy or fetch it again"
+                )

@@ -33,6 +33,7 @@ from saltus.models.decoder_of import decoder_of
 from saltus.models.gated_lora import Adapter, Gate, StaticGate, gated_adapter
 from saltus.models.long_rope import LongRope, find_long_rope
 from saltus.models.packed_decoder import PackedDecoder
+from saltus.models.packed_experts import experts_implementation
 
 log = logging.getLogger("saltus")
 
@@ -83,7 +84,7 @@ class CausalNetwork:
         if not isinstance(self.model, PackedDecoder):
             attention.install_attention(self.model)
             if self.batch_invariant:  # experts as linear layers: grouped products round by their shapes
-                self.model.set_experts_implementation("eager")
+                self.model.set_experts_implementation(experts_implementation(self.model))
         fixed = self.device.type == "cuda" if self.fixed_shapes is None else self.fixed_shapes
         fixed = fixed and self.batch_invariant
         if fixed and (why := why_not_fixed_shapes(self.model)):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ LLAMA_TENSORS = {
     "ffn_down": "mlp.down_proj",
     "ffn_norm": "post_attention_layernorm",
 }
+Rows = tuple[tuple[int, int], ...]  # from a row to another
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"  # of LongRoPE
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -68,6 +69,22 @@ class GgufModel:
             raise self._wrong(key, values, f"whole numbers from {least} to {MAX_SIZE:,}, one or {layers:,} of them")
         return values
 
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, value, "true or false")
+        return value
+
+    def layers_with(self, tensor: str) -> list[bool]:
+        """Which layers have a tensor, "ffn_gate_inp.weight"."""
+        return [f"blk.{layer}.{tensor}" in self.shapes for layer in range(num_layers(self))]
+
+    def rows(self, tensor: str) -> int:
+        """How many rows a tensor has."""
+        if not self.shapes.get(tensor):
+            raise ValueError(f"it lacks {tensor}; fetch it again")
+        return self.shapes[tensor][0]
+
     def number(self, key: str, default: float | None = None) -> float:
         """A number, which float32 stores, as the decimal that was meant."""
         value = self.get(key, default)
@@ -89,25 +106,52 @@ class GgufModel:
 
 
 @dataclass(frozen=True)
+class TensorPart:
+    """A tensor of a file that is a weight of Transformers in another form, or a part of one.
+
+    Weights of several tensors have their rows one after the other, by `number`, or `alternating`. Matrices of heads or
+    experts are joined one by one.
+    """
+
+    name: str  # of the weight
+    number: int = 0
+    alternating: bool = False
+    rows: Callable[[Mapping[str, Any], int], Rows] | None = None  # which of so many rows, in turn; (): all
+    is_transposed: bool = False
+    is_negative_exponential: bool = False  # -exp(weight) is stored
+    is_reshaped: bool = False  # stored with the numbers in the same order
+
+
+Target = str | TensorPart | tuple[TensorPart, ...]
+
+
+@dataclass(frozen=True)
 class GgufArchitecture:
     """How llama.cpp writes models of an architecture.
 
     Linear layers and norms have the names of `LLAMA_TENSORS`, but for `tensors`: names of tensors, or of their parts
-    ("x.weight"), and what they are in Transformers, beside "model.layers.0." where they begin with "blk.0.".
+    ("x.weight"), and what they are in Transformers, beside "model.layers.0." where they begin with "blk.0.". A part or
+    a TensorPart stands for a whole name, with its attribute.
     """
 
     name: str
     config: Callable[[GgufModel], dict[str, Any]]  # Transformers' configuration, without tokens
-    tensors: Mapping[str, str] = field(default_factory=dict)
+    tensors: Mapping[str, Target] = field(default_factory=dict)
+    layers: str = "model.layers"
     interleaves_heads: bool = False  # of queries and keys, the rows of a head's two halves alternate
     added_to_norms: int = 0  # the weights of norms are stored as so much more
     ignored: Callable[[Mapping[str, Any], str], bool] = lambda config, tensor: False  # of this configuration
 
-    def tensor_name(self, block: str | None, kind: str, part: str) -> str | None:
-        """The name in Transformers of "blk.{block}.{kind}.{part}", or "{kind}.{part}", if there is one."""
-        names = {**LLAMA_TENSORS, **self.tensors}
-        name = names.get(f"{kind}.{part}") or (f"{names[kind]}.{part}" if kind in names else None)
-        return name if name is None or block is None else f"model.layers.{block}.{name}"
+    def targets(self, block: str | None, kind: str, part: str | None) -> list[TensorPart]:
+        """The weights in Transformers of "blk.{block}.{kind}.{part}", without a block or a part where there is none."""
+        names: dict[str, Target] = {**LLAMA_TENSORS, **self.tensors}
+        found = names.get(kind if part is None else f"{kind}.{part}")
+        if found is None and part is not None and isinstance(name := names.get(kind), str):
+            found = f"{name}.{part}"
+        if isinstance(found, str):
+            found = TensorPart(found)
+        parts = found if isinstance(found, tuple) else (found,) if found is not None else ()
+        return [part if block is None else replace(part, name=f"{self.layers}.{block}.{part.name}") for part in parts]
 
 
 def decoder_config(model: GgufModel, model_type: str, architecture: str, **changes: Any) -> dict[str, Any]:
@@ -116,7 +160,7 @@ def decoder_config(model: GgufModel, model_type: str, architecture: str, **chang
     settings = {
         "architectures": [architecture],
         "hidden_size": hidden,
-        "intermediate_size": model.get("feed_forward_length"),
+        "intermediate_size": model.get("feed_forward_length", model.get("expert_feed_forward_length")),
         "max_position_embeddings": model.size("context_length"),
         "model_type": model_type,
         "num_attention_heads": heads,
@@ -199,8 +243,33 @@ def layer_types(model: GgufModel, period: int) -> list[str]:
 
 
 def is_norm(kind: str) -> bool:
-    """True for the name of a norm in GGUF."""
-    return kind.endswith("norm")
+    """True for the name of a norm in GGUF, but for those inside of layers with a state."""
+    return kind.endswith("norm") and not kind.startswith("ssm_")
+
+
+def expert_tensors(path: str = "mlp.experts", router: str = "mlp.gate", alternating: bool = False) -> dict[str, Target]:
+    """Stacks of experts, and what chooses among them."""
+    found: dict[str, Target] = {"ffn_gate_inp": router, "exp_probs_b.bias": f"{router}.e_score_correction_bias"}
+    for suffix, ours in (("weight", ""), ("bias", "_bias")):
+        gate_up = f"{path}.gate_up_proj{ours}"
+        for number, name in enumerate(("gate", "up")):
+            found[f"ffn_{name}_exps.{suffix}"] = TensorPart(gate_up, number, alternating)
+        found |= {f"ffn_gate_up_exps.{suffix}": gate_up, f"ffn_down_exps.{suffix}": f"{path}.down_proj{ours}"}
+    return found
+
+
+def shared_expert_tensors(path: str) -> dict[str, Target]:
+    """An MLP that every token uses beside its experts."""
+    return {f"ffn_{name}_shexp": f"{path}.{name}_proj" for name in ("gate", "up", "down")}
+
+
+def expert_counts(model: GgufModel, count: str = "num_experts") -> dict[str, Any]:
+    """How many experts there are, how many a token has, and how wide they are."""
+    width = model.get("expert_feed_forward_length") or model.get("feed_forward_length")
+    return {
+        count: model.size("expert_count"), "num_experts_per_tok": model.size("expert_used_count"),
+        "moe_intermediate_size": width,
+    }  # fmt: skip
 
 
 def same_for_layers(values: Sequence[int], what: str) -> int:

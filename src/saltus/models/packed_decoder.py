@@ -17,6 +17,10 @@ from torch import Tensor, nn
 MAX_SIZE = 1 << 24  # of any number in a decoder's configuration
 LLAMA_TYPES = {"llama", "mistral", "qwen2", "qwen3"}  # model types that PackedDecoder has the modules of
 ROPE_TYPES = {"default", "linear"}  # that RotaryEmbedding computes
+ATTENTION_TYPES: dict[str, type] = {  # of fields that configurations with attention have
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"), int),
+    "rope_parameters": dict,
+}
 
 
 def check_sizes(**sizes: Any) -> None:
@@ -39,8 +43,10 @@ def check_decoder_sizes(heads: int, kv_heads: int, **sizes: Any) -> None:
 
 
 def check_decoder_config(config: Any) -> None:
-    """`check_decoder_sizes` of the fields of a config.json."""
+    """`check_decoder_sizes` of the fields of a config.json; without heads of attention, of what else there is."""
     check_widths(config)
+    if not hasattr(config, "num_attention_heads"):
+        return
     check_decoder_sizes(config.num_attention_heads, config.num_key_value_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     check_heads(config.num_attention_heads, config.num_key_value_heads, head_dim)
@@ -75,13 +81,13 @@ class DecoderConfig(SimpleNamespace):
 def read_decoder_config(fields: Mapping[str, Any]) -> DecoderConfig:
     """The configuration of any decoder. Errors: ValueError for fields that are missing or of another type."""
     config = DecoderConfig(**fields)
-    sizes = "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "intermediate_size"
-    types = {"model_type": str, "tie_word_embeddings": bool, "rope_parameters": dict}
-    _check_types(config, types | dict.fromkeys((*sizes, "num_hidden_layers", "vocab_size"), int))
+    types = {"model_type": str, "tie_word_embeddings": bool}
+    types |= dict.fromkeys(("hidden_size", "num_hidden_layers", "vocab_size"), int)
+    _check_types(config, types | (ATTENTION_TYPES if hasattr(config, "num_attention_heads") else {}))
     check_decoder_config(config)
-    rope = config.rope_parameters
-    for parameters in rope.values() if rope and all(isinstance(each, dict) for each in rope.values()) else [rope]:
-        _check_rope(parameters)
+    if isinstance(rope := getattr(config, "rope_parameters", None), dict):
+        for parameters in rope.values() if rope and all(isinstance(each, dict) for each in rope.values()) else [rope]:
+            _check_rope(parameters)
     for name in ("max_position_embeddings", "sliding_window"):
         if (length := getattr(config, name, None)) is not None and (not isinstance(length, int) or length < 1):
             raise ValueError(f"a decoder's {name} is {length!r}, but must be 1 or more; fetch it again")
@@ -93,7 +99,7 @@ def read_decoder_config(fields: Mapping[str, Any]) -> DecoderConfig:
 def make_decoder_config(fields: Mapping[str, Any]) -> DecoderConfig:
     """The configuration of a Llama-type decoder. Errors: ValueError for fields that are missing or of another type."""
     config = read_decoder_config(fields)
-    _check_types(config, {"attention_bias": bool, "hidden_act": str})
+    _check_types(config, ATTENTION_TYPES | {"attention_bias": bool, "hidden_act": str})
     _check_positive("rms_norm_eps", getattr(config, "rms_norm_eps", None))
     if not isinstance(config.rope_parameters.get("rope_type"), str):
         raise ValueError("a decoder of Llama's type has one rope_type for all layers; fetch it again")

@@ -18,7 +18,7 @@ from saltus.evaluation.benchmarks.systems_under_test import (
     TimedCall,
     split_text_by_call,
 )
-from saltus.loading.gguf_files import read_gguf_index
+from saltus.loading.gguf_index import read_gguf_index
 from saltus.loading.model_folders import INDEX_FILE
 from saltus.loading.sources import resolve
 

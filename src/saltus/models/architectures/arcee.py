@@ -3,6 +3,7 @@
 from typing import Any
 
 from saltus.models.decoder_description import MLP, DecoderDescription, Weight, activation, llama_decoder, llama_layer
+from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config
 
 CLASSES = {"ArceeForCausalLM"}
 
@@ -15,3 +16,11 @@ def describe(config: Any) -> DecoderDescription:
         mlp = MLP(None, Weight(f"{path}.up_proj"), Weight(f"{path}.down_proj"), activation(config.hidden_act))
         layers.append(llama_layer(config, layer, mlp=mlp))
     return llama_decoder(config, layers)
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture."""
+    return llama_config(model, "arcee", "ArceeForCausalLM", hidden_act="relu2")
+
+
+GGUF = GgufArchitecture("arcee", gguf_config, interleaves_heads=True)

@@ -10,6 +10,16 @@ from saltus.models.decoder_description import (
     llama_layer,
     llama_mlp,
 )
+from saltus.models.gguf_architecture import (
+    GgufArchitecture,
+    GgufModel,
+    TensorPart,
+    expert_counts,
+    expert_tensors,
+    llama_config,
+    rope,
+    shared_expert_tensors,
+)
 
 CLASSES = {"DeepseekV3ForCausalLM"}
 
@@ -26,3 +36,46 @@ def decoder(config: Any, has_experts: list[bool]) -> DecoderDescription:
 def describe(config: Any) -> DecoderDescription:
     """See saltus.models.architectures."""
     return decoder(config, [layer >= config.first_k_dense_replace for layer in range(config.num_hidden_layers)])
+
+
+def deepseek_expert_counts(model: GgufModel) -> dict[str, Any]:
+    """Experts after the first layers, by DeepSeek's names."""
+    return {
+        "first_k_dense_replace": model.size("leading_dense_block_count", 0, least=0),
+        "n_shared_experts": model.size("expert_shared_count", 0, least=0),
+        "n_group": model.size("expert_group_count", 1), "topk_group": model.size("expert_group_used_count", 1),
+        "norm_topk_prob": model.flag("expert_weights_norm"),
+        "routed_scaling_factor": model.number("expert_weights_scale", 0.0) or 1.0,
+        **expert_counts(model, "n_routed_experts"),
+    }  # fmt: skip
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture; models without biases of scores, which are softmax there, are DeepSeek V2's."""
+    heads, rotated, parameters = model.size("attention.head_count"), model.size("rope.dimension_count"), rope(model)
+    mla = "_mla" if model.has("attention.key_length_mla") else ""  # where keys and values are the latent vectors
+    dim, value_dim = model.size(f"attention.key_length{mla}"), model.size(f"attention.value_length{mla}")
+    if parameters["rope_type"] == "yarn" and (scale := 10 * model.number("rope.scaling.yarn_log_multiplier", 0.0)):
+        parameters |= {"mscale": scale, "mscale_all_dim": scale}
+    settings = {
+        "num_key_value_heads": heads, "head_dim": rotated, "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": dim - rotated, "v_head_dim": value_dim, "rope_parameters": parameters,
+        "kv_lora_rank": model.size("attention.kv_lora_rank"), **deepseek_expert_counts(model),
+        "q_lora_rank": model.size("attention.q_lora_rank", 0, least=0) or None,
+    }  # fmt: skip
+    if model.get("expert_gating_func", SIGMOID) == SIGMOID and any(model.layers_with("exp_probs_b.bias")):
+        return llama_config(model, "deepseek_v3", "DeepseekV3ForCausalLM", **settings)
+    method = "group_limited_greedy" if settings["n_group"] > 1 else "greedy"
+    return llama_config(model, "deepseek_v2", "DeepseekV2ForCausalLM", topk_method=method, **settings)
+
+
+SIGMOID = 2  # of llama.cpp's gating functions
+EXPANSION = "self_attn.kv_b_proj.weight"
+TENSORS = {
+    **expert_tensors(), **shared_expert_tensors("mlp.shared_experts"), "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_b": "self_attn.q_b_proj", "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa", "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj", "attn_k_b.weight": TensorPart(EXPANSION, is_transposed=True, is_reshaped=True),
+    "attn_v_b.weight": TensorPart(EXPANSION, 1, is_reshaped=True),
+}  # fmt: skip
+GGUF = GgufArchitecture("deepseek2", gguf_config, TENSORS)

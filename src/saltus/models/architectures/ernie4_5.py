@@ -3,6 +3,7 @@
 from typing import Any
 
 from saltus.models.decoder_description import DecoderDescription, llama_attention, llama_decoder, llama_layer
+from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config
 
 CLASSES = {"Ernie4_5ForCausalLM"}
 
@@ -14,3 +15,11 @@ def describe(config: Any) -> DecoderDescription:
         for layer in range(config.num_hidden_layers)
     ]
     return llama_decoder(config, layers)
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture."""
+    return llama_config(model, "ernie4_5", "Ernie4_5ForCausalLM", use_bias="blk.0.attn_q.bias" in model.shapes)
+
+
+GGUF = GgufArchitecture("ernie4_5", gguf_config)

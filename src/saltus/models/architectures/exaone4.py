@@ -11,6 +11,7 @@ from saltus.models.decoder_description import (
     llama_decoder,
     llama_layer,
 )
+from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, layer_types, llama_config
 
 CLASSES = {"Exaone4ForCausalLM"}
 
@@ -29,3 +30,16 @@ def describe(config: Any) -> DecoderDescription:
             )
         )  # fmt: skip
     return llama_decoder(config, layers)
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture."""
+    window = model.size("attention.sliding_window", 0, least=0)
+    return llama_config(
+        model, "exaone4", "Exaone4ForCausalLM", sliding_window=window or None, sliding_window_pattern=4,
+        layer_types=layer_types(model, 4 if window else 1),
+    )  # fmt: skip
+
+
+TENSORS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+GGUF = GgufArchitecture("exaone4", gguf_config, TENSORS)

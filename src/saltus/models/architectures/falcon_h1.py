@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from saltus.models.architectures import mamba2
 from saltus.models.decoder_description import (
     MLP,
     DecoderDescription,
@@ -15,6 +16,7 @@ from saltus.models.decoder_description import (
     head_dim,
     llama_attention,
 )
+from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config
 
 CLASSES = {"FalconH1ForCausalLM"}
 
@@ -56,3 +58,22 @@ def describe(config: Any) -> DecoderDescription:
         tuple(layers), Norm("final_layernorm", epsilon), input_scale=config.embedding_multiplier,
         logit_scale=config.lm_head_multiplier,
     )  # fmt: skip
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture; files have all multipliers in the weights."""
+    sizes = mamba2.mamba_sizes(model)
+    ones = "attention_in", "attention_out", "key", "ssm_in", "ssm_out", "lm_head", "embedding"
+    return llama_config(
+        model, "falcon_h1", "FalconH1ForCausalLM", mamba_d_ssm=model.size("ssm.inner_size"), **sizes,
+        mamba_rms_norm=any(model.layers_with("ssm_norm.weight")), mamba_norm_before_gate=False,
+        mlp_multipliers=[1.0, 1.0], ssm_multipliers=[1.0] * 5, **{f"{name}_multiplier": 1.0 for name in ones},
+    )  # fmt: skip
+
+
+TENSORS = {
+    **mamba2.mamba_tensors("mamba"), "output_norm": "model.final_layernorm", "ffn_norm": "pre_ff_layernorm.weight",
+    "ffn_norm.weight": "pre_ff_layernorm.weight", "ffn_gate": "feed_forward.gate_proj",
+    "ffn_up": "feed_forward.up_proj", "ffn_down": "feed_forward.down_proj",
+}  # fmt: skip
+GGUF = GgufArchitecture("falcon-h1", gguf_config, TENSORS)

@@ -25,7 +25,10 @@ from saltus.models.gguf_architecture import (
     SLIDING,
     GgufArchitecture,
     GgufModel,
+    Target,
     decoder_config,
+    expert_counts,
+    expert_tensors,
     layer_types,
     num_layers,
     same_for_layers,
@@ -118,6 +121,10 @@ def gguf_config(model: GgufModel) -> dict[str, Any]:
     size = model.size("embedding_length_per_layer_input", 0, least=0)
     full = [kv_heads[number] for number in range(layers) if kinds[number] == FULL]
     local = [kv_heads[number] for number in range(layers) if kinds[number] == SLIDING]
+    experts = {}
+    if model.size("expert_count", 0, least=0):
+        experts = expert_counts(model) | {"enable_moe_block": True}
+        experts["top_k_experts"] = experts.pop("num_experts_per_tok")
     return decoder_config(
         model, "gemma4_text", "Gemma4ForCausalLM", hidden_activation="gelu_pytorch_tanh",
         head_dim=model.size("attention.key_length_swa"), global_head_dim=dim,
@@ -129,7 +136,7 @@ def gguf_config(model: GgufModel) -> dict[str, Any]:
         sliding_window=model.size("attention.sliding_window"),
         rms_norm_eps=model.number("attention.layer_norm_rms_epsilon"),
         final_logit_softcapping=model.number("final_logit_softcapping", 0.0) or None,
-        hidden_size_per_layer_input=size,
+        hidden_size_per_layer_input=size, **experts,
         vocab_size_per_layer_input=model.shapes["per_layer_token_embd.weight"][0] if size else 1,
         rope_parameters={
             FULL: {
@@ -149,10 +156,14 @@ def is_ignored(config: Mapping[str, Any], tensor: str) -> bool:
 
 
 ROPE_FREQUENCIES = "rope_freqs.weight"
-TENSORS = gemma2.TENSORS | {
+TENSORS: dict[str, Target] = {
+    **gemma2.TENSORS,
     "layer_output_scale.weight": "layer_scalar", "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm", "per_layer_token_embd": "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
-    "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "per_layer_proj_norm": "model.per_layer_projection_norm", **expert_tensors("experts", "router.proj"),
+    "ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
 }  # fmt: skip
 GGUF = GgufArchitecture("gemma4", gguf_config, TENSORS, ignored=is_ignored)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from saltus.models.architectures.deepseek_v3 import deepseek_expert_counts
 from saltus.models.decoder_description import (
     DecoderDescription,
     deepseek_mixture,
@@ -10,6 +11,14 @@ from saltus.models.decoder_description import (
     llama_decoder,
     llama_layer,
     llama_mlp,
+)
+from saltus.models.gguf_architecture import (
+    GgufArchitecture,
+    GgufModel,
+    expert_tensors,
+    llama_config,
+    partial_rope,
+    shared_expert_tensors,
 )
 
 CLASSES = {"Glm4MoeForCausalLM"}
@@ -24,3 +33,20 @@ def describe(config: Any) -> DecoderDescription:
         mlp = deepseek_mixture(config, layer) if is_sparse else llama_mlp(config, layer)
         layers.append(llama_layer(config, layer, mixer=llama_attention(config, layer, **norms), mlp=mlp))
     return llama_decoder(config, layers)
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture."""
+    if model.has("rope.dimension_sections"):
+        raise ValueError("it has positions of images (M-RoPE), which are not supported")
+    return llama_config(
+        model, "glm4_moe", "Glm4MoeForCausalLM", rope_parameters=partial_rope(model),
+        use_qk_norm="blk.0.attn_q_norm.weight" in model.shapes, **deepseek_expert_counts(model),
+    )  # fmt: skip
+
+
+TENSORS = {
+    **expert_tensors(), **shared_expert_tensors("mlp.shared_experts"),
+    "post_attention_norm": "post_attention_layernorm",
+}  # fmt: skip
+GGUF = GgufArchitecture("glm4moe", gguf_config, TENSORS)

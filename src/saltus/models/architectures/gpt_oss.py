@@ -10,6 +10,17 @@ from saltus.models.decoder_description import (
     llama_decoder,
     llama_layer,
 )
+from saltus.models.gguf_architecture import (
+    FULL,
+    SLIDING,
+    GgufArchitecture,
+    GgufModel,
+    expert_counts,
+    expert_tensors,
+    llama_config,
+    num_layers,
+    rope,
+)
 
 CLASSES = {"GptOssForCausalLM"}
 
@@ -28,3 +39,22 @@ def describe(config: Any) -> DecoderDescription:
         mixer = llama_attention(config, layer, angles=Angles(layout="once"), sinks=sinks)
         layers.append(llama_layer(config, layer, mixer=mixer, mlp=experts))
     return llama_decoder(config, layers)
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture; ends of the range that YaRN scales are not rounded."""
+    counts = expert_counts(model, "num_local_experts")
+    parameters = rope(model)
+    return llama_config(
+        model, "gpt_oss", "GptOssForCausalLM", sliding_window=model.size("attention.sliding_window"),
+        layer_types=[FULL if layer % 2 else SLIDING for layer in range(num_layers(model))],
+        rope_parameters=parameters | ({"truncate": False} if parameters["rope_type"] == "yarn" else {}),
+        intermediate_size=counts.pop("moe_intermediate_size"), **counts,
+    )  # fmt: skip
+
+
+TENSORS = {
+    **expert_tensors(router="mlp.router", alternating=True), "attn_sinks.weight": "self_attn.sinks",
+    "post_attention_norm": "post_attention_layernorm",
+}  # fmt: skip
+GGUF = GgufArchitecture("gpt-oss", gguf_config, TENSORS)

@@ -22,18 +22,23 @@ def describe(config: Any) -> DecoderDescription:
     )  # fmt: skip
 
 
-def gguf_config(model: GgufModel) -> dict[str, Any]:
-    """See GgufArchitecture."""
+def granite_config(model: GgufModel, model_type: str, architecture: str, **changes: Any) -> dict[str, Any]:
+    """With Granite's multipliers, changed in places."""
     dim = model.size("embedding_length") // model.size("attention.head_count")
-    if model.get("rope.scaling.finetuned") is False:
-        raise ValueError("it has no rotary embeddings, which is not supported")
     return llama_config(
-        model, "granite", "GraniteForCausalLM",
+        model, model_type, architecture,
         attention_multiplier=model.number("attention.scale", 0.0) or dim**-0.5,
         embedding_multiplier=model.number("embedding_scale", 0.0) or 1.0,
         residual_multiplier=model.number("residual_scale", 0.0) or 1.0,
-        logits_scaling=model.number("logit_scale", 0.0) or 1.0,
+        logits_scaling=model.number("logit_scale", 0.0) or 1.0, **changes,
     )  # fmt: skip
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture."""
+    if not model.flag("rope.scaling.finetuned", True):
+        raise ValueError("it has no rotary embeddings, which is not supported")
+    return granite_config(model, "granite", "GraniteForCausalLM")
 
 
 GGUF = GgufArchitecture("granite", gguf_config, interleaves_heads=True)

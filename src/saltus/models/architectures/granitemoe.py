@@ -3,8 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from saltus.models.architectures import granite
+from saltus.models.architectures import granite, granitemoehybrid
 from saltus.models.decoder_description import DecoderDescription, mixture
+from saltus.models.gguf_architecture import GgufArchitecture, GgufModel
 
 CLASSES = {"GraniteMoeForCausalLM"}
 
@@ -18,3 +19,17 @@ def describe(config: Any) -> DecoderDescription:
         experts = mixture(config, number, router=f"{path}.router", experts=f"{path}.experts", is_normalized=True)
         layers.append(replace(layer, mlp=experts))
     return replace(plain, layers=tuple(layers))
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture; models with a shared expert are Granite 4's, all of whose layers are attention."""
+    if any(model.layers_with("ffn_up_shexp.weight")):
+        return granitemoehybrid.gguf_config(model)
+    top = model.size("expert_used_count")
+    return granite.granite_config(
+        model, "granitemoe", "GraniteMoeForCausalLM", num_local_experts=model.size("expert_count"),
+        num_experts_per_tok=top,
+    )  # fmt: skip
+
+
+GGUF = GgufArchitecture("granitemoe", gguf_config, granitemoehybrid.EXPERT_TENSORS, interleaves_heads=True)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from saltus.models.architectures import granite
+from saltus.models.architectures import granite, mamba2
 from saltus.models.decoder_description import (
     MLP,
     DecoderDescription,
@@ -13,6 +13,7 @@ from saltus.models.decoder_description import (
     llama_attention,
     mixture,
 )
+from saltus.models.gguf_architecture import FULL, GgufArchitecture, GgufModel, TensorPart, expert_tensors
 
 CLASSES = {"GraniteMoeHybridForCausalLM"}
 
@@ -46,3 +47,32 @@ def mamba(config: Any, path: str) -> Mamba2:
         head_dim=config.mamba_d_head, groups=config.mamba_n_groups, state=config.mamba_d_state,
         epsilon=config.rms_norm_eps, limits=tuple(config.time_step_limit), norm_groups=config.mamba_n_groups,
     )  # fmt: skip
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture."""
+    shared = "blk.0.ffn_up_shexp.weight" if "blk.0.ffn_up_shexp.weight" in model.shapes else "blk.0.ffn_up.weight"
+    width, has_state = model.rows(shared), model.layers_with("ssm_a")
+    experts = model.size("expert_count", 0, least=0)
+    kv_heads = max(model.sizes("attention.head_count_kv", len(has_state), least=0))
+    return granite.granite_config(
+        model, "granitemoehybrid", "GraniteMoeHybridForCausalLM",
+        layer_types=["linear_attention" if each else FULL for each in has_state],
+        position_embedding_type="rope" if model.flag("rope.scaling.finetuned", True) else "nope",
+        shared_intermediate_size=width, num_local_experts=experts,
+        num_experts_per_tok=model.size("expert_used_count", 0, least=0),
+        num_key_value_heads=kv_heads, **(mamba2.mamba_sizes(model) if any(has_state) else {}),
+    )  # fmt: skip
+
+
+SHARED = "shared_mlp.input_linear.weight"
+EXPERT_TENSORS = {
+    **expert_tensors("block_sparse_moe.experts", "block_sparse_moe.router"),
+    "ffn_gate_shexp.weight": TensorPart(SHARED), "ffn_up_shexp.weight": TensorPart(SHARED, 1),
+    "ffn_down_shexp": "shared_mlp.output_linear",
+}  # fmt: skip
+TENSORS = {
+    **EXPERT_TENSORS, **mamba2.mamba_tensors("mamba"), "ffn_gate.weight": TensorPart(SHARED),
+    "ffn_up.weight": TensorPart(SHARED, 1), "ffn_down": "shared_mlp.output_linear",
+}  # fmt: skip
+GGUF = GgufArchitecture("granitehybrid", gguf_config, TENSORS, interleaves_heads=True)

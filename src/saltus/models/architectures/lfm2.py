@@ -14,6 +14,7 @@ from saltus.models.decoder_description import (
     llama_attention,
     llama_layer,
 )
+from saltus.models.gguf_architecture import FULL, GgufArchitecture, GgufModel, TensorPart, decoder_config
 
 CLASSES = {"Lfm2ForCausalLM"}
 
@@ -47,3 +48,24 @@ def decoder(config: Any, mlp: Callable[[Any, int], MLP | Experts], angles: str) 
 def describe(config: Any) -> DecoderDescription:
     """See saltus.models.architectures."""
     return decoder(config, mlp, angles="rotary_emb")
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture."""
+    has_convolution = model.layers_with("shortconv.conv.weight")
+    return decoder_config(
+        model, "lfm2", "Lfm2ForCausalLM", norm_eps=model.number("attention.layer_norm_rms_epsilon"),
+        layer_types=["conv" if each else FULL for each in has_convolution], block_auto_adjust_ff_dim=False,
+        conv_L_cache=model.size("shortconv.l_cache"), conv_bias="blk.0.shortconv.in_proj.bias" in model.shapes,
+        num_key_value_heads=max(model.sizes("attention.head_count_kv", len(has_convolution), least=0)),
+    )  # fmt: skip
+
+
+TENSORS = {
+    "token_embd_norm": "model.embedding_norm", "output_norm": "model.embedding_norm", "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm", "ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2",
+    "attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj", "shortconv.conv": "conv.conv",
+    "shortconv.conv.weight": TensorPart("conv.conv.weight", is_reshaped=True),
+}  # fmt: skip
+GGUF = GgufArchitecture("lfm2", gguf_config, TENSORS)

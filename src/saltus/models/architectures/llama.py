@@ -3,7 +3,7 @@
 from typing import Any
 
 from saltus.models.decoder_description import DecoderDescription, llama_decoder, llama_layer
-from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config
+from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, expert_tensors, llama_config
 
 CLASSES = {"LlamaForCausalLM"}
 
@@ -14,12 +14,16 @@ def describe(config: Any) -> DecoderDescription:
 
 
 def gguf_config(model: GgufModel) -> dict[str, Any]:
-    """See GgufArchitecture; models that see a window are Mistral's."""
+    """See GgufArchitecture; models that see a window are Mistral's, those with experts Mixtral's."""
     dim = model.get("attention.key_length") or model.get("rope.dimension_count")
     settings = {"head_dim": dim} if dim else {}
+    if model.size("expert_count", 0, least=0):
+        settings |= {"num_local_experts": model.size("expert_count"), "sliding_window": None}
+        top = model.size("expert_used_count")
+        return llama_config(model, "mixtral", "MixtralForCausalLM", num_experts_per_tok=top, **settings)
     if window := model.size("attention.sliding_window", 0, least=0):
         return llama_config(model, "mistral", "MistralForCausalLM", sliding_window=window, **settings)
     return llama_config(model, "llama", "LlamaForCausalLM", **settings)
 
 
-GGUF = GgufArchitecture("llama", gguf_config, interleaves_heads=True)
+GGUF = GgufArchitecture("llama", gguf_config, expert_tensors(), interleaves_heads=True)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from saltus.models.decoder_description import Angles, DecoderDescription, llama_attention, llama_decoder, llama_layer
+from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config, rope
 
 CLASSES = {"Ministral3ForCausalLM"}
 
@@ -17,3 +18,18 @@ def describe(config: Any) -> DecoderDescription:
         for layer in range(config.num_hidden_layers)
     ]
     return llama_decoder(config, layers)
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture; models whose queries do not grow are Mistral's."""
+    if not model.has("attention.temperature_scale"):
+        return llama_config(model, "mistral", "MistralForCausalLM", sliding_window=None)
+    scale = model.number("rope.scaling.yarn_log_multiplier", 1.0)
+    found = rope(model) | {"llama_4_scaling_beta": model.number("attention.temperature_scale")}
+    return llama_config(
+        model, "ministral3", "Ministral3ForCausalLM", sliding_window=None,
+        rope_parameters=found | {"mscale": scale, "mscale_all_dim": scale},
+    )  # fmt: skip
+
+
+GGUF = GgufArchitecture("mistral3", gguf_config, interleaves_heads=True)

@@ -11,6 +11,7 @@ from saltus.models.decoder_description import (
     llama_layer,
     mixture,
 )
+from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, expert_counts, expert_tensors, llama_config
 
 CLASSES = {"OlmoeForCausalLM"}
 
@@ -25,3 +26,15 @@ def describe(config: Any) -> DecoderDescription:
         mlp = mixture(config, layer, is_normalized=config.norm_topk_prob)
         layers.append(llama_layer(config, layer, mixer=attention, mlp=mlp))
     return llama_decoder(config, layers)
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture."""
+    counts = expert_counts(model)
+    return llama_config(
+        model, "olmoe", "OlmoeForCausalLM", norm_topk_prob=False, clip_qkv=None,
+        intermediate_size=counts.pop("moe_intermediate_size"), **counts,
+    )  # fmt: skip
+
+
+GGUF = GgufArchitecture("olmoe", gguf_config, expert_tensors())

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from saltus.models.architectures.qwen2_moe import qwen_moe_config
 from saltus.models.decoder_description import (
     DecoderDescription,
     head_norms,
@@ -12,6 +13,7 @@ from saltus.models.decoder_description import (
     mixture,
     sparse_layers,
 )
+from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, expert_tensors
 
 CLASSES = {"Qwen3MoeForCausalLM"}
 
@@ -24,3 +26,13 @@ def describe(config: Any) -> DecoderDescription:
         mlp = mixture(config, layer, is_normalized=config.norm_topk_prob) if is_sparse else llama_mlp(config, layer)
         layers.append(llama_layer(config, layer, mixer=attention, mlp=mlp))
     return llama_decoder(config, layers)
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture."""
+    return qwen_moe_config(
+        model, "qwen3_moe", "Qwen3MoeForCausalLM", norm_topk_prob=True, use_sliding_window=False, sliding_window=None
+    )  # fmt: skip
+
+
+GGUF = GgufArchitecture("qwen3moe", gguf_config, expert_tensors())

@@ -105,6 +105,11 @@ def _stack(module: Any, name: str, is_transposed: bool) -> Tensor:
 def _arguments(stack: Tensor, start: int, stop: int) -> tuple[int, int, int]:
     """The address and the format of some outputs of the first matrix, and the bytes from there to the next one's."""
     (address, format), *others = (
-        kernel_arguments(select_outputs(stack[number], slice(start, stop))) for number in range(min(2, len(stack)))
+        kernel_arguments(select_outputs(_matrix(stack, number), slice(start, stop)))
+        for number in range(min(2, len(stack)))
     )
     return address, format, others[0][0] - address if others else 0
+
+
+def _matrix(stack: Tensor, number: int) -> Tensor:
+    return stack.matrix(number) if isinstance(stack, PackedWeight) else stack[number]

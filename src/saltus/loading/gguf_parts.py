@@ -1,0 +1,144 @@
+"""Read a weight from the tensors of a GGUF file that make it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from torch import Tensor
+
+from saltus.kernels.packed_weight import PACKED_FORMATS, Arithmetic, PackedWeight, dequantize_blocks
+from saltus.loading.fetching import SourceError
+from saltus.loading.gguf_files import PLAIN_FORMATS
+from saltus.loading.gguf_index import GgufTensor
+
+Parts = Sequence[GgufTensor]
+
+
+def shape_of(name: str, parts: Parts) -> tuple[int, ...]:
+    """The shape of a weight that these parts make, before it is reshaped; () if they do not fit together."""
+    first, *others = (_part_shape(part) for part in parts)
+    axis = len(first) - (1 if len(first) == 1 or is_bias(name) else 2)
+    if any(len(shape) != len(first) for shape in others):
+        return ()
+    if any(shape[:axis] + shape[axis + 1 :] != first[:axis] + first[axis + 1 :] for shape in others):
+        return ()
+    return (*first[:axis], first[axis] + sum(shape[axis] for shape in others), *first[axis + 1 :])
+
+
+def is_bias(name: str) -> bool:
+    """True for the name of a bias, of which experts have a row each."""
+    return name.endswith("bias")
+
+
+def check_part(name: str, part: GgufTensor, file: Path) -> None:
+    """Raise SourceError unless a part has as many bytes as its shape takes in its format, and the rows it names."""
+    known = part.format in (*PLAIN_FORMATS, *PACKED_FORMATS) and part.shape and min(part.shape) > 0
+    weights, size = GGML_QUANT_SIZES[GGMLQuantizationType(part.format)] if known else (1, 0)
+    if not known or part.shape[-1] % weights or part.size != math.prod(part.shape) // weights * size:
+        raise SourceError(f"{file}: {name} has another size than {part.shape} takes in its format; fetch it again")
+    heads = part.interleaved_heads
+    is_row_of_blocks = weights > 1 and math.prod(part.shape[:-1]) == 1  # which cannot be cut into heads
+    if part.offset < 0 or heads < 0 or (heads and (part.shape[0] % (2 * heads) or is_row_of_blocks)):
+        raise SourceError(f"{file}: the place or heads of {name} are not possible; fetch it again")
+    if any(not 0 <= start < stop <= part.shape[0] for start, stop in part.rows) or (part.rows and len(part.shape) != 2):
+        raise SourceError(f"{file}: {name} has {part.shape[0]:,} rows, other ones than it needs; fetch it again")
+
+
+def check_parts(name: str, parts: Parts, shape: tuple[int, ...], is_stack_transposed: bool, file: Path) -> None:
+    """Raise SourceError unless parts make a weight of this shape."""
+    found = shape_of(name, parts)
+    if is_stack_transposed and len(found) == 3:
+        found = (found[0], found[2], found[1])
+    is_reshaped = bool(found) and any(part.is_reshaped for part in parts)
+    if math.prod(found) != math.prod(shape) if is_reshaped else found != shape:
+        raise SourceError(f"{file} lacks {name}, or has it in another shape than its architecture; fetch it again")
+
+
+def read_weight(
+    name: str,
+    parts: Parts,
+    contents: Sequence[np.ndarray],
+    shape: tuple[int, ...],
+    is_stack_transposed: bool = False,
+    packed: bool = True,
+    arithmetic: Arithmetic = "bf16",
+) -> Tensor:
+    """A weight as numbers of `shape`, or as the file's blocks; rows are in Transformers' order.
+
+    Matrices of experts are stacks of three dimensions; a packed one is [experts, out, in], also where the parameter is
+    not. Errors: SourceError for a packed stack whose parts have several formats.
+    """
+    formats, alternating = {part.format for part in parts}, parts[0].alternating
+    rows = [_selected(_rows(contents[part.part], part), part) for part in parts]
+    is_matrix = len(parts[0].shape) in (2, 3) and not is_bias(name)
+    if packed and is_matrix and formats <= {*PACKED_FORMATS} and all(part.is_stored_as_it_is for part in parts):
+        if len(formats) == 1:
+            blocks = torch.from_numpy(_joined(rows, -2, alternating))
+            return PackedWeight.from_blocks(blocks, GGMLQuantizationType(parts[0].format), arithmetic)
+        if len(parts[0].shape) == 3:
+            names = " and ".join(GGMLQuantizationType(part.format).name for part in parts)
+            raise SourceError(
+                f"its {name} is stored as {names}, but must be in one format; take a file that has it so, or load this"
+                " one with --weights bf16"
+            )
+    numbers = [_numbers(each, part).numpy() for each, part in zip(rows, parts, strict=True)]
+    joined = torch.from_numpy(_joined(numbers, -1 if is_bias(name) else -2, alternating))
+    if is_stack_transposed and joined.ndim == 3:
+        joined = joined.transpose(1, 2)
+    return joined.reshape(shape)
+
+
+def part_bytes(content: np.ndarray, part: GgufTensor) -> np.ndarray:
+    """The bytes of a part in its file."""
+    return content[part.offset : part.offset + part.size]
+
+
+def _part_shape(part: GgufTensor) -> tuple[int, ...]:
+    shape = part.shape
+    if part.rows:
+        shape = (sum(stop - start for start, stop in part.rows), *shape[1:])
+    return (*shape[:-2], shape[-1], shape[-2]) if part.is_transposed and len(shape) > 1 else shape
+
+
+def _rows(content: np.ndarray, part: GgufTensor) -> np.ndarray:
+    """The bytes of a part's rows, [..., out, bytes of a row]."""
+    rows = part_bytes(content, part).reshape(*(part.shape[:-1] or (1,)), -1)
+    if heads := part.interleaved_heads:
+        pairs = rows.reshape(heads, part.shape[0] // heads // 2, 2, -1)
+        rows = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
+    return rows
+
+
+def _selected(rows: np.ndarray, part: GgufTensor) -> np.ndarray:
+    return np.concatenate([rows[start:stop] for start, stop in part.rows]) if part.rows else rows
+
+
+def _joined(arrays: Sequence[np.ndarray], axis: int, alternating: bool) -> np.ndarray:
+    if len(arrays) == 1:
+        return np.asarray(arrays[0])
+    axis %= arrays[0].ndim
+    if not alternating:
+        return np.concatenate(arrays, axis)
+    shape = list(arrays[0].shape)
+    shape[axis] *= len(arrays)
+    return np.stack(arrays, axis + 1).reshape(shape)
+
+
+def _numbers(rows: np.ndarray, part: GgufTensor) -> Tensor:
+    """Of a part in float32, as Transformers has them."""
+    blocks, format = torch.from_numpy(np.asarray(rows)), GGMLQuantizationType(part.format)
+    if format in PACKED_FORMATS:
+        numbers = dequantize_blocks(blocks, format).float()
+    else:
+        numbers = blocks.view(torch.float32 if format == GGMLQuantizationType.F32 else torch.bfloat16).float()
+    numbers = numbers.reshape(-1) if len(part.shape) == 1 else numbers
+    if part.added:
+        numbers = numbers - part.added
+    if part.is_negative_exponential:
+        numbers = (-numbers).log()
+    return numbers.transpose(-1, -2) if part.is_transposed else numbers

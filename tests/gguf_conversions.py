@@ -1,0 +1,151 @@
+"""What llama.cpp's converter makes of weights that it does not store as they are, and the way back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Arrays = list[np.ndarray]
+RENAMED = {  # by the names that checkpoints have them under
+    "e_score_correction_bias": "e_score_correction.bias", "dt_bias": "dt_proj.bias",
+    "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight", "mlp.router.bias": "mlp.router.bias",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Names and numbers of the tensors that a weight becomes, and the weight that such numbers stand for."""
+
+    names: list[str]
+    arrays: Arrays
+    back: Callable[[Arrays], np.ndarray]
+
+
+def convert(architecture: str, config: Any, name: str, values: np.ndarray) -> Conversion:
+    """Names are those of checkpoints, from which tensor_mapping of `gguf` makes those of files."""
+    whole = name if name.endswith(("weight", "bias")) else f"{name}.weight"
+    for ours, theirs in RENAMED.items():
+        whole = whole.replace(ours, theirs)
+    shape = values.shape
+    if name.endswith(("A_log", ".D", "conv1d.weight", "conv.conv.weight", "mamba.norm.weight", "mixer.norm.weight")):
+        return _state(architecture, config, name, whole, values)
+    if ".experts.gate_up_proj" in name:
+        return _gate_and_up(architecture, name, values)
+    if ".experts.down_proj" in name:
+        whole = f"{name.removesuffix('_bias')}.{'bias' if name.endswith('bias') else 'weight'}"
+        swaps = architecture == "gpt-oss" and values.ndim == 3
+        stored = values.swapaxes(1, 2) if swaps else values
+        return Conversion([whole], [stored], lambda made: made[0].swapaxes(1, 2) if swaps else made[0])
+    if name.endswith("shared_mlp.input_linear.weight"):
+        gate, up = np.split(values, 2)
+        place = name.replace("shared_mlp.input_linear.weight", "mlp.shared_experts.{}_proj.weight")
+        place = place if config.num_local_experts else place.replace("shared_experts.", "")
+        return Conversion([place.format("gate"), place.format("up")], [gate, up], np.concatenate)
+    if name.endswith("shared_mlp.output_linear.weight") and not config.num_local_experts:
+        whole = name.replace("shared_mlp.output_linear", "mlp.down_proj")
+    if name.endswith("kv_b_proj.weight") and config.__dict__.get("splits_kv_b", True):
+        heads, dim = config.num_attention_heads, config.qk_nope_head_dim
+        by_head = values.reshape(heads, -1, values.shape[1])
+        names = [name.replace("kv_b_proj", f"{each}_b_proj") for each in "kv"]
+        return Conversion(
+            names, [by_head[:, :dim].swapaxes(1, 2), by_head[:, dim:]],
+            lambda made: np.concatenate([made[0].swapaxes(1, 2), made[1]], 1).reshape(shape),
+        )  # fmt: skip
+    if name.endswith("shared_expert_gate.weight"):
+        return Conversion([whole], [values[0]], lambda made: made[0][None])
+    if "linear_attn" in name:
+        return _delta_net(architecture, config, name, whole, values)
+    if architecture == "falcon-h1" and (scale := _multiplier(config, name)) is not None:
+        return Conversion([whole], [values * scale], lambda made: made[0] / scale)
+    return Conversion([whole], [values], lambda made: made[0])
+
+
+def _gate_and_up(architecture: str, name: str, values: np.ndarray) -> Conversion:
+    is_bias = name.endswith("bias")
+    path = name.removesuffix("_bias").removesuffix("gate_up_proj")
+    names = [f"{path}{part}_proj.{'bias' if is_bias else 'weight'}" for part in ("gate", "up")]
+    if architecture == "gemma4":
+        return Conversion([f"{path}gate_up_proj.weight"], [values], lambda made: made[0])
+    if architecture != "gpt-oss":
+        return Conversion(names, np.split(values, 2, 1), lambda made: np.concatenate(made, 1))
+
+    def back(made: Arrays) -> np.ndarray:
+        joined = np.stack(made, 2).reshape(made[0].shape[0], -1, *made[0].shape[2:])
+        return joined if is_bias else joined.swapaxes(1, 2)
+
+    stored = values if is_bias else values.swapaxes(1, 2)
+    return Conversion(names, [stored[:, ::2], stored[:, 1::2]], back)
+
+
+def _state(architecture: str, config: Any, name: str, whole: str, values: np.ndarray) -> Conversion:
+    shape, groups = values.shape, getattr(config, "mamba_n_groups", None) or getattr(config, "n_groups", 1)
+    is_delta_net = "linear_attn" in name
+    order = _order(architecture, config, name, len(values)) if is_delta_net else np.arange(len(values))
+    stored = values[order]
+    if name.endswith("A_log"):
+        whole, stored = name, -np.exp(stored)
+    if name.endswith(".D"):
+        whole = name
+    if name.endswith(("A_log", ".D")) and not is_delta_net:
+        stored = stored[:, None]
+    elif "conv" in name:
+        stored = stored.reshape(shape[0], shape[-1])
+    elif name.endswith("norm.weight"):
+        stored = stored.reshape(groups, -1)
+
+    def back(made: Arrays) -> np.ndarray:
+        numbers = np.log(-made[0]) if name.endswith("A_log") else made[0]
+        return numbers.reshape(shape)[np.argsort(order)]
+
+    return Conversion([whole], [stored], back)
+
+
+def _order(architecture: str, config: Any, name: str, rows: int) -> np.ndarray:
+    """Of rows of values by heads: of Qwen3.5, heads of values that read other keys follow each other."""
+    keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    dim = 1 if re.search(r"in_proj_[ab]\.|A_log|dt_bias", name) else config.linear_value_head_dim
+    first = rows - heads * dim  # rows of queries and keys
+    order = np.arange(heads * dim).reshape(keys, heads // keys, dim).swapaxes(0, 1).reshape(-1)
+    moved = architecture in ("qwen35", "qwen35moe") and not name.endswith("norm.weight")
+    return np.concatenate([np.arange(first), first + order]) if moved else np.arange(rows)
+
+
+def _delta_net(architecture: str, config: Any, name: str, whole: str, values: np.ndarray) -> Conversion:
+    if name.endswith("norm.weight"):
+        return Conversion([whole], [values], lambda made: made[0])
+    if name.endswith("out_proj.weight"):
+        order = _order(architecture, config, name, values.shape[1])
+        return Conversion([whole], [values[:, order]], lambda made: made[0][:, np.argsort(order)])
+    if name.endswith("in_proj_qkvz.weight"):
+        groups, dim = config.linear_num_key_heads, config.linear_key_head_dim
+        size = config.linear_num_value_heads // groups * config.linear_value_head_dim
+        by_group = np.arange(len(values)).reshape(groups, -1)
+        query, key, value, gate = np.split(by_group, [dim, 2 * dim, 2 * dim + size], 1)
+        order = np.concatenate([query.ravel(), key.ravel(), value.ravel()])
+        gates = gate.ravel()
+        if config.__dict__.get("has_old_names"):
+            return Conversion([whole], [values], lambda made: made[0])
+        names = [name.replace("in_proj_qkvz", each) for each in ("in_proj_qkv", "in_proj_z")]
+        both = np.argsort(np.concatenate([order, gates]))
+        return Conversion(names, [values[order], values[gates]], lambda made: np.concatenate(made)[both])
+    order = np.arange(len(values)) if "in_proj_ba" in name else _order(architecture, config, name, len(values))
+    return Conversion([whole], [values[order]], lambda made: made[0][np.argsort(order)])
+
+
+def _multiplier(config: Any, name: str) -> Any:
+    """What Falcon-H1's converter multiplies a weight by."""
+    size, keys = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+    inner, gate, output = config.attention_in_multiplier, *config.mlp_multipliers
+    found = {
+        "down_proj": output, "gate_proj": gate, "k_proj": config.key_multiplier * inner, "q_proj": inner,
+        "v_proj": inner, "o_proj": config.attention_out_multiplier, "mamba.out_proj": config.ssm_out_multiplier,
+        "lm_head": config.lm_head_multiplier, "embed_tokens": config.embedding_multiplier,
+    }  # fmt: skip
+    if "mamba.in_proj" in name:
+        parts = np.repeat(config.ssm_multipliers, (size, size, keys, keys, config.mamba_n_heads))
+        return (parts * config.ssm_in_multiplier).astype(np.float32)[:, None]
+    return next((scale for key, scale in found.items() if name.endswith(f"{key}.weight")), None)

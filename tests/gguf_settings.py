@@ -1,0 +1,88 @@
+"""Settings of experts and of layers with a state in GGUF files, as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gguf
+from gguf import ExpertGatingFuncType
+
+
+def heads_of_keys(config: Any, name: str) -> int | list[int]:
+    """One number, or one for each layer where some have no attention."""
+    if name == "deepseek2":
+        return 1
+    if name in ("lfm2", "granitehybrid"):
+        return [config.num_key_value_heads * (kind == "full_attention") for kind in config.layer_types]
+    return config.num_key_value_heads
+
+
+def add_experts(out: gguf.GGUFWriter, config: Any, name: str) -> None:
+    """Counts of experts, and how they are chosen."""
+    values: dict[str, Any] = {key: getattr(config, key, None) for key in (
+        "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "top_k_experts",
+        "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")}  # fmt: skip
+    if count := values["num_experts"] or values["num_local_experts"] or values["n_routed_experts"]:
+        out.add_expert_count(count)
+        out.add_expert_used_count(values["num_experts_per_tok"] or values["top_k_experts"])
+    if width := values["moe_intermediate_size"]:
+        out.add_expert_feed_forward_length(width)
+    if name == "gpt-oss":
+        out.add_expert_feed_forward_length(config.intermediate_size)
+    if width := values["shared_expert_intermediate_size"] or values["shared_intermediate_size"]:
+        out.add_expert_shared_feed_forward_length(width)
+    if name == "mistral3":
+        out.add_rope_scaling_yarn_log_mul(config.rope_parameters["mscale_all_dim"])
+        out.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
+    if name in ("deepseek2", "glm4moe"):
+        out.add_leading_dense_block_count(config.first_k_dense_replace)
+        out.add_expert_shared_count(config.n_shared_experts)
+        out.add_expert_weights_scale(config.routed_scaling_factor)
+        out.add_expert_weights_norm(getattr(config, "norm_topk_prob", False))
+        out.add_expert_group_count(config.n_group)
+        out.add_expert_group_used_count(config.topk_group)
+        is_softmax = config.model_type == "deepseek_v2"
+        out.add_expert_gating_func(ExpertGatingFuncType.SOFTMAX if is_softmax else ExpertGatingFuncType.SIGMOID)
+    if name == "deepseek2":
+        rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
+        if config.q_lora_rank:
+            out.add_q_lora_rank(config.q_lora_rank)
+        out.add_kv_lora_rank(rank)
+        for add, size in (
+            (out.add_key_length, rank + rope), (out.add_value_length, rank), (out.add_rope_dimension_count, rope),
+            (out.add_key_length_mla, config.qk_nope_head_dim + rope), (out.add_value_length_mla, config.v_head_dim),
+        ):  # fmt: skip
+            add(size)
+        if scale := config.rope_parameters.get("mscale_all_dim"):
+            out.add_rope_scaling_yarn_log_mul(0.1 * scale)
+
+
+def add_states(out: gguf.GGUFWriter, config: Any, name: str) -> None:
+    """Sizes of layers that keep a state."""
+    if name == "lfm2":
+        out.add_shortconv_l_cache(config.conv_L_cache)
+    if name.startswith("qwen3") and hasattr(config, "linear_num_key_heads"):
+        heads = config.linear_num_value_heads
+        _add_sizes(
+            out, config.linear_conv_kernel_dim, config.linear_key_head_dim, config.linear_num_key_heads, heads,
+            heads * config.linear_value_head_dim,
+        )  # fmt: skip
+        out.add_full_attention_interval(4)
+    if name == "mamba2":
+        heads = config.num_heads
+        _add_sizes(out, config.conv_kernel, config.state_size, config.n_groups, heads, heads * config.head_dim)
+    if name in ("falcon-h1", "granitehybrid"):
+        heads = config.mamba_n_heads
+        _add_sizes(
+            out, config.mamba_d_conv, config.mamba_d_state, config.mamba_n_groups, heads, heads * config.mamba_d_head
+        )
+    if name.startswith("granite") and config.model_type == "granitemoehybrid":
+        out.add_rope_scaling_finetuned(name != "granitehybrid")
+
+
+def _add_sizes(out: gguf.GGUFWriter, kernel: int, state: int, groups: int, heads: int, inner: int) -> None:
+    out.add_ssm_conv_kernel(kernel)
+    out.add_ssm_state_size(state)
+    out.add_ssm_group_count(groups)
+    out.add_ssm_time_step_rank(heads)
+    out.add_ssm_inner_size(inner)
