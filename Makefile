@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 PYTHON ?=
-KERNEL_TESTS := $(wildcard tests/kernels/test_[kpi]*.py) $(patsubst %,tests/%.py,models/test_network core/test_coupling core/test_noise)
+KERNEL_TESTS := $(wildcard tests/kernels/test_[ekmpi]*.py) $(patsubst %,tests/%.py,models/test_network core/test_coupling core/test_noise)
 WORKERS := -n auto --maxprocesses=8 --dist=worksteal  # test processes, one kernel thread each
 
 .DEFAULT_GOAL := help

@@ -2,11 +2,14 @@
 
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 import pytest
 import torch
+from test_gated_lora import adapter_for
+from transformers import set_seed
 
-from architectures import text, tiny
+from architectures import VOCAB, text, tiny
 from saltus.core.batch import SequenceState, run_batch
 from saltus.core.canvas import continuation
 from saltus.core.noise import Noise
@@ -16,6 +19,8 @@ from saltus.core.speculate import speculate
 from saltus.engine.checkpoints import make_network
 from saltus.engine.prefix_tree import PrefixTree, supports_prefix_tree
 from saltus.methods import make_methods
+from saltus.methods.ptp.drafter import AdapterPtp
+from saltus.methods.ptp.network import DrafterShape, DraftModel, DraftNetwork
 from saltus.models.causal import CausalNetwork
 
 pytestmark = pytest.mark.slow
@@ -25,8 +30,10 @@ NAMES = [
     "Gemma4 of unlike heads", "Gemma4 of shared keys", "Gemma3n",  # layers of other sizes, and that share keys
     "DeepseekV2",  # values shorter than keys
     "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Glm4Moe",  # experts
+    "Gemma3",
+    "Lfm2", "Qwen3_5", "FalconH1", "NemotronH with experts",  # states
 ]  # fmt: skip
-METHODS = ["lookup", "jacobi", "small_model"]
+METHODS = ["lookup", "jacobi", "small_model", "ptp"]
 SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8)}
 REPEATED = text(5).tolist()
 PROMPTS = [  # of lengths around the ends of windows and chunks of 12; repeated, so that lookup finds something
@@ -44,13 +51,15 @@ class Written:
 
 
 def write(networks, method, sampling, numbers, kv_caches=(), rounds=None) -> Written:
-    """Continue some prompts in one batch, on these caches; with `rounds` only that many calls of it."""
+    """Continue some prompts in one batch, on these caches; with `rounds` only that many calls of it.
+
+    A method is named, or given.
+    """
+    methods = make_methods(method) if isinstance(method, str) else [method]
     states, texts = [], []
     for number, own_caches in zip_longest(numbers, kv_caches):
         noise, steps = Noise(number), []
-        drafters = [
-            drafter for one in make_methods(method) if (drafter := one.drafter(noise, sampling, match)) is not None
-        ]
+        drafters = [drafter for one in methods if (drafter := one.drafter(noise, sampling, match)) is not None]
         generator = speculate(continuation(PROMPTS[number], NEW_TOKENS), noise, sampling, drafters, steps.append, match)
         states.append(SequenceState(generator, dict(own_caches or {})))
         texts.append(steps)
@@ -63,14 +72,26 @@ def write(networks, method, sampling, numbers, kv_caches=(), rounds=None) -> Wri
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def networks(request) -> dict[str, CausalNetwork]:
-    """A target, checked as at load, and a draft model of other weights."""
+def networks(request) -> dict[str, Any]:
+    """A target, checked as at load, a draft model of other weights, and a drafter that nobody trained."""
     target = make_network(tiny(request.param).to(torch.bfloat16), "mine")
+    assert isinstance(target, CausalNetwork)
     draft = CausalNetwork(tiny(request.param, seed=1).to(torch.bfloat16))
     with torch.no_grad():
         for mine, other in zip(draft.model.parameters(), target.model.parameters(), strict=True):
             mine.lerp_(other, 0.9)
-    return {"target": target, "small_model": draft}
+    reads_layers = request.param != "Gemma3n"
+    return {"target": target, "small_model": draft} | ({"ptp": untrained_drafter(target)} if reads_layers else {})
+
+
+def untrained_drafter(target: CausalNetwork) -> DraftNetwork:
+    """A drafter of `ptp`, which reads the target's hidden states."""
+    embeddings, output = target.model.get_input_embeddings(), target.model.get_output_embeddings()
+    shape = DrafterShape(hidden=48, intermediate=48, hidden_state_layers=(1,), heads=4, kv_heads=2)
+    set_seed(7)
+    model = DraftModel(shape, torch.arange(3, VOCAB), embeddings.weight.detach(), output.weight.detach())
+    target.add_hidden_state_layers(shape.hidden_state_layers)
+    return DraftNetwork(model.eval().to(torch.bfloat16), target)
 
 
 @pytest.fixture(scope="module", params=SAMPLINGS)
@@ -83,8 +104,25 @@ def plain(request, networks) -> tuple[Sampling, list[list[int]]]:
 @pytest.mark.parametrize("method", ["plain", *METHODS])
 def test_a_batch_of_four_writes_the_texts_of_plain_decoding(networks, plain, method):
     sampling, texts = plain
+    if method == "ptp" and "ptp" not in networks:
+        with pytest.raises(ValueError, match="several states of a token") as error:
+            untrained_drafter(networks["target"])
+        assert "\n" not in str(error.value)
+        return
     assert all(len(each) == NEW_TOKENS for each in texts)
     assert write(networks, method, sampling, ALL).texts == texts
+
+
+@pytest.mark.parametrize("two_calls", [False, True], ids=["one call", "two calls"])
+def test_an_adapter_of_the_target_writes_the_texts_of_plain_decoding(networks, plain, two_calls):
+    sampling, texts = plain
+    target = networks["target"]
+    method = AdapterPtp("", 5, two_calls, "one-hot", 6, False, "token-order")
+    target.attach_adapter(adapter_for(target.model))
+    try:
+        assert write(networks, method, sampling, ALL).texts == texts
+    finally:
+        target.attach_adapter(None)
 
 
 def test_a_text_after_a_kept_prefix_is_that_without(networks, plain):

@@ -330,6 +330,11 @@ class CausalNetwork:
 
         To be called while no text is being decoded.
         """
+        if layers and getattr(self.model.config.get_text_config(), "altup_num_inputs", 1) > 1:
+            raise ValueError(
+                f"layers of {type(self.model).__name__} give several states of a token (AltUp), which no drafter reads;"
+                " take the method lookup or small_model"
+            )
         if any(not 0 < layer < self.num_layers for layer in layers):
             raise ValueError(
                 f"hidden states after layer {max(layers)} are needed, but the model has {self.num_layers} layers;"
