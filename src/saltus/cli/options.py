@@ -90,7 +90,7 @@ ChatTemplate = Annotated[
 ]
 
 _METHOD_HELP = (
-    "How to draft: auto (lookup; for the default model with its drafter, where that pays), lookup, jacobi+lookup, …"
+    "How to draft: auto (lookup; with the model's own heads or drafter, where there is one that pays), lookup, …"
     " ([i]saltus methods[/i] lists them)."
 )
 Method = Annotated[str, in_panel(METHOD_PANEL, "--method", metavar="NAME", help=_METHOD_HELP)]

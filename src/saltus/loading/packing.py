@@ -62,6 +62,21 @@ def pack_layers(layers: Iterable[Any], packing: str, arithmetic: Arithmetic) -> 
             layer.weight = nn.Parameter(weight, requires_grad=False)
 
 
+def pack_like(module: Any, model: Any) -> None:
+    """Pack the matrices of a module that came with a model as `pack_model` has packed those of the model, if it has."""
+    packed = [weight for weight in model.parameters() if isinstance(weight, PackedWeight)]
+    if not packed or (format := packed[0].format) not in PACKINGS.values():
+        return
+    size = GGML_QUANT_SIZES[format][0]
+    places = [(layer, "weight") for _, layer in packable_layers(module, size)]
+    for layer, attribute in (*places, *_packable_stacks(module, size).values()):
+        weight = getattr(layer, attribute)
+        if not isinstance(weight, PackedWeight):
+            blocks = quantized_blocks(weight, format)
+            weight = PackedWeight.from_blocks(blocks, format, packed[0].arithmetic)
+            setattr(layer, attribute, nn.Parameter(weight, requires_grad=False))
+
+
 def packable_layers(model: Any, block: int) -> Iterator[tuple[str, Any]]:
     """Linear layers and embeddings by name, each matrix once."""
     seen = set()

@@ -21,7 +21,7 @@ from saltus.models.protocols import TargetNetwork
 
 AUTO = "auto"  # the default method; `saltus.engine.auto_method` says what it stands for with a model
 NO_METHODS = ("shared", "published")  # folders of what methods use
-AUTO_METHODS = ("ptp", "lookup", "assd")  # whose options may be given with it
+AUTO_METHODS = ("mtp", "ptp", "lookup", "assd")  # whose options may be given with it
 
 
 @runtime_checkable

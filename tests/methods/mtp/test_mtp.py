@@ -1,17 +1,22 @@
 """Heads for multi-token prediction draft what their checkpoints' weights say, and change no text."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 import torch
 
 import saltus
-from mtp_checkpoints import FORMS, head_tensors, write_checkpoint
+from mtp_checkpoints import FORMS, edit, head_tensors, write_checkpoint
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
+from saltus.kernels.packed_weight import PackedWeight
+from saltus.loading import stored_tensors
 from saltus.methods.mtp.drafter import Mtp
+from tiny_server import serving
 
 every_form = pytest.mark.parametrize("form", FORMS)
 PROMPTS = ["the cat", "a dog " * 30]
@@ -20,12 +25,12 @@ QWEN = "Qwen3.5"
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """checkpoint(form, modules, dtype): a folder that is written once."""
+    """checkpoint(form, modules, dtype, **configuration): a folder that is written once."""
     made = {}
 
-    def folder(form: str, modules: int = 1, dtype: torch.dtype = torch.float32):
-        if (key := (form, modules, dtype)) not in made:
-            made[key] = write_checkpoint(tmp_path_factory.mktemp("mtp"), form, modules, dtype)
+    def folder(form: str, modules: int = 1, dtype: torch.dtype = torch.float32, **changes):
+        if (key := repr((form, modules, dtype, changes))) not in made:
+            made[key] = write_checkpoint(tmp_path_factory.mktemp("mtp"), form, modules, dtype, **changes)
         return made[key]
 
     return folder
@@ -133,6 +138,7 @@ def test_heads_compute_what_their_weights_say(checkpoint, form):
     assert network.kv_bytes_per_token > 0
 
 
+@pytest.mark.slow
 @every_form
 def test_a_text_is_that_of_plain_decoding(checkpoint, form):
     engine = saltus.load(str(checkpoint(form)), "mtp+lookup", adaptive=False, max_draft_tokens=8)
@@ -144,3 +150,165 @@ def test_a_text_is_that_of_plain_decoding(checkpoint, form):
             assert [one.tokens for one in found] == plain
             assert all(one.statistics.draft_calls for one in found)
         assert engine.generate(PROMPTS[0], method="mtp", **given).tokens == plain[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [QWEN, "DeepSeek V3"])
+def test_the_server_writes_the_text_of_plain_decoding(checkpoint, form):
+    """Texts beside each other, in chunks of their prompts, and after a prefix that was read before."""
+    engine = saltus.load(str(checkpoint(form)), "mtp+lookup", adaptive=False, max_draft_tokens=8)
+    prompts = ["the cat sat on the mat and the dog sat on the log " * 24 + end for end in ("", "the")]
+    given = [{"prompt": prompt, "seed": 5, "temperature": t} for prompt in prompts for t in (0.0, 1.0)]
+    expected = [
+        engine.generate(each["prompt"], method="plain", raw=True, max_new_tokens=8, ignore_eos=True, seed=5,
+                        temperature=each["temperature"]).text
+        for each in given
+    ]  # fmt: skip
+    with serving(engine) as (_, url):
+        client = openai.OpenAI(base_url=url + "/v1", api_key="any", max_retries=0)
+
+        def ask(settings):
+            made = client.completions.create(model="tiny", max_tokens=8, extra_body={"ignore_eos": True}, **settings)
+            return made.choices[0].text
+
+        for _ in range(2):  # the second time the prefix tree has the prompts
+            with ThreadPoolExecutor() as threads:
+                assert list(threads.map(ask, given)) == expected
+
+
+def test_heads_are_packed_as_their_target_is(checkpoint):
+    """Matrices whose rows are whole blocks."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+    engine = saltus.load(str(checkpoint(QWEN, **sizes, dtype=torch.bfloat16)), "mtp", weights="q8_0")
+    network: Any = engine.decoder.setup("mtp").networks["mtp"]
+    packed = [name for name, weight in network.modules[0].named_parameters() if isinstance(weight, PackedWeight)]
+    assert {"projection.weight", "model.model.layers.0.self_attn.q_proj.weight"} <= set(packed)
+    found, plain = (engine.generate("the cat", max_new_tokens=8, method=method) for method in ("mtp", "plain"))
+    assert found.tokens == plain.tokens
+
+
+@torch.no_grad()
+def test_several_heads_draft_in_turn(checkpoint):
+    target, network = loaded_heads(checkpoint("DeepSeek V3", 3))
+    assert len(network.modules) == 3
+    text = np.random.default_rng(1).integers(5, 250, 60)
+    states = target_states(target, text)[:-1]
+    expected = reference_drafts("DeepSeek V3", target.model, states, text[1:].tolist(), 5, 3)
+    for pieces in ([60], [9, 60], [2, 3, 40, 60]):  # also where the later heads have read nothing yet
+        kv_cache, begin, found = network.new_kv_cache(), 0, torch.empty(0)
+        for end in pieces:
+            found = drafted(network, kv_cache, text[:end], states[begin : end - 1], 5)
+            begin = end - 1
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("form", "modules"), [(QWEN, 1), ("DeepSeek V3", 2)])
+def test_each_text_of_a_batch_has_the_bits_that_it_has_alone(checkpoint, form, modules):
+    target, network = loaded_heads(checkpoint(form, modules, torch.bfloat16))
+    texts = [np.random.default_rng(length).integers(5, 250, length) for length in (3, 40, 270, 17)]
+    states = [target_states(target, text)[:-1] for text in texts]
+
+    def inputs(drafts, only):
+        return [
+            ForwardInputs(
+                continuation(np.append(text, drafts), 5), network_name="mtp", hidden_states=None if drafts else of
+            )
+            for number, (text, of) in enumerate(zip(texts, states, strict=True))
+            if number in only
+        ]
+
+    together, apart = ([network.new_kv_cache() for _ in texts] for _ in range(2))
+    everyone = range(len(texts))
+    for drafts in ([], [7], [7, 9], [7, 9, 7]):
+        found = network.forward(inputs(drafts, everyone), together)
+        for number in everyone:
+            (alone,) = network.forward(inputs(drafts, [number]), [apart[number]])
+            assert torch.equal(found[number].logits, alone.logits)
+
+
+def test_drafts_follow_the_random_numbers_of_the_text(tmp_path):
+    """A head with the target's distribution is right when sampling, too; likeliest tokens would seldom be."""
+
+    def only_the_last_token_counts(tensors):
+        for name, weight in tensors.items():
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+                weight.zero_()
+        hidden = len(tensors["mtp.fc.weight"])
+        tensors["mtp.fc.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], 1)
+        tensors["mtp.pre_fc_norm_embedding.weight"] = torch.zeros(hidden)
+        tensors["mtp.norm.weight"] = tensors["model.norm.weight"].clone()
+        return tensors
+
+    folder = write_checkpoint(tmp_path, QWEN)
+    edit(folder, only_the_last_token_counts)
+    options = {"mtp": {"min_probability": 0.0, "top_k": 1}}
+    engine = saltus.load(str(folder), "mtp", adaptive=False, max_draft_tokens=4, options=options)
+    found = engine.generate("the cat", max_new_tokens=60, temperature=1.0, ignore_eos=True)
+    assert found.statistics.tokens_per_call > 4
+    logits = engine.model(torch.tensor([engine.encode("the cat") + found.tokens])).logits[0]
+    likeliest = logits.argmax(-1)[-len(found.tokens) - 1 : -1]
+    assert np.mean(likeliest.numpy() == found.tokens) < 0.5
+
+
+# ------------------------------------------------------------------------------------------- what is found and refused
+
+
+def test_auto_takes_whole_heads(checkpoint, tmp_path, tiny_folder):
+    engine = saltus.load(str(checkpoint(QWEN)))
+    assert engine.decoder.chosen_method("auto") == "mtp+lookup"
+    folder = write_checkpoint(tmp_path, QWEN)
+    edit(folder, lambda tensors: {name: weight for name, weight in tensors.items() if name != "mtp.fc.weight"})
+    assert saltus.load(str(folder)).decoder.chosen_method("auto") == "lookup"
+    assert saltus.load(str(tiny_folder())).decoder.chosen_method("auto") == "lookup"
+
+
+def test_other_methods_read_no_head(checkpoint, monkeypatch):
+    def fail(*_):
+        raise AssertionError("a head was read")
+
+    monkeypatch.setattr(stored_tensors, "_read", fail)
+    engine = saltus.load(str(checkpoint(QWEN)), "lookup")
+    assert engine.generate("the cat", max_new_tokens=2).tokens
+    with pytest.raises(AssertionError, match="was read"):
+        engine.generate("the cat", max_new_tokens=2, method="mtp")
+
+
+def test_copies_of_the_embeddings_are_the_targets(checkpoint, tmp_path):
+    target, network = loaded_heads(checkpoint("GLM-4.5"))
+    model = network.modules[0].model
+    assert model.get_output_embeddings() is target.model.get_output_embeddings()
+    assert model.get_input_embeddings() is target.model.get_input_embeddings()
+    folder = write_checkpoint(tmp_path, "GLM-4.5")
+    changed = "model.layers.2.shared_head.head.weight"
+    edit(folder, lambda tensors: tensors | {changed: tensors[changed] + 1})
+    target, network = loaded_heads(folder)
+    found, of_target = (one.get_output_embeddings().weight for one in (network.modules[0].model, target.model))
+    torch.testing.assert_close(found, of_target + 1)
+
+
+def without(name):
+    return lambda tensors: {key: weight for key, weight in tensors.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "said"),
+    [
+        (QWEN, without("mtp.fc.weight"), "lack mtp.fc.weight"),
+        (QWEN, without("mtp.layers.0.self_attn.q_proj.weight"), "lack mtp.layers.0.self_attn.q_proj.weight"),
+        (QWEN, lambda tensors: tensors | {"mtp.norm.weight": torch.ones(47)}, r"mtp.norm.weight is \(47,\), but"),
+        (QWEN, lambda tensors: tensors | {"mtp.layers.0.extra": torch.ones(4)}, "mtp.layers.0.extra, which Saltus"),
+        (QWEN, lambda tensors: {key: each for key, each in tensors.items() if "mtp" not in key}, "has no heads"),
+        ("DeepSeek V3", without("model.layers.2.enorm.weight"), "lack model.layers.2.enorm.weight"),
+        (
+            "DeepSeek V3", without("model.layers.2.mlp.experts.1.up_proj.weight"),
+            r"model.layers.2.mlp.experts.gate_up_proj is",
+        ),
+        ("ERNIE 4.5", without("model.mtp_emb_norm.0.weight"), "lack model.mtp_emb_norm.0.weight"),
+    ],
+)  # fmt: skip
+def test_heads_that_do_not_serve_are_refused_in_a_line(tmp_path, form, change, said):
+    folder = write_checkpoint(tmp_path, form)
+    edit(folder, change)
+    with pytest.raises(ValueError, match=said) as error:
+        loaded_heads(folder)
+    assert "\n" not in str(error.value)

@@ -17,6 +17,7 @@ from saltus.methods.mtp.module import MtpModule
 from saltus.models.protocols import DrafterHost, TargetNetwork
 
 EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(gate|up|down)_proj\.weight")
+TARGET_NAMES = {"embeddings.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight"}
 COMPUTED = re.compile(r".*rotary_emb\.\w+")  # in some files, though it follows from the configuration
 
 
@@ -26,6 +27,7 @@ class HeadTensors:
 
     family: MtpFamily
     modules: Sequence[Mapping[str, StoredTensor]]
+    others: Mapping[str, StoredTensor]  # all tensors of the checkpoint, by name
     folder: Path
     num_layers: int  # of the target
 
@@ -43,7 +45,7 @@ def find_heads(model: Any) -> HeadTensors | None:
     for family in families():
         if modules := family.modules(tensors, layers):
             placed = [{part: tensors[name] for part, name in module.items()} for module in modules]
-            return HeadTensors(family, placed, folder, layers)
+            return HeadTensors(family, placed, tensors, folder, layers)
     return None
 
 
@@ -71,7 +73,7 @@ def load_heads(target: TargetNetwork, target_name: str) -> list[MtpModule]:
         )
     modules = new_modules(found, target.model)
     for module, tensors in zip(modules, found.modules, strict=True):
-        module.load(_weights(tensors, module, target.model))
+        module.load(_weights(tensors, found.others))
     return modules
 
 
@@ -135,11 +137,13 @@ def _shapes(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _weights(tensors: Mapping[str, StoredTensor], module: MtpModule, target: Any) -> dict[str, Tensor]:
+def _weights(tensors: Mapping[str, StoredTensor], others: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
     """The weights, read and stacked; copies of the target's own embeddings and output layer are left out."""
     stacks, weights = _stacks(tensors), {}
     for name, tensor in tensors.items():
-        if not EXPERT.fullmatch(name) and not COMPUTED.fullmatch(name):
+        copied = others.get(TARGET_NAMES.get(name, ""))
+        is_copy = copied is not None and tensor.seems_equal(copied)
+        if not EXPERT.fullmatch(name) and not COMPUTED.fullmatch(name) and not is_copy:
             weights[name] = tensor.read()
     for stack, places in stacks.items():
         kinds = ("gate", "up") if stack.endswith("gate_up_proj") else ("down",)

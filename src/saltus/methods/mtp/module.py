@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from saltus.kernels.batch_invariant_ops import linear
 from saltus.kernels.packed_weight import select_rows
+from saltus.loading.packing import pack_like
 from saltus.methods.shared.context_layers import ContextLayers
 from saltus.models.cpu.torch_decoder import normed
 from saltus.models.decoder_of import decoder_of
@@ -65,16 +66,22 @@ class MtpModule(nn.Module):
         }  # fmt: skip
         for name, weight in weights.items():
             part, _, rest = name.partition(".")
-            if part not in modules:
+            moved = weight.to(target.device, target.dtype)
+            if part == "embeddings":
+                self.model.set_input_embeddings(nn.Embedding.from_pretrained(moved))
+                continue
+            if part == "head":
+                self.model.set_output_embeddings(_linear_of(moved))
                 continue
             path, _, attribute = rest.rpartition(".")
             owner = modules[part].get_submodule(path)
             if attribute in owner._buffers:
                 owner._buffers[attribute] = weight.to(target.device)
             else:
-                moved = weight.to(target.device, target.dtype).contiguous()
-                setattr(owner, attribute, nn.Parameter(moved, requires_grad=False))
+                setattr(owner, attribute, nn.Parameter(moved.contiguous(), requires_grad=False))
         self.eval().requires_grad_(False)
+        for part in (self.projection, decoder.layers[0]):
+            pack_like(part, target)
         self.layers = ContextLayers(self.model)
 
     def inputs(self, tokens: Int[Tensor, "rows"], states: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
@@ -84,6 +91,13 @@ class MtpModule(nn.Module):
         parts = [_normed(self.embedding_norm, embedded), _normed(self.state_norm, states)]
         x = torch.cat(parts[::-1] if self.state_first else parts, -1)
         return linear(x, [self.projection.weight], [None])[0] if x.device.type == "cpu" else self.projection(x)
+
+
+def _linear_of(weight: Tensor) -> nn.Linear:
+    with torch.device("meta"):
+        made = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    return made
 
 
 def _normed(norm: Any, x: Tensor) -> Tensor:

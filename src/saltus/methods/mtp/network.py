@@ -178,7 +178,8 @@ class MtpNetwork:
 @torch.inference_mode()
 def _kv_bytes_per_token(module: MtpModule) -> int:
     """As measured: keys and values may be of several sizes."""
-    row, context = torch.zeros_like(module.projection.weight[:1, : len(module.projection.weight)]), ContextKVCache()
+    model, context = module.model, ContextKVCache()
+    row = torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device)
     module.layers(row, context, 0, 1)
     return context.kv_cache.bytes_per_token
 
