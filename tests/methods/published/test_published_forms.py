@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference_dflash import WINDOWS, block_drafter
 from reference_eagle import published_head
 from safetensors.torch import load_file, save_file
 from starlette.testclient import TestClient
@@ -26,6 +27,8 @@ from saltus.server.service import Service
 
 EXAMPLES: dict[str, Callable[[Path], object]] = {
     "dflash": lambda folder: published_folder(folder, "flat"),
+    "dflash2": lambda folder: block_drafter(folder, "dflash2", WINDOWS),
+    "dspark": lambda folder: block_drafter(folder, "dspark"),
     "eagle3": lambda folder: published_head(folder),
     "peagle": lambda folder: published_head(folder, "peagle"),
 }
@@ -101,5 +104,7 @@ def test_a_drafter_of_another_size_is_refused_in_a_line(folder):
 
 def test_a_drafter_of_no_form_is_refused_in_a_line(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"speculators_model_type": "medusa"}))
-    with pytest.raises(ValueError, match="no drafter that Saltus knows \\(medusa\\); the forms are dflash, eagle3"):
+    with pytest.raises(
+        ValueError, match="no drafter that Saltus knows \\(medusa\\); the forms are dflash, dflash2, dspark, eagle3"
+    ):
         load(tmp_path)

@@ -15,7 +15,7 @@ from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule, match, reject
 from saltus.core.sampling import Coupling, Sampling
 from saltus.methods.ptp.fused_drafter import FusedPtpDrafter
-from saltus.methods.shared.draft_tree import Likeliest, SharedNoise, likely_paths, position_predictions
+from saltus.methods.shared.draft_tree import MAX_NODES, Likeliest, SharedNoise, likely_paths, position_predictions
 from saltus.methods.shared.hidden_state_drafter import DraftCalls, HiddenStateDrafter
 from saltus.methods.shared.query_chains import (
     SOURCE,
@@ -41,12 +41,13 @@ class Ptp:
     )
     num_draft_tokens: int = 8  # of a path, at most; never more than the model was trained for
     top_k: int = 3  # tokens offered for each position, at most
+    max_nodes: int = MAX_NODES  # of a drafter's tree; more than --max-draft-tokens are never verified
     drafts: int = 1  # chains of an adapter under `reject`, of which the most central one is verified (PTP, Eq. 18)
     two_calls: bool = False  # draft in a call of its own (PTP, Alg. 1), not inside the verification call
     argmax: bool = False  # an adapter without its token's uniform drafts its likeliest token, not the pick (Eq. 7)
 
     def __post_init__(self) -> None:
-        for name in ("num_draft_tokens", "top_k", "drafts"):
+        for name in ("num_draft_tokens", "top_k", "max_nodes", "drafts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"ptp: {name} is {getattr(self, name)}, but must be 1 or more")
 
@@ -103,7 +104,7 @@ class DrafterPtp:
                 of_this_temperature = predictions.reads_uniforms or sampling.greedy
                 choose = Likeliest(choices, 1.0 if of_this_temperature else sampling.temperature)
             text = canvas.decided_prefix[-2:].tolist()
-            return likely_paths(predictions, text, choose, SOURCE)
+            return likely_paths(predictions, text, choose, SOURCE, self.options.max_nodes)
 
         return draft
 

@@ -10,12 +10,15 @@ from saltus.methods.published.dflash_files import load_dflash
 from saltus.methods.published.dflash_network import DFlashNetwork
 from saltus.models.protocols import TargetNetwork
 
+KINDS = (None, "dflash")  # of what follows the layers
+
 
 def recognises(config: Mapping[str, Any]) -> bool:
     """True for the config.json of a published DFlash drafter."""
-    return config.get("speculators_model_type", "dflash") == "dflash" and (
-        "dflash_config" in config or "speculators_model_type" in config
-    )
+    if kind := config.get("speculators_model_type"):
+        return kind == "dflash"
+    flat, architectures = config.get("dflash_config"), config.get("architectures") or ["DFlashDraftModel"]
+    return isinstance(flat, dict) and "DFlashDraftModel" in architectures and flat.get("projector_type") in KINDS
 
 
 def load_network(folder: Path, target: TargetNetwork, target_name: str) -> DFlashNetwork:

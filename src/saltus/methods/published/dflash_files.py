@@ -31,11 +31,14 @@ from saltus.methods.shared.published_files import (
     check_weights,
     drafted_tokens,
     is_same,
+    layer_spans,
     place_like,
     read_config,
     read_weights,
+    refuse,
     take_own_matrices,
 )
+from saltus.methods.shared.rotary import rope_parameters, unsupported_rope
 from saltus.models.packed_decoder import check_layer_count
 
 DFlashFormat = Literal["speculators", "flat"]
@@ -44,7 +47,7 @@ WEIGHTS_FILE = "model.safetensors"
 LAYERS_PREFIX = "decoder.model."  # of the module's names, which published ones lack
 QWEN3_DEFAULTS = {  # of Transformers' Qwen3Config: the format `speculators` leaves them out
     "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 32, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
+    "num_key_value_heads": 32, "head_dim": 128, "rms_norm_eps": 1e-6, "hidden_act": "silu",
 }  # fmt: skip
 
 
@@ -63,7 +66,13 @@ def load_dflash(folder: Path, target: Any, target_name: str, trainable: bool = F
 def _load_trained(folder: Path, target: Any, target_name: str, trainable: bool) -> DFlashModel:
     """A drafter that Saltus trained."""
     settings, weights = read_drafter_files("drafter", folder, target, target_name)
-    shape = DFlashShape(**{**settings, "hidden_state_layers": tuple(settings["hidden_state_layers"])})
+    shape = DFlashShape(
+        **{
+            **settings,
+            "hidden_state_layers": tuple(settings["hidden_state_layers"]),
+            "spans": tuple(settings.get("spans", ())),
+        }
+    )
     check_layer_count(shape.layers, weights)
     make = partial(DFlashModel, shape, weights.pop("tokens").long(), *embeddings_of(target))
     check_weight_sizes(lambda: make(False), weights, folder)
@@ -71,14 +80,29 @@ def _load_trained(folder: Path, target: Any, target_name: str, trainable: bool) 
 
 
 def _load_published(folder: Path, target: Any, target_name: str, trainable: bool) -> DFlashModel:
-    """A published drafter.
+    """A published drafter."""
+    config = read_config(folder)
+    return load_published(folder, target, target_name, "a DFlash drafter", read_shape(config, folder), trainable)[0]
 
-    The folder does not identify its target by its weights; for another one of these sizes it drafts badly and changes
-    no text.
+
+def load_published(
+    folder: Path,
+    target: Any,
+    target_name: str,
+    kind: str,
+    shape: DFlashShape,
+    trainable: bool = False,
+    more: Mapping[str, tuple[int, ...]] | None = None,
+) -> tuple[DFlashModel, dict[str, Tensor], Tensor]:
+    """A published drafter of this kind and shape, and its further weights, of the sizes `more`, in the target's dtype.
+
+    Also the rows of the folder's output layer in the order of the model's tokens.
+
+    The folder does not identify its target by its weights; for another one of these sizes it drafts badly
+    and changes no text. Errors: ValueError of one line.
     """
     config, weights = read_config(folder), read_weights(folder)
     embeddings, unembedding = embeddings_of(target)
-    shape = _read_shape(config, folder)
     check_layer_count(shape.layers, weights)
     check_sizes(folder, shape.hidden, config.get("target_hidden_size"), shape.hidden_state_layers, target, target_name)
     if type(shape.mask_token) is not int or not 0 <= shape.mask_token < len(embeddings):
@@ -96,7 +120,9 @@ def _load_published(folder: Path, target: Any, target_name: str, trainable: bool
     mask = _read_mask(folder)
     if mask is not None:
         model.mask = mask.to(target.device)
-    return place_like(_with_weights(model, weights, folder), target).eval()
+    others = _take_weights(model, weights, folder, kind, more or {})
+    placed = place_like(model, target).eval()
+    return placed, {name: weight.to(target.device, target.dtype) for name, weight in others.items()}, order
 
 
 def save_dflash(model: DFlashModel, format_name: DFlashFormat, folder: Path, target: Any, target_name: str) -> None:
@@ -134,7 +160,6 @@ def _layer_config(shape: DFlashShape, target: Any) -> dict[str, Any]:
     return {
         "model_type": "qwen3", **shape.decoder_config, "rope_theta": shape.rope_theta, "vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_position_embeddings, "attention_dropout": 0.0,
-        "layer_types": ["full_attention"] * shape.layers, "use_sliding_window": False, "sliding_window": None,
         "max_window_layers": shape.layers, "initializer_range": 0.02, "use_cache": True, "dtype": "bfloat16",
     }  # fmt: skip
 
@@ -182,52 +207,67 @@ def _flat_config(shape: DFlashShape, vocabulary: int, target: Any, target_name: 
     }
 
 
-def _read_shape(config: Mapping[str, Any], folder: Path) -> DFlashShape:
-    """The sizes of either format. Errors: ValueError for a missing key, or for what these drafters do not compute."""
-    flat = config.get("dflash_config") or {}
+def read_shape(
+    config: Mapping[str, Any], folder: Path, kind: str = "a DFlash drafter", from_anchor: bool = False
+) -> DFlashShape:
+    """The sizes of either format. Errors: ValueError for a missing key, or for what these drafters do not compute.
+
+    With `from_anchor` drafters of this kind predict by the last token's row unless they say otherwise.
+    """
+    given = dict(config) | (config.get("dflash_config") or {})
     layers = QWEN3_DEFAULTS | dict(config.get("transformer_layer_config", config))
-    rope = layers.get("rope_parameters") or layers.get("rope_scaling") or {}
-    _check_supported(config, layers, rope, folder)
+    rope = rope_parameters(layers)
+    problem = unsupported_rope(rope, layers)
+    refuse(
+        folder, kind,
+        {
+            "biases of attention": layers.get("attention_bias"), problem: problem,
+            f"the activation {layers['hidden_act']}": layers["hidden_act"] != "silu",
+            f"attention of the kind {given.get('attention_mode')}": given.get("attention_mode", "gqa") != "gqa",
+            "scaled logits": config.get("logit_scale", 1.0) != 1.0,
+            "attention sinks": given.get("attention_sink_bias") or config.get("add_swa_attention_sink_bias"),
+            "scaled values": given.get("attention_value_scale"),
+            "shifted labels": given.get("shift_label"),
+            "no hidden states of the target": not given.get("use_aux_hidden_state", True),
+        },
+    )  # fmt: skip
     try:
-        if "dflash_config" in config:
-            read, block = [layer + 1 for layer in flat["target_layer_ids"]], config.get("block_size")
-            mask_token, block = flat["mask_token_id"], flat["block_size"] if block is None else block
+        if "aux_hidden_state_layer_ids" in config:
+            read = config["aux_hidden_state_layer_ids"]
         else:
-            read, mask_token = config["aux_hidden_state_layer_ids"], config["mask_token_id"]
-            block = config["block_size"]
+            read = [layer + 1 for layer in given["target_layer_ids"]]
+        mask_token, block = given["mask_token_id"], config.get("block_size")
+        block = given["block_size"] if block is None else block
     except KeyError as error:
         raise ValueError(f"{folder / CONFIG_FILE} lacks {error}; fetch the drafter again") from None
+    from_anchor = bool(given.get("sample_from_anchor", from_anchor))
+    spans, causal, causal_windows = _read_attention(config, layers, folder)
     return DFlashShape(
         layers["hidden_size"], layers["intermediate_size"], tuple(read), mask_token, layers["num_hidden_layers"],
-        layers["num_attention_heads"], layers["num_key_value_heads"], layers["head_dim"], block - 1,
-        float(rope.get("rope_theta", layers["rope_theta"])), layers["rms_norm_eps"],
+        layers["num_attention_heads"], layers["num_key_value_heads"], layers["head_dim"], block - (not from_anchor),
+        rope["rope_theta"], layers["rms_norm_eps"], rope=None if rope["rope_type"] == "default" else rope,
+        max_positions=layers.get("max_position_embeddings") or 1 << 20, spans=spans, causal=causal,
+        causal_windows=causal_windows, from_anchor=from_anchor,
     )  # fmt: skip
 
 
-def _check_supported(
-    config: Mapping[str, Any], layers: Mapping[str, Any], rope: Mapping[str, Any], folder: Path
-) -> None:
-    flat = config.get("dflash_config") or {}
-    kinds = set(layers.get("layer_types") or ["full_attention"]) | ({"sliding"} if flat.get("use_swa") else set())
-    odd = {
-        "attention other than over the whole context": kinds != {"full_attention"},
-        "biases of attention": layers.get("attention_bias"),
-        f"rotary embeddings of the type {rope.get('rope_type', rope.get('type'))}": (
-            rope.get("rope_type", rope.get("type", "default")) != "default"
-        ),
-        f"the activation {layers['hidden_act']}": layers["hidden_act"] != "silu",
-        "causal blocks": layers.get("is_causal") or flat.get("causal"),
-        "a prediction by the last token's row": config.get("sample_from_anchor") or flat.get("sample_from_anchor"),
-        "scaled logits": config.get("logit_scale", 1.0) != 1.0,
-        "attention sinks": flat.get("attention_sink_bias") or config.get("add_swa_attention_sink_bias"),
-        "scaled values": flat.get("attention_value_scale"),
-        "no hidden states of the target": not flat.get("use_aux_hidden_state", True),
-    }
-    for what, is_there in odd.items():
-        if is_there:
-            raise ValueError(
-                f"{folder} is a DFlash drafter with {what}, which Saltus does not support; take another one"
-            )
+def _read_attention(
+    config: Mapping[str, Any], layers: Mapping[str, Any], folder: Path
+) -> tuple[tuple[int | None, ...], bool, bool]:
+    """The sliding windows of the layers; and whether rows see no later rows of the block, there and elsewhere.
+
+    Where a folder says nothing, blocks are causal in layers with a sliding window, and in no others, as in vLLM.
+    """
+    flat, kinds, count = config.get("dflash_config") or {}, layers.get("layer_types"), layers["num_hidden_layers"]
+    named = "sliding_attention" in (kinds or ())
+    if flat.get("use_swa") and not named:
+        kinds = ["sliding_attention"] * count
+    window = flat.get("swa_window_size", layers.get("sliding_window"))
+    spans = layer_spans({"layer_types": kinds, "sliding_window": window}, count, folder)
+    said = [layers.get("is_causal"), flat.get("causal"), flat.get("causal_head")]
+    if stated := [bool(each) for each in said if each is not None]:
+        return spans, stated[0], stated[0]
+    return spans if any(spans) else (), False, named and not config.get("sliding_window_non_causal")
 
 
 def _read_mask(folder: Path) -> Tensor | None:
@@ -237,13 +277,21 @@ def _read_mask(folder: Path) -> Tensor | None:
     return (state["embedding"] if isinstance(state, dict) else state).flatten()
 
 
-def _with_weights(model: DFlashModel, weights: dict[str, Tensor], folder: Path) -> DFlashModel:
+def _take_weights(
+    model: DFlashModel,
+    weights: Mapping[str, Tensor],
+    folder: Path,
+    kind: str,
+    more: Mapping[str, tuple[int, ...]],
+) -> dict[str, Tensor]:
+    """Give a model its weights; returns the further ones. Errors: ValueError for missing, unknown or other ones."""
     names = {name.removeprefix(LAYERS_PREFIX): name for name in model.state_dict()}
     names = {
         name: module_name for name, module_name in names.items() if "embed_tokens" not in name and "lm_head" not in name
     }
     needed = {name: model.state_dict()[module_name] for name, module_name in names.items()}
-    check_weights(folder, weights, needed, "a DFlash drafter of Qwen3 layers")
-    placed = {names[name]: weight.to(model.mask.device) for name, weight in weights.items()}
+    further = {name: torch.empty(size, device="meta") for name, size in more.items()}
+    check_weights(folder, weights, needed | further, f"{kind} of Qwen3 layers")
+    placed = {names[name]: weight.to(model.mask.device) for name, weight in weights.items() if name in names}
     model.load_state_dict(placed, strict=False, assign=True)
-    return model
+    return {name: weights[name] for name in more}

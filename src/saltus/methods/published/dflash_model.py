@@ -8,6 +8,7 @@ and the target's own embeddings and unembedding, perhaps restricted to frequent 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from saltus.kernels.packed_weight import select_rows
 from saltus.methods.shared.hidden_state_correction import TokenCorrectionModel, corrected_states
+from saltus.methods.shared.rotary import rotary_embedding
 from saltus.models.cpu.torch_decoder import normed, rotated
 from saltus.models.packed_decoder import DecoderConfig, PackedDecoder, RMSNorm, check_decoder_sizes
 
@@ -41,6 +43,12 @@ class DFlashShape:
     norm_epsilon: float = 1e-6
     correction: int = 0  # width of the correction by the tokens before each draft, see TokenCorrectionModel; 0: none
     network: str = DFLASH
+    rope: Mapping[str, Any] | None = None  # rotary embeddings of another type, as Transformers' `rope_parameters`
+    max_positions: int = 1 << 20
+    spans: tuple[int | None, ...] = ()  # sliding windows of the layers; None, and without this: the whole text
+    causal: bool = False  # a row sees no later row of the block
+    causal_windows: bool = False  # the same in layers with a sliding window
+    from_anchor: bool = False  # the last token's row predicts the first draft, so there is a mask less
 
     reads_uniforms: ClassVar[bool] = False  # queries have no uniforms
 
@@ -51,14 +59,27 @@ class DFlashShape:
         )  # fmt: skip
 
     @property
+    def masks(self) -> int:
+        """Masks of a block."""
+        return self.window - self.from_anchor
+
+    @property
+    def layer_spans(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer; None: it sees the whole text."""
+        return self.spans or (None,) * self.layers
+
+    @property
     def decoder_config(self) -> dict[str, Any]:
         """The fields of a Qwen3 model's config.json."""
+        window = max((span for span in self.spans if span), default=None)
         return {
             "hidden_size": self.hidden, "intermediate_size": self.intermediate, "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim,
             "rms_norm_eps": self.norm_epsilon, "hidden_act": "silu", "attention_bias": False,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rope_parameters": dict(self.rope or {"rope_type": "default", "rope_theta": self.rope_theta}),
             "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None,
+            "layer_types": ["full_attention" if span is None else "sliding_attention" for span in self.layer_spans],
+            "sliding_window": window, "use_sliding_window": window is not None,
         }  # fmt: skip
 
 
@@ -82,12 +103,14 @@ class DFlashModel(nn.Module):
     ) -> None:
         super().__init__()
         self.shape, tokens = shape, tokens.to(unembedding.device)
-        config = shape.decoder_config | {"vocab_size": 1, "max_position_embeddings": 1 << 20}
+        config = shape.decoder_config | {"vocab_size": 1, "max_position_embeddings": shape.max_positions}
         self.decoder: Any = (
             _qwen3(config)
             if trainable
             else PackedDecoder(DecoderConfig(model_type="qwen3", **config), lambda: _qwen3(config))
         )
+        if not trainable:
+            self.decoder.model.rotary_emb = rotary_embedding(self.decoder.config)
         unread = torch.zeros(1, shape.hidden, dtype=unembedding.dtype, device=unembedding.device)
         self.decoder.model.embed_tokens.weight = nn.Parameter(unread, requires_grad=False)  # inputs are embeddings
         self.decoder.lm_head = nn.Linear(1, 1, bias=False)  # small, since its weight is given
@@ -134,9 +157,9 @@ class DFlashModel(nn.Module):
         return normed(self.hidden_norm, self.fc(hidden_states.to(self.fc.weight.dtype) * self.state_scale))
 
     def block_inputs(self, last_tokens: Int[Tensor, "*blocks"]) -> Float[Tensor, "*blocks rows hidden"]:
-        """The rows of blocks: the last decided token, then a mask for each token of the window."""
+        """The rows of blocks: the last decided token, then the masks."""
         embedded = select_rows(self.embeddings[0], last_tokens).to(self.mask.dtype)[..., None, :]
-        masks = self.mask.expand(*embedded.shape[:-2], self.shape.window, -1)
+        masks = self.mask.expand(*embedded.shape[:-2], self.shape.masks, -1)
         return torch.cat([embedded, masks], -2)
 
     def corrected(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -17,12 +17,25 @@ from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode, linear
 from saltus.methods.published.dflash_model import DFlashModel
 from saltus.methods.shared.context_layers import ContextKVCache, ContextLayers, ContextRows, unread_states
-from saltus.methods.shared.draft_tree import DraftOutputs
+from saltus.methods.shared.draft_tree import DraftOutputs, PositionPredictions
 from saltus.methods.shared.query_predictions import QueryPredictor, rows_linear
 from saltus.methods.shared.timed_outputs import timed_outputs
 from saltus.models.cpu.torch_decoder import normed, rotated
 
 UNREAD_STATES = 1024  # hidden states that are read at once; a context position costs little
+
+
+Predictor = Callable[[Tensor, Tensor], PositionPredictions]
+"""The predictions of queries, given their logits over the drafted tokens and their last hidden states."""
+
+
+@runtime_checkable
+class RunsRows(Protocol):
+    """The layers of a drafter."""
+
+    def run_together(self, texts: Sequence[ContextRows]) -> list[tuple[Tensor, Tensor]]:
+        """Logits and last hidden states of the last rows of each text."""
+        ...
 
 
 @dataclass
@@ -35,11 +48,13 @@ class DFlashNetwork:
     model: DFlashModel
     target: Any  # the network whose hidden states it reads
     max_unread: int = UNREAD_STATES
+    predictor: Predictor | None = None  # None: by the model's correction, if it has one
+    context_layers: RunsRows | None = None  # what runs the rows of blocks; None: the model's decoder
 
     def __post_init__(self) -> None:
         self.device = self.model.tokens.device
-        self.context_layers = ContextLayers(self.model.decoder)
-        self.predictor = QueryPredictor(self.model)
+        self.predict = self.predictor or QueryPredictor(self.model)
+        self.context_layers = self.context_layers or ContextLayers(self.model.decoder)
 
     def new_kv_cache(self) -> ContextKVCache:
         return ContextKVCache()
@@ -60,17 +75,20 @@ class DFlashNetwork:
         lengths = [len(inputs.canvas.decided_prefix) - kv_cache.first_position for inputs, kv_cache in pairs]
         self._write_context(states, kv_caches, lengths)
         last_tokens = torch.tensor([int(inputs.canvas.decided_prefix[-1]) for inputs in batch], device=self.device)
-        blocks = self.model.block_inputs(last_tokens)
+        blocks, shape = self.model.block_inputs(last_tokens), self.model.shape
+        assert self.context_layers is not None
         texts = [
-            ContextRows(block, kv_cache, length, len(block), causal=False)
+            ContextRows(block, kv_cache, length, len(block), shape.causal, shape.causal_windows)
             for block, kv_cache, length in zip(blocks, kv_caches, lengths, strict=True)
         ]
         num_rows, outputs = sum(map(len, states)) + blocks.shape[0] * blocks.shape[1], []
         by_text = self.context_layers.run_together(texts)
         for (inputs, kv_cache), read, (logits, hidden) in zip(pairs, states, by_text, strict=True):
             kv_cache.tokens = inputs.canvas.decided_prefix[kv_cache.first_position :].copy()
-            rows = 1 + min(len(inputs.uniforms), self.model.shape.window)
-            predictions = self.predictor(logits[1:rows], hidden[1:rows])
+            if shape.from_anchor:  # the row of the last token is that of the first query, too
+                logits, hidden = torch.cat([logits[:1], logits]), torch.cat([hidden[:1], hidden])
+            rows = 1 + min(len(inputs.uniforms), shape.window)
+            predictions = self.predict(logits[1:rows], hidden[1:rows])
             outputs.append(
                 DraftOutputs(
                     logits[:rows], hidden[:rows], 0.0, len(read), num_rows, self.model.tokens, predictions=predictions

@@ -89,6 +89,7 @@ class ContextRows:
     past_length: int
     num_outputs: int  # of the last rows
     causal: bool = True  # False: all rows see each other, and they are few enough for one pass
+    causal_windows: bool = True  # the same in layers with a sliding window
 
     @property
     def num_rows(self) -> int:
@@ -110,6 +111,7 @@ class DraftRows:
     kv_cache: ContextKVCache
     past_length: int
     causal: ClassVar[bool] = True
+    causal_windows: ClassVar[bool] = True
 
     @property
     def num_rows(self) -> int:
@@ -209,7 +211,13 @@ def plan_pass(
     """Of one pass over texts: the positions of all rows, what they see, and the numbers of those with outputs."""
     positions = [np.arange(text.num_rows) + text.past_length for text in texts]
     rows = [
-        SequenceRows(text.kv_cache.kv_cache, text.past_length, text_positions, _tree_mask(text))
+        SequenceRows(
+            text.kv_cache.kv_cache,
+            text.past_length,
+            text_positions,
+            block_mask(text.num_rows, text.causal),
+            window_mask=block_mask(text.num_rows, text.causal_windows),
+        )
         for text, text_positions in zip(texts, positions, strict=True)
     ]
     counts, ends = [text.num_outputs for text in texts], accumulate(text.num_rows for text in texts)
@@ -217,12 +225,7 @@ def plan_pass(
     return torch.from_numpy(np.concatenate(positions)), AttentionCall(rows, num_layers), torch.from_numpy(outputs)
 
 
-def _tree_mask(text: ContextRows | DraftRows) -> np.ndarray:
-    rows = text.num_rows
-    return causal_mask(rows) if text.causal else np.ones((rows, rows), dtype=np.uint8)
-
-
 @lru_cache(maxsize=64)
-def causal_mask(rows: int) -> UInt8[np.ndarray, "rows rows"]:
-    """mask[i, j] is 1 if row j is row i or before it; to be read only."""
-    return np.tri(rows, dtype=np.uint8)
+def block_mask(rows: int, causal: bool = True) -> UInt8[np.ndarray, "rows rows"]:
+    """mask[i, j] is 1 if row i sees row j: all rows, or with `causal` itself and those before it; to be read only."""
+    return np.tri(rows, dtype=np.uint8) if causal else np.ones((rows, rows), dtype=np.uint8)

@@ -66,6 +66,7 @@ class PositionPredictions:
     position_inputs: Sequence[np.ndarray] | np.ndarray = ()  # of the correction
     reads_uniforms: bool = True  # False: computed without uniforms, so these are distributions at temperature 1
     grow: GrowPaths | None = None
+    confidence: Callable[[int, int], float] | None = None  # that a position's likeliest token after a token is accepted
     _candidates: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, init=False)
 
     @property
@@ -194,21 +195,44 @@ GrowPaths = Callable[[Sequence[int], Chooser], Sequence[PathNode] | None]
 """`grown_nodes` for the last two tokens of a text; None if it does not know the chooser."""
 
 
-def likely_paths(predictions: DraftPredictions, text: Sequence[int], choose: Chooser, source: str) -> list[DraftNodes]:
-    """The likeliest paths, grown best first.
+def likely_paths(
+    predictions: DraftPredictions, text: Sequence[int], choose: Chooser, source: str, max_nodes: int = MAX_NODES
+) -> list[DraftNodes]:
+    """The likeliest paths, grown best first, of `max_nodes` in all.
 
-    `text` holds the last two decided tokens, or fewer in a shorter text.
+    `text` holds the last two decided tokens, or fewer in a shorter text. For drafters that predict each position
+    without the drafts before it this is DDTree's rule: the nodes with the greatest products of probabilities.
     """
-    nodes = None if predictions.grow is None else predictions.grow(text[-2:], choose)
-    nodes = grown_nodes(predictions, text[-2:], choose) if nodes is None else nodes
+    if isinstance(predictions, PositionPredictions) and predictions.confidence is not None:
+        choose = _confident(choose, predictions.confidence)
+    grow = predictions.grow if max_nodes == MAX_NODES else None  # the kernel has room for that many
+    nodes = None if grow is None else grow(text[-2:], choose)
+    nodes = grown_nodes(predictions, text[-2:], choose, max_nodes) if nodes is None else nodes
     if not nodes:
         return []
     parents, tokens, chances = zip(*nodes, strict=True)
     return [DraftNodes(np.array(tokens), np.array(parents), np.array(chances, dtype=np.float64), source)]
 
 
-def grown_nodes(predictions: DraftPredictions, text: Sequence[int], choose: Chooser) -> list[PathNode]:
-    """The nodes of the likeliest paths, the likeliest first."""
+def _confident(choose: Chooser, confidence: Callable[[int, int], float]) -> Chooser:
+    """A chooser whose first token is accepted with a predicted probability; the others share what it leaves."""
+
+    def chosen(predictions: DraftPredictions, position: int, path: Sequence[int]) -> list[tuple[int, float]]:
+        offered = choose(predictions, position, path)
+        if not offered or not path:
+            return offered
+        (token, chance), predicted = offered[0], confidence(position, path[-1])
+        rest = (1 - predicted) / (1 - chance) if chance < 1 else 0.0
+        return [(token, predicted), *((other, rest * value) for other, value in offered[1:])]
+
+    return chosen
+
+
+def grown_nodes(
+    predictions: DraftPredictions, text: Sequence[int], choose: Chooser, max_nodes: int = MAX_NODES
+) -> list[PathNode]:
+    """The nodes of the likeliest paths, the likeliest first; more of them may be less likely."""
+    least = MIN_PATH_PROBABILITY * min(MAX_NODES / max_nodes, 1.0)
     nodes: list[PathNode] = []
     queue: list[tuple[float, int, int, int, float]] = []  # -probability, number, parent, token, chance
     paths = [tuple(text)]  # the tokens before each node's children, from the text on
@@ -217,14 +241,14 @@ def grown_nodes(predictions: DraftPredictions, text: Sequence[int], choose: Choo
         depth = len(path) - len(text)
         if depth < predictions.num_positions:
             for token, chance in choose(predictions, depth, path):
-                if reached * chance >= MIN_PATH_PROBABILITY:
+                if reached * chance >= least:
                     heapq.heappush(queue, (-reached * chance, len(nodes) + len(queue), parent, token, chance))
 
     expand(-1, 1.0, paths[0])
-    while queue and len(nodes) < MAX_NODES:
+    while queue and len(nodes) < max_nodes:
         reached, _, parent, token, chance = heapq.heappop(queue)
         nodes.append((parent, token, chance))
         paths.append((*paths[parent + 1], token))
-        if len(nodes) < MAX_NODES:
+        if len(nodes) < max_nodes:
             expand(len(nodes) - 1, -reached, paths[-1])
     return nodes

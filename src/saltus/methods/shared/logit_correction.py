@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -25,7 +26,9 @@ class TokenCorrection(Protocol):
     """Logits become `sharpness * logits + right @ vector`."""
 
     @property
-    def right(self) -> Float[np.ndarray, "vocab rank"]: ...
+    def right(self) -> Any:
+        """[vocab, rank] in float32: an array, or what gives the rows of numbers of columns, as `TableRows`."""
+        ...
 
     def position_inputs(self, hidden_states: Float[Tensor, "positions hidden"]) -> np.ndarray:
         """[positions, …]: what the correction needs of each position."""
@@ -37,6 +40,17 @@ class TokenCorrection(Protocol):
         `second_left` is None where the logits already depend on that token.
         """
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class TableRows:
+    """Rows of a large table in the dtype of its file, as float32 by their numbers."""
+
+    table: Float[Tensor, "rows rank"]
+
+    def __getitem__(self, rows: Any) -> np.ndarray:
+        numbers = torch.as_tensor(rows, dtype=torch.int64, device=self.table.device)
+        return self.table[numbers].float().cpu().numpy()
 
 
 @dataclass(frozen=True, eq=False)

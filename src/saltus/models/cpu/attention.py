@@ -59,6 +59,7 @@ class SequenceRows:
     tree_mask: np.ndarray  # [rows, rows] uint8
     parents: Sequence[int] = ()  # of the last rows, which are nodes of a tree
     ends_text: bool = True  # False: more decided tokens follow in the next call
+    window_mask: np.ndarray | None = None  # in place of `tree_mask` in layers with a sliding window
     # Kept alive here because kernels get pointers to them.
     masks_by_span: dict[AttentionSpan, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
@@ -75,10 +76,11 @@ class SequenceRows:
 
     def tree_mask_within(self, span: AttentionSpan) -> np.ndarray:
         """Which rows of the call each row sees."""
+        mask = self.tree_mask if span is None or self.window_mask is None else self.window_mask
         first = first_visible(self.positions, span)
         if first.max() <= self.positions.min():
-            return self.tree_mask
-        return self.tree_mask & (self.positions >= first[:, None])
+            return mask
+        return mask & (self.positions >= first[:, None])
 
     def fill_rows(self, struct: native.Attention, span: AttentionSpan) -> None:
         """Set the kernel's arguments that say which rows there are and what they see."""

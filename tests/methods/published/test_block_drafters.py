@@ -1,0 +1,128 @@
+"""Drafters of DFlash's family compute what their weights say: windows and causal blocks, DSpark, DFlash 2."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from reference_dflash import TOKENS, WINDOWS, PlainBlock, block_drafter
+from reference_eagle import LLAMA3, YARN
+from test_ptp import question, states
+
+from conftest import tiny_llama
+from saltus.engine.target_drafters import load_drafter_for_target
+from saltus.methods.shared.draft_tree import Likeliest, likely_paths
+from saltus.models.causal import CausalNetwork
+
+CUT = {"draft_vocab_size": len(TOKENS)}
+VARIANTS = {  # kind, settings of layers, other settings; causal and window of each layer
+    "windows": ("dflash", WINDOWS, {}, (True, False), (6, None)),
+    "windows, both ways": ("dflash", WINDOWS, {"causal": False}, (False, False), (6, None)),
+    "use_swa": ("dflash", {}, {"use_swa": True, "swa_window_size": 6}, (False, False), (6, 6)),
+    "JetSpec": ("dflash", {}, {"causal_head": True}, (True, True), (None, None)),
+    "causal windows": ("dflash", WINDOWS, {"causal": True}, (True, True), (6, None)),
+    "yarn": ("dflash", {"rope_scaling": YARN}, {}, (False, False), (None, None)),
+    "llama3": ("dflash", {"rope_scaling": LLAMA3}, {"sample_from_anchor": True}, (False, False), (None, None)),
+    "DSpark": ("dspark", {}, {}, (False, False), (None, None)),
+    "DSpark, gated": ("dspark", {}, {"markov_head_type": "gated"}, (False, False), (None, None)),
+    "DSpark, cut": ("dspark", {}, CUT, (False, False), (None, None)),
+    "DFlash 2": ("dflash2", WINDOWS | {"is_causal": False}, {}, (False, False), (6, None)),
+    "DFlash 2, full": ("dflash2", {}, {"block_size": 4}, (False, False), (None, None)),
+}
+
+
+def asked(tmp_path, variant):
+    kind, layers, changes, causal, window = VARIANTS[variant]
+    weights, config = block_drafter(tmp_path, kind, layers, **changes)
+    target = CausalNetwork(tiny_llama(num_hidden_layers=4))
+    network = load_drafter_for_target(f"drafter:{tmp_path}", target, "tiny")
+    assert target.hidden_state_layers == (1, 3)
+    text, kv_cache = np.random.default_rng(0).integers(5, 250, 20), network.new_kv_cache()
+    hidden = states(target, text)[:-1]
+    network.forward([question(text[:9], hidden[:8], (0.1,) * 4)], [kv_cache])
+    outputs = network.forward([question(text, hidden[8:], (0.1,) * 8)], [kv_cache])[0]
+    plain = PlainBlock(weights, config, target.model.get_input_embeddings().weight.detach(), causal, window)
+    return plain, outputs, hidden[:, :64], int(text[-1])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_published_drafter_computes_what_its_weights_say(tmp_path, variant):
+    plain, outputs, hidden, last = asked(tmp_path, variant)
+    anchor = variant.startswith("DSpark") or variant == "llama3"
+    block = 4 if variant == "DFlash 2, full" else 5
+    logits, last_states = plain.block(hidden, last, block - 1)
+    first = 0 if anchor else 1
+    expected, last_states, predictions = logits[first:], last_states[first:], outputs.predictions
+    order = TOKENS.argsort() if "cut" in variant else torch.arange(300)
+    assert len(outputs.logits) == 1 + len(expected)
+    torch.testing.assert_close(outputs.logits[1:], expected[:, order].float(), rtol=1e-4, atol=2e-3)
+    for position in range(len(expected)):
+        left = 60 + position if position else last
+        row = expected[position]
+        kept = range(len(row))
+        if variant.startswith("DSpark"):
+            row = row + plain.pair_bias(last_states[position], left)
+            found = predictions.confidence(position, left)
+            assert found == pytest.approx(float(plain.confidence(last_states[position], left)), abs=1e-3)
+        if variant.startswith("DFlash 2"):
+            kept = set(row.topk(5).indices.tolist())
+            row = row + plain.pair_score(last_states[position], left)
+        ids, values, _ = predictions.candidates(position, [11, left])
+        columns = [TOKENS.tolist().index(each) for each in ids] if "cut" in variant else ids
+        best = max(kept, key=lambda column: float(row[column]))
+        assert list(columns)[int(values.argmax())] == best
+        assert not variant.startswith("DFlash 2") or set(columns) == kept
+        wanted = row[list(columns)] - row[best]
+        np.testing.assert_allclose(values - values.max(), wanted.numpy(), rtol=1e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("variant", ["windows", "DSpark, gated", "DFlash 2"])
+def test_each_text_of_a_batch_has_the_bits_that_it_has_alone(tmp_path, variant):
+    kind, layers, changes, _, _ = VARIANTS[variant]
+    block_drafter(tmp_path, kind, layers, **changes)
+    target = CausalNetwork(tiny_llama(num_hidden_layers=4))
+    network, random = load_drafter_for_target(f"drafter:{tmp_path}", target, "tiny"), np.random.default_rng(3)
+    texts = [random.integers(5, 250, length) for length in (8, 45, 300)]
+    questions = [question(text, states(target, text)[:-1], (0.5,) * 4) for text in texts]
+    alone = [network.forward([each], [network.new_kv_cache()])[0] for each in questions]
+    together = network.forward(questions, [network.new_kv_cache() for _ in texts])
+    for one, other in zip(alone, together, strict=True):
+        assert torch.equal(one.logits, other.logits)
+        assert torch.equal(one.hidden_states, other.hidden_states)
+
+
+def test_confidence_is_the_chance_of_the_first_token(tmp_path):
+    _, outputs, _, last = asked(tmp_path, "DSpark")
+    predictions = outputs.predictions
+    branches = likely_paths(predictions, [11, last], Likeliest(3), "ptp")
+    starts = {branch.tokens[0]: branch.acceptance_probabilities[0] for branch in branches}
+    ids = [token for token, _ in Likeliest(3)(predictions, 0, [11, last])]
+    confidence = predictions.confidence(0, last)
+    if ids[0] in starts:
+        assert starts[ids[0]] == pytest.approx(confidence)
+    assert all(chance <= 1 - confidence + 1e-9 for token, chance in starts.items() if token != ids[0])
+    assert starts
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("dspark", {"markov_head_type": "rnn"}, "the head rnn for pairs of tokens"),
+        ("dspark", {"enable_confidence_head": False}, "an unknown weight confidence_head.proj.bias"),
+        ("dspark", {"attention_mode": "mla"}, "attention of the kind mla"),
+        ("dflash2", {"conv_group_size": 5}, "groups of 5 do not divide 32"),
+        ("dflash2", {"selector_rank": 7}, r"weight is \(6, 32\), but must be \(7, 32\)"),
+        ("dflash2", {"conv_kernel_size": None}, "conv_kernel_size is None"),
+        ("dflash", {"attention_sink_bias": True}, "attention sinks"),
+        ("dflash", {"projector_type": "domino"}, "no drafter that Saltus knows"),
+    ],
+)
+def test_what_is_not_computed_is_refused_in_a_line(tmp_path, kind, changes, said):
+    block_drafter(tmp_path, kind, **{name: value for name, value in changes.items() if name == "projector_type"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["dflash_config"] |= changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    target = CausalNetwork(tiny_llama(num_hidden_layers=4))
+    with pytest.raises(ValueError, match=said) as error:
+        load_drafter_for_target(f"drafter:{tmp_path}", target, "tiny")
+    assert "\n" not in str(error.value)

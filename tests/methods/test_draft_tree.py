@@ -1,0 +1,30 @@
+"""Trees of drafts that are predicted at once hold the likeliest paths, whatever their size."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from saltus.methods.shared.draft_tree import Likeliest, PositionPredictions, grown_nodes, likely_paths, likely_tokens
+
+
+@pytest.mark.parametrize("max_nodes", [12, 40])
+def test_a_tree_holds_the_paths_with_the_greatest_products_of_probabilities(max_nodes):
+    random = np.random.default_rng(1)
+    predictions = PositionPredictions([likely_tokens(row) for row in random.normal(size=(3, 9)).astype(np.float32)])
+    choose, found = Likeliest(4), {}
+    nodes = grown_nodes(predictions, [1, 2], choose, max_nodes)
+    for parent, token, chance in nodes:
+        path, reached = next(((key, value[1]) for key, value in found.items() if value[0] == parent), ((), 1.0))
+        found[(*path, token)] = len(found), reached * chance
+    offered = [choose(predictions, position, ()) for position in range(3)]
+    every = {
+        tuple(token for token, _ in path): float(np.prod([chance for _, chance in path]))
+        for depth in (1, 2, 3)
+        for path in product(*offered[:depth])
+    }
+    likeliest = sorted(every, key=lambda path: -every[path])[:max_nodes]
+    least = 0.01 * 12 / max_nodes
+    assert set(found) == {path for path in likeliest if every[path] >= least}
+    branches = likely_paths(predictions, [1, 2], choose, "ptp", max_nodes)
+    assert {tuple(b.tokens[:n]) for b in branches for n in range(1, len(b.tokens) + 1)} == set(found)
