@@ -9,8 +9,10 @@ from typing import Any
 from saltus.engine.prompts import read_prompts_file
 
 
-def add_prompt_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompts", type=Path, required=True, help='JSON lines with "prompt", "messages" or "turns"')
+def add_prompt_options(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    parser.add_argument(
+        "--prompts", type=Path, required=required, help='JSON lines with "prompt", "messages" or "turns"'
+    )
     parser.add_argument("--every", type=int, default=1, help="take every n-th prompt")
     parser.add_argument("--model", default="smollm2-135m")
 

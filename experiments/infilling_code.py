@@ -3,9 +3,10 @@
     python experiments/infilling_code.py --tasks HumanEval-SingleLineInfilling.jsonl.gz --model my-code --out code
 
 Tasks are of Bavarian et al. (2022). A program passes if its tests do, in a confined process; each task is tried once a
-seed; a model without blanks, such as an XLNet, is given the line's length in tokens. Beside it: a causal model that
-continues the left side (`--causal`), and a line that is left empty, since some programs pass without theirs. Of long
-programs the nearest `--context` tokens are read, a third of them after the hole.
+seed. A model without blanks, such as an XLNet, is given the line's length in tokens, and any model with
+`--length-given`, as in the published evaluation. Beside it: a causal model that continues the left side (`--causal`),
+and a line that is left empty, since some programs pass without theirs. Of long programs the nearest `--context` tokens
+are read, a third of them after the hole.
 """
 
 import argparse
@@ -57,19 +58,18 @@ def trimmed(engine: saltus.Engine, text: str, tokens: int, right: bool = False) 
     return "".join(kept if right else kept[::-1])
 
 
-def infilled(
-    engine: saltus.Engine, method: str, rows: list[dict], seed: int, temperature: float, context: int
-) -> Answers:
+def infilled(engine: saltus.Engine, method: str, rows: list[dict], seed: int, given: argparse.Namespace) -> Answers:
     """Each task's line: the first of what fills the hole. A line end after it is given; the model ends the hole."""
-    found = Answers([])
+    found, context = Answers([]), given.context
+    knows_length = given.length_given or engine.network.blank_token is None
     for row in track(rows, f"{method}, seed {seed}"):
         before = trimmed(engine, row["prompt"], context * 2 // 3)
         after = "\n" + trimmed(engine, row["suffix"], context // 3, right=True)
         line = row["canonical_solution"].rstrip("\n")
-        fixed = None if engine.network.blank_token is not None else max(num_tokens(engine, line), 1)
+        fixed = max(num_tokens(engine, line), 1) if knows_length else None
         began = time.perf_counter()
         template = InfillTemplate((before, after), (fixed,))
-        one = engine.infill(template, method=method, open_tokens=OPEN, seed=seed, temperature=temperature)
+        one = engine.infill(template, method=method, open_tokens=OPEN, seed=seed, temperature=given.temperature)
         found.seconds += time.perf_counter() - began
         found.lines.append(one.fillings[0].partition("\n")[0])
         found.tokens += one.statistics.tokens
@@ -102,7 +102,7 @@ def passed(rows: list[dict], lines: list[str]) -> list[bool]:
 def ways(given: argparse.Namespace, rows: list[dict]) -> Iterator[tuple[str, Callable[[int], Answers]]]:
     engine = saltus.load(given.model, "assd", tuned_settings=False)
     for method in ("assd", "plain"):
-        yield method, lambda seed, method=method: infilled(engine, method, rows, seed, given.temperature, given.context)
+        yield method, lambda seed, method=method: infilled(engine, method, rows, seed, given)
     if given.causal:
         other = saltus.load(given.causal, "plain", tuned_settings=False)
         yield "left to right", lambda seed: continued(other, rows, seed, given.temperature, given.context)
@@ -115,6 +115,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="an any-subset model of code")
     parser.add_argument("--causal", help="a causal model, to compare with")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--length-given", action="store_true", help="tell the model how many tokens the line has")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--limit", type=int, help="tasks, evenly spread; all otherwise")

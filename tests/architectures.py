@@ -12,6 +12,10 @@ VOCAB = 96
 LLAMA_LIKE = {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6, "num_key_value_heads": 2}
 WINDOW = {"sliding_window": 12}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+DEEPSEEK_EXPERTS = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 40,
+    "n_shared_experts": 1,
+}  # fmt: skip
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"]}
 
 SHARED_KEYS = {  # the last two layers attend to the keys of the first two
@@ -115,6 +119,26 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
         "embedding_multiplier": 3.0, "logits_scaling": 2.0, "attention_multiplier": 0.2,
     },
     "Olmoe": {**LLAMA_LIKE, "num_experts": 4, "num_experts_per_tok": 2},
+    "Dots1": {
+        **LLAMA_LIKE, **WINDOW, **ALTERNATING, **DEEPSEEK_EXPERTS, "head_dim": 16, "first_k_dense_replace": 1,
+    },
+    "ExaoneMoe": {
+        **LLAMA_LIKE, **WINDOW, **ALTERNATING, **EXPERTS, "head_dim": 16, "mlp_layer_types": ["dense", "sparse"],
+    },
+    "MiniMaxM2": {
+        **LLAMA_LIKE, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "Ernie4_5_Moe": {
+        **LLAMA_LIKE, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 40, "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1, "use_bias": True,
+    },
+    "HunYuanDenseV1": {
+        **LLAMA_LIKE, "head_dim": 16,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0},
+    },
+    "HunYuanMoEV1": {**LLAMA_LIKE, "head_dim": 16, "num_experts": 4, "moe_topk": [1, 2]},
+    "Helium": {**LLAMA_LIKE, "head_dim": 8},
 }  # fmt: skip
 
 MIXERS = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
@@ -125,6 +149,9 @@ DELTA_RULE = {
 SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 40, "initializer_range": 0.06}
 MAMBA = {
     **LLAMA_LIKE, "mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_d_head": 16, "mamba_expand": 2,
+}  # fmt: skip
+NEMOTRON = {
+    **LLAMA_LIKE, "head_dim": 16, "mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 10,
 }  # fmt: skip
 RECURRENT: dict[str, dict] = {  # on our kernels alone
     "Lfm2": {**LLAMA_LIKE, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
@@ -146,6 +173,19 @@ RECURRENT: dict[str, dict] = {  # on our kernels alone
         **MAMBA, **MIXERS, "num_local_experts": 0, "shared_intermediate_size": 40, "position_embedding_type": "rope",
     },
     "Mamba2": {"hidden_size": 48, "num_heads": 6, "head_dim": 16, "state_size": 10, "n_groups": 2},
+    "NemotronH": {
+        **NEMOTRON, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
+        "use_bias": True,
+    },
+    "NemotronH with experts": {
+        **NEMOTRON, **DEEPSEEK_EXPERTS, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "moe_shared_expert_intermediate_size": 40, "routed_scaling_factor": 2.5,
+    },
+    "Bamba": {**MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1], "head_dim": 16},
+    "Lfm2Moe": {
+        **LLAMA_LIKE, **EXPERTS, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1, "routed_scaling_factor": 1.5,
+    },
 }  # fmt: skip
 ARCHITECTURES |= RECURRENT
 GEMMA4_EXPERTS = {
@@ -153,13 +193,18 @@ GEMMA4_EXPERTS = {
     "hidden_size_per_layer_input": 0,
 }  # fmt: skip
 
+WITH_FLOAT32_ROUTERS = [  # as Transformers loads them in bfloat16
+    "DeepseekV2", "DeepseekV3", "Glm4Moe", "Glm4MoeLite", "Dots1", "ExaoneMoe", "Ernie4_5_Moe",
+    "NemotronH with experts",
+]  # fmt: skip
 TEXT_PARTS = {"Gemma3", "Gemma3n", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe"}  # of models of pictures and text
 
 DESCRIBED = [  # by a file of saltus.models.architectures
     "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3", "Gemma4", "Phi3", "Granite", "Glm4", "Cohere",
     "Cohere2", "Olmo2", "Olmo3", "SmolLM3", "Starcoder2", "Arcee", "Ernie4_5", "Exaone4", "Ministral", "Ministral3",
     "SeedOss", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Glm4Moe", "GraniteMoe", "GptOss",
-    "DeepseekV2", "DeepseekV3", "Glm4MoeLite",
+    "DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Llama4", "Dots1", "ExaoneMoe", "MiniMaxM2", "Ernie4_5_Moe",
+    "HunYuanDenseV1", "HunYuanMoEV1", "Helium",
     *RECURRENT,
 ]  # fmt: skip
 
@@ -172,6 +217,7 @@ ONE_PER_FEATURE = [  # of attention, and of what is computed around it
     "GPT2", "GPTNeoX",  # learned positions; a part of each head is rotated
     "GPTBigCode", "DeepseekV3",  # one key head; short values
     "Qwen2Moe", "Qwen3Moe", "Glm4Moe",  # experts, with a shared one; in some layers; by groups
+    "HunYuanDenseV1", "MiniMaxM2",  # norms of rotated heads; of all heads, and experts by sigmoids and a bias
     *RECURRENT,
 ]  # fmt: skip
 
@@ -185,7 +231,11 @@ def tiny(name: str, seed: int = 0, **changes) -> PreTrainedModel:
     settings = common | ARCHITECTURES.get(name, {}) | changes
     config: PretrainedConfig = getattr(transformers, configuration(name))(**settings)
     set_seed(seed)
-    return model_class(name)(config).eval()
+    model = model_class(name)(config).eval()
+    for path, values in (*model.named_parameters(), *model.named_buffers()):
+        if path.endswith(("correction_bias", "expert_bias")):  # zeros otherwise
+            torch.nn.init.uniform_(values, -0.3, 0.3)
+    return model
 
 
 def configuration(name: str) -> str:

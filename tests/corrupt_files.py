@@ -1,7 +1,8 @@
 """Corrupt a tiny GGUF file and model folders in seeded ways, and load and use what comes out, in a process of its own.
 
-`python corrupt_files.py FOLDER KIND FIRST STOP` takes the cases FIRST to STOP of a kind (gguf or folder) from what
-`write_originals` put into FOLDER. It prints a JSON line for each. A case that hangs or fills memory ends the process.
+`python corrupt_files.py FOLDER KIND FIRST STOP` takes the cases FIRST to STOP of a kind (gguf, folder, configuration,
+quantised or metadata) from the originals in FOLDER; of the last three they are made there. It prints a JSON line for
+each. A case that hangs or fills memory ends the process.
 """
 
 from __future__ import annotations
@@ -246,15 +247,16 @@ def outcome(load: Any) -> dict[str, Any]:
 
 def run_cases(originals: Path, kind: str, numbers: range) -> None:
     import saltus
+    from corrupt_configurations import architecture_folder, corrupt_copy, corrupt_metadata
     from saltus.loading import gguf_files, sources
 
     work = originals / f"work-{kind}-{numbers.start}"
     for module in (sources, gguf_files):
         module.cache_folder = lambda: work / "cache"
-    parts = read_parts(originals / "tiny.gguf")
+    parts = read_parts(originals / "tiny.gguf") if kind == "gguf" else ([], [])
     models = sorted(file.name for file in originals.glob("model-*"))
     drafters = sorted(file.name for file in originals.glob("drafter-*"))
-    target = originals / models[0]
+    target = originals / models[0] if models else architecture_folder(originals, "Llama")
     use(saltus.load(str(target), "lookup", device="cpu"))
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
@@ -267,6 +269,12 @@ def run_cases(originals: Path, kind: str, numbers: range) -> None:
         if kind == "gguf":
             path, what = work / f"{number}.gguf", ""
             path.write_bytes(corrupt_gguf(parts, choice))
+        elif kind == "metadata":
+            path = work / f"{number}.gguf"
+            content, what = corrupt_metadata(originals, choice)
+            path.write_bytes(content)
+        elif kind in ("configuration", "quantised"):
+            path, what = corrupt_copy(originals, work, kind, choice)
         else:
             path = work / choice.choice([*models, *drafters])
             shutil.copytree(originals / path.name, path)

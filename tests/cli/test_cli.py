@@ -359,7 +359,8 @@ def test_check_finds_no_flip_where_texts_are_equal(folder, tmp_path):
     file = lines(tmp_path / "three.jsonl", {"prompt": PROMPT}, {"turns": ["the dog", "the log"]}, {"prompt": "a"})
     inputs = ["check", "-m", folder, "-f", file, "--limit", 2, "-n", 16, "--method", "jacobi+lookup", "--json"]
     told = json.loads(saltus_(*inputs, "-t", 0.8, "--seed", 2).stdout)
-    assert list(told) == ["prompts", "identical", "flips", "tokens_per_call", "speedup"]
+    assert [verdict["check"] for verdict in told["verdicts"]] == ["texts", "tokens per call", "speed-up"]
+    assert (told["findings"], told["method"]) == (0, "jacobi+lookup")
     assert (told["prompts"], told["identical"], told["flips"]) == (2, 2, [])
     assert 1 <= told["tokens_per_call"] <= 16
     assert told["speedup"] > 0

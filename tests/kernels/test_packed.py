@@ -16,6 +16,7 @@ from saltus.kernels.packed_weight import (
     PackedWeight,
     dequantize_blocks,
     describe_weights,
+    kernel_arguments,
     packed_bytes,
 )
 
@@ -123,6 +124,48 @@ def test_the_matrices_of_a_stack_follow_one_another(format, arithmetic):
             assert same_bits(F.linear(x, matrix), F.linear(x, alone))
     with pytest.raises(IndexError):
         parameter[3]
+
+
+@needs_kernels
+@pytest.mark.parametrize("format", [Q.Q4_0, Q.Q6_K, Q.MXFP4], ids=lambda format: format.name)
+@pytest.mark.parametrize("arithmetic", ["bf16", "int8"])
+def test_stacks_and_concatenated_outputs_stay_packed(format, arithmetic):
+    blocks = random_blocks(format, 4 * 32, 256).view(4, 32, -1)
+    one, two, three, four = (PackedWeight.from_blocks(each, format, arithmetic) for each in blocks)
+    stacks = [torch.stack([one, two]), torch.stack([three, four])]
+    for made, of in (
+        (stacks[0], blocks[:2]), (torch.cat(stacks, dim=1), torch.cat([blocks[:2], blocks[2:]], 1)),
+        (torch.cat([one, two]), blocks[:2].flatten(0, 1)),
+    ):  # fmt: skip
+        expected = PackedWeight.from_blocks(of.contiguous(), format, arithmetic)
+        assert isinstance(made, PackedWeight)
+        assert made.shape == expected.shape
+        assert torch.equal(made.rows, expected.rows)
+    whole = torch.cat([dequantize_blocks(each, format) for each in blocks[:2]], 1)
+    assert same_bits(torch.cat([one, two], dim=1), whole), "expanded, since rows end elsewhere"
+
+
+@needs_kernels
+def test_a_flipped_stack_is_the_transposed_matrices_of_the_same_blocks():
+    stack = PackedWeight.from_blocks(random_blocks(Q.MXFP4, 3 * 32, 64).view(3, 32, -1), Q.MXFP4, "int8")
+    flipped, plain = stack.flipped(), stack.dequantize()
+    assert flipped.shape == (3, 64, 32)
+    assert same_bits(flipped.float().bfloat16(), plain.mT)
+    assert torch.equal(flipped[1] + 0, plain[1].T)
+    assert torch.equal(flipped.flipped().rows, stack.rows)
+    with pytest.raises(AssertionError, match="kernels read"):
+        kernel_arguments(flipped)
+
+
+@needs_kernels
+def test_views_of_a_packed_weight_are_had_in_inference_mode():
+    stack = PackedWeight.from_blocks(random_blocks(Q.Q8_0, 3 * 32, 64).view(3, 32, -1), Q.Q8_0, "int8")
+    plain = stack.dequantize()
+    with torch.inference_mode():
+        assert isinstance(stack[1], PackedWeight)
+        assert torch.equal(stack.transpose(1, 2) + 0, plain.mT)
+        assert torch.equal(stack[:, :5] + 0, plain[:, :5])
+        assert torch.equal(stack.detach() + 0, plain)
 
 
 @needs_kernels

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from reference_eagle import published_head
 from test_dflash import dflash_model, published_folder
-from test_eagle3 import published_head
 from test_gguf import folder_with_its_file, gguf
 from transformers import LlamaForCausalLM
 
@@ -65,13 +65,21 @@ def check(originals: Path, kind: str, numbers: range) -> None:
     assert {record["is"] for record in found} == {"used", "refused"}, "some of each"
 
 
-@pytest.mark.parametrize(("kind", "count"), [("gguf", 40), ("folder", 20)])
+@pytest.mark.parametrize(
+    ("kind", "count"), [("gguf", 40), ("folder", 20), ("configuration", 12), ("quantised", 10), ("metadata", 10)]
+)
 def test_a_corrupt_file_is_refused_in_a_line_or_can_be_used(kind, count, originals):
     check(originals, kind, range(count))
 
 
 @pytest.mark.external
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "first", "end"), [("gguf", 40, 270), ("gguf", 270, 500), ("folder", 20, 100)])
+@pytest.mark.parametrize(
+    ("kind", "first", "end"),
+    [
+        ("gguf", 40, 270), ("gguf", 270, 500), ("folder", 20, 100), ("configuration", 12, 200),
+        ("configuration", 200, 400), ("configuration", 400, 600), ("quantised", 10, 200), ("metadata", 10, 200),
+    ],
+)  # fmt: skip
 def test_hundreds_of_corrupt_files_are_refused_in_a_line_or_can_be_used(kind, first, end, originals):
     check(originals, kind, range(first, end))

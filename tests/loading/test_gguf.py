@@ -34,8 +34,8 @@ from saltus.loading.gguf_tokenizers import make_tokenizer
 from saltus.loading.model_identity import model_fingerprint
 from saltus.loading.sources import resolve
 from saltus.methods.ptp.network import DrafterShape
-from saltus.methods.published.dflash import DFlashShape
-from saltus.methods.published.eagle3 import Eagle3Shape
+from saltus.methods.published.dflash_model import DFlashShape
+from saltus.methods.published.eagle_model import EagleShape
 from saltus.models.causal import CausalNetwork
 from saltus.models.gguf_architecture import LLAMA_TENSORS
 from saltus.models.packed_decoder import PackedDecoder
@@ -417,7 +417,7 @@ def test_a_gguf_file_whose_heads_cannot_share_keys_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "shape", [DrafterShape(64, 64), DFlashShape(64, 64, (1,), 0), Eagle3Shape(64, 64, (1,), 4, 2, 16)]
+    "shape", [DrafterShape(64, 64), DFlashShape(64, 64, (1,), 0), EagleShape(64, 64, (1,), 4, 2, 16)]
 )
 def test_drafters_whose_heads_cannot_share_keys_are_refused(shape):
     for changes in ({"heads": 4, "kv_heads": 8}, {"kv_heads": 0}, {"heads": -9}, {"hidden": 1 << 40}):

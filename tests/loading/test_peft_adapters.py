@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import saltus
+from quantised_models import CASES, write_quantised
 
 peft = pytest.importorskip("peft")
 
@@ -45,6 +46,19 @@ def test_the_weights_are_those_that_peft_merges(tiny_folder, tmp_path, kind):
     text = engine.generate("the cat sat", raw=True, max_new_tokens=12)
     assert text.tokens == engine.generate("the cat sat", raw=True, max_new_tokens=12, method="plain").tokens
     assert text.tokens != base.generate("the cat sat", raw=True, max_new_tokens=12).tokens
+
+
+def test_an_adapter_is_merged_into_quantised_weights_as_numbers(tiny_folder, tmp_path):
+    folder, meant, out = (tmp_path / name for name in ("quantised", "meant", "adapter"))
+    shutil.copytree(tiny_folder(dtype=torch.bfloat16, hidden_size=64, intermediate_size=96), folder)
+    settings, writer, _ = CASES["gptq"]
+    write_quantised(folder, settings, writer, meant)
+    merged = adapter(meant, out, **KINDS["plain"]).bfloat16()
+    file = out / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(folder)}))
+    engine = saltus.load(str(out), "lookup", adaptive=False, device="cpu")
+    for (name, ours), theirs in zip(engine.model.named_parameters(), merged.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=0.01, atol=0.01), name
 
 
 def test_a_tokenizer_beside_the_adapter_is_its_own(tiny_folder, tmp_path):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference_eagle import published_head
 from safetensors.torch import load_file, save_file
 from test_dflash import published_folder
-from test_eagle3 import published_head
 from transformers import LlamaForCausalLM
 
 import saltus
@@ -57,8 +57,8 @@ def test_a_configuration_of_more_than_the_files_hold_is_refused(changes, said, f
     ("settings", "said"),
     [
         ({"quantization": {"group_size": 64, "bits": 4}}, "weights quantised by MLX, which do not load here"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "weights quantised by GPTQ, which do not load"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "weights quantised by AWQ, which do not load"),
+        ({"quantization_config": {"quant_method": "vptq"}}, "weights quantised by VPTQ, which do not load"),
+        ({"quantization_config": {"quant_method": "quip", "bits": 4}}, "weights quantised by QUIP, which do not load"),
     ],
 )
 def test_weights_that_other_programs_quantised_are_called_so(settings, said, folder):

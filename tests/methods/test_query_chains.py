@@ -108,6 +108,21 @@ def test_an_adapter_drafts_under_any_coupling_and_is_told_uniforms_under_its_own
     assert len(steps) < (8 if informed and form == "one-hot" else 24)
 
 
+@one_and_two_calls
+def test_independent_prediction_drafts_its_picks_or_its_likeliest_tokens(calls):
+    """Both write the text; what they draft differs where the uniforms pick other tokens than the likeliest."""
+    sampling, drafted = BY_UNIFORM, {}
+    target = learned("independent", sampling)
+    for argmax in (False, True):
+        steps: list = []
+        texts = [seat(24, steps, calls=calls, form="independent", argmax=argmax)]
+        for _ in run_batch(texts, {"target": target}):
+            pass
+        assert [int(token) for step in steps for token in step.tokens] == write(target)
+        drafted[argmax] = [step.inputs.tokens for step in steps]
+    assert drafted[False] != drafted[True]
+
+
 # Forward
 
 
@@ -518,6 +533,8 @@ def test_several_drafts_where_they_mean_nothing_are_refused():
 def test_what_cannot_be_exact_is_refused():
     with pytest.raises(ValueError, match="needs drafts sampled from distributions"):
         two_call_drafter(Noise(0), Sampling(), reject, "one-hot")
+    with pytest.raises(ValueError, match="needs drafts sampled from distributions"):
+        two_call_drafter(Noise(0), Sampling(), reject, "independent", argmax=True)
     with pytest.raises(ValueError, match="need fresh uniforms"):
         two_call_drafter(Noise(0), Sampling(), match, drafts=2)
 

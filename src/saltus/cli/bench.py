@@ -60,6 +60,7 @@ def run(
     ] = None,
     option: o.Options = None,
     max_draft_tokens: o.MaxDraftTokens = None,
+    ngram_corpus: o.NgramCorpus = None,
     adaptive: o.Adaptive = True,
     rule: o.Rule = "match",
     suite: Annotated[
@@ -164,7 +165,7 @@ def run(
         model, _joined([name for name in names if name != AUTO]), parse_method_options(option or (), _joined(names)),
         dtype=dtype, device=device, weights=weights, arithmetic=arithmetic,
         chat_template=chat_template, rule=rule, max_draft_tokens=max_draft_tokens, adaptive=adaptive,
-        tuned_settings=False,
+        ngram_corpus=ngram_corpus or (), tuned_settings=False,
     )  # fmt: skip
     systems = _systems_under_test(engine, names, baselines, assistant, endpoint or ())
     sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "coupling": coupling}
@@ -182,6 +183,8 @@ def run(
         "raw": raw,
         "options": option or [],
     }
+    if ngram_corpus:
+        settings["ngram_corpus"] = list(map(str, ngram_corpus))
     if chat_template is not None:
         settings["chat_template"] = chat_template
     if AUTO in names:

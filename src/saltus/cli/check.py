@@ -1,14 +1,14 @@
-"""Compare a method with plain decoding, prompt by prompt: same text, and how much faster?"""
+"""Does speculation change the text? A method against plain decoding, or a server with and without speculation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from saltus.cli import options as o
-from saltus.engine.prompts import Prompt, read_prompts
+from saltus.cli.check_server import ServerOptions
 
 DEFAULT_PROMPTS = (
     "Repeat the following sentence three times: The quick brown fox jumps over the lazy dog.",
@@ -17,11 +17,13 @@ DEFAULT_PROMPTS = (
     "reasons why peple like too live in the contry.",
     "Tell me a short story about a lighthouse keeper and a whale.",
 )
+MODEL_TOKENS, SERVER_TOKENS = 64, 48
 
 
 @o.with_options(omit=("rule", "min_p", "repetition_penalty"))
 def check(
     *,
+    server_options: ServerOptions,
     prompts: o.Prompts = None,
     limit: o.Limit = None,
     model_options: o.ModelOptions,
@@ -34,15 +36,40 @@ def check(
             rich_help_panel=o.METHOD_PANEL,
         ),
     ] = True,
-    max_new_tokens: o.MaxNewTokens = 64,
+    max_new_tokens: Annotated[
+        int | None,
+        o.in_panel(
+            o.LENGTH_PANEL,
+            "--max-new-tokens",
+            "-n",
+            metavar="N",
+            min=1,
+            help="New tokens of an answer, at most."
+            f" [dim]\\[default: {MODEL_TOKENS}; of a server {SERVER_TOKENS}][/dim]",
+        ),
+    ] = None,
     sampling_options: o.SamplingOptions,
+    out: Annotated[
+        Path | None,
+        o.in_panel(o.OUTPUT_PANEL, "--out", metavar="DIR", help="Write page.html, report.md and report.json there."),
+    ] = None,
     json: o.Json = False,
 ) -> None:
-    """Answer prompts with a method and with plain decoding, and compare.
+    """Does speculation change what users get? Of a server, or of a model in Python.
 
-    [dim]Exit code 0: every text is the same. 1: some differ.[/dim]
+    [dim]Exit code 0: no. 1: it does. 2: the check could not be made.[/dim]
 
-    [bold]Examples[/bold]
+    [bold]A server[/bold] of OpenAI's protocol (vLLM, SGLang, llama.cpp, TensorRT-LLM,
+    Ollama, Saltus) gets the same requests with and without speculation. What
+    differs is compared with what differs when a request is repeated.
+
+        saltus check --server http://localhost:8000 --against http://localhost:8001
+
+        saltus check --server http://localhost:8000 --off '{"speculative": false}'
+
+        saltus check --server URL --against URL --suite gsm8k --tasks 200 --out run
+
+    [bold]A model in Python[/bold]: a method against plain decoding, prompt by prompt.
 
         saltus check --method jacobi+lookup
 
@@ -50,55 +77,63 @@ def check(
 
         saltus check --no-batch-invariant --dtype bfloat16
 
-    [bold]A flip[/bold] is where a text first differs: the prompt (counted from 0), the
-    position of the new token (from 0, over all turns of the prompt), and the gap
-    between the logits of the two tokens under plain decoding.
-
-    [bold]The speed-up[/bold] is relative to plain decoding in the same run, prompt by
-    prompt in turn, after a warm-up, prefill included.
+    A flip is where a text first differs: the position of the new token (from 0,
+    over all turns of the prompt), and the gap between the logits of the two
+    tokens under plain decoding. The speed-up is relative to plain decoding in
+    the same run, prompt by prompt in turn, after a warm-up, prefill included.
     """
+    from saltus.cli.check_report import finish
+
+    if server_options.server is not None:
+        from saltus.cli.check_server import check_server
+
+        _refuse_engine_options(model_options, method_options, sampling_options, batch_invariant)
+        name = "" if model_options.model == o.DEFAULT_MODEL else model_options.model
+        tokens = max_new_tokens or SERVER_TOKENS
+        report = check_server(server_options, name, prompts, limit, tokens, sampling_options.seed)
+    else:
+        if server_options != ServerOptions(api_key=server_options.api_key):
+            raise ValueError("options of servers need a server; give --server URL")
+        settings = {"batch_invariant": batch_invariant, "max_new_tokens": max_new_tokens or MODEL_TOKENS}
+        report = _check_model(prompts, limit, model_options, method_options, sampling_options, settings)
+    finish(report, json, out)
+
+
+def _refuse_engine_options(
+    model: o.ModelOptions, method: o.MethodOptions, sampling: o.SamplingOptions, batch_invariant: bool
+) -> None:
+    """Raise ValueError for options that a server would not get."""
+    own = o.ModelOptions(model=model.model), o.MethodOptions(), o.SamplingOptions(seed=sampling.seed)
+    if (model, method, sampling) != own or not batch_invariant:
+        raise ValueError(
+            "with --server only --model, --seed and --max-new-tokens apply: how the server loads, drafts and samples is"
+            " its own affair; leave the others out"
+        )
+
+
+def _check_model(
+    prompts: Path | None,
+    limit: int | None,
+    models: o.ModelOptions,
+    methods: o.MethodOptions,
+    sampling_options: o.SamplingOptions,
+    settings: dict[str, Any],
+) -> dict[str, Any]:
+    """The report on a method."""
+    from saltus.engine.prompts import Prompt, read_prompts
+
     inputs = read_prompts((), prompts, limit) if prompts else [Prompt((each,)) for each in DEFAULT_PROMPTS][:limit]
     from saltus.cli.open_engine import open_with_options
 
-    engine, sampling = open_with_options(model_options, method_options, sampling_options, exact=batch_invariant)
+    exact = settings.pop("batch_invariant")
+    engine, sampling = open_with_options(models, methods, sampling_options, exact=exact)
     from saltus.cli.progress import progress_bar
     from saltus.engine.comparison import compare_with_plain
+    from saltus.evaluation.audit.audit_run import make_report
+    from saltus.evaluation.audit.method_verdicts import method_verdicts
 
-    settings = {**sampling, "max_new_tokens": max_new_tokens}
+    settings |= sampling
     with progress_bar(len(inputs), "comparing") as advance:
         result = compare_with_plain(engine, inputs, engine.method, settings, advance)
-    if json:
-        from saltus.cli.report import print_json
-
-        print_json(result)
-    else:
-        _show(result, inputs, engine.method)
-    if result["flips"]:
-        raise typer.Exit(1)
-
-
-def _show(result: Mapping[str, Any], inputs: list[Prompt], method: str) -> None:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    from saltus.cli.coloured_text import terminal
-
-    console = terminal(soft_wrap=False)
-    same = result["identical"] == result["prompts"]
-    console.print(Text(f"{method} against plain decoding", "bold"))
-    table = Table.grid(padding=(0, 3))
-    table.add_row("  same text", Text(f"{result['identical']} of {result['prompts']}", "green" if same else "red"))
-    table.add_row("  tokens per call", f"{result['tokens_per_call']:.2f}")
-    table.add_row("  speed-up", f"{result['speedup']:.2f} × (same run, prefill included)")
-    console.print(table)
-    if result["flips"]:
-        flips = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
-        for name in ("prompt", "position", "logit gap"):
-            flips.add_column(name, justify="right")
-        flips.add_column("which begins", no_wrap=True, overflow="ellipsis")
-        for flip in result["flips"]:
-            opening = " ".join(inputs[flip["prompt"]].preview.split())
-            flips.add_row(str(flip["prompt"]), str(flip["position"]), f"{flip['logit_gap']:.4g}", Text(opening))
-        console.print()
-        console.print(flips)
+    facts = {"model": engine.target.name, "method": engine.method, "settings": settings, **result}
+    return make_report(method_verdicts(result, [prompt.preview for prompt in inputs]), facts)

@@ -44,8 +44,8 @@ def export(
     from saltus.cli.answers import print_note
     from saltus.cli.open_engine import open_engine
     from saltus.loading.metadata import read_metadata
-    from saltus.methods.published.dflash import DFLASH
     from saltus.methods.published.dflash_files import FORMATS, load_dflash, save_dflash
+    from saltus.methods.published.dflash_model import DFLASH
 
     if to not in FORMATS:
         raise ValueError(f"--to {to}: there are {', '.join(FORMATS)}")

@@ -13,7 +13,7 @@ from saltus.cli import options as o
 AUTO = "auto"  # stories or code, which come with the package
 
 
-@o.with_options(omit=("chat_template", "draft_model", "num_draft_tokens"), model=AUTO)
+@o.with_options(omit=("chat_template", "draft_model", "num_draft_tokens", "ngram_corpus"), model=AUTO)
 def infill(
     *,
     text: Annotated[

@@ -29,9 +29,13 @@ def open_with_options(
     chosen = dataclasses.asdict(sampling)
     validate_settings(method, options, methods.rule, chat_template=models.chat_template, **chosen)
     loading = {
-        **dataclasses.asdict(models), "rule": methods.rule, "max_draft_tokens": methods.max_draft_tokens, **settings
+        **dataclasses.asdict(models), "rule": methods.rule, "max_draft_tokens": methods.max_draft_tokens,
+        "ngram_corpus": methods.ngram_corpus or (), **settings
     }  # fmt: skip
-    return open_engine(method=method, options=options, **loading), chosen
+    engine = open_engine(method=method, options=options, **loading)
+    if methods.ngram_corpus and "lookup" not in engine.method.split("+"):
+        raise ValueError(f"--ngram-corpus is for lookup, but the method is {engine.method}; take --method lookup")
+    return engine, chosen
 
 
 def open_engine(
@@ -52,11 +56,13 @@ def open_engine(
     with progress_bars() if live else nullcontext(no_progress) as show:
         for name in (model, *conflicting):
             resolve(name, progress=show)
-    with _temporary_note(f"loading {model}") if live else nullcontext():
+    note = _temporary_note(f"loading {model}") if live else nullcontext()
+    shown = progress_bars() if live and settings.get("ngram_corpus") else nullcontext(no_progress)
+    with note, shown as show:
         _silence_transformers()
         from saltus.engine.engine import load
 
-        engine = load(model, method, options=chosen, progress=no_progress, **settings)
+        engine = load(model, method, options=chosen, progress=show, **settings)
     if (weights := settings.get("weights", "file")) not in ("file", "bf16"):
         print_note(f"weights packed as {weights}: another model than {model}, with other texts")
     return engine

@@ -121,6 +121,15 @@ MaxDraftTokens = Annotated[
         " [i]saltus bench --no-adaptive[/i], 16.",
     ),
 ]
+NgramCorpus = Annotated[
+    list[Path] | None,
+    in_panel(
+        METHOD_PANEL,
+        "--ngram-corpus",
+        metavar="FILE|FOLDER",
+        help="Texts that lookup also copies from, such as a code base or documentation; may be repeated.",
+    ),
+]
 Adaptive = Annotated[
     bool,
     in_panel(
@@ -247,6 +256,7 @@ class MethodOptions:
     draft_model: DraftModel = None
     num_draft_tokens: NumDraftTokens = None
     max_draft_tokens: MaxDraftTokens = None
+    ngram_corpus: NgramCorpus = None
     rule: Rule = "match"
 
 

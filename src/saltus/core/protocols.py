@@ -73,6 +73,13 @@ class UsesMemory(Protocol):
 
 
 @runtime_checkable
+class UsesCorpus(Protocol):
+    """A drafter that can copy from a corpus of other texts, which many texts share."""
+
+    corpus: Any  # an NgramCorpus, or None; set before the first step
+
+
+@runtime_checkable
 class Network(Protocol):
     """Evaluates forward passes, several texts in one call. A KV cache belongs to one text and one network."""
 

@@ -15,7 +15,7 @@ from saltus.core.forward import ForwardInputs
 from saltus.kernels.packed_weight import ARITHMETICS, Arithmetic, uses_integers
 from saltus.loading.byte_tokenizers import evabyte_tokenizer
 from saltus.loading.evabyte_files import is_evabyte, load_evabyte
-from saltus.loading.fetching import first_line
+from saltus.loading.fetching import SourceError, first_line
 from saltus.loading.gguf_weights import load_gguf_model
 from saltus.loading.huge_pages import place_in_huge_pages
 from saltus.loading.metadata import ADAPTER_CONFIG_FILE, METADATA_FILE, read_metadata
@@ -29,6 +29,7 @@ from saltus.loading.model_folders import (
 from saltus.loading.packing import PACKINGS, pack_model
 from saltus.loading.peft_adapters import adapted_model, is_peft_adapter, merge_adapter
 from saltus.loading.progress import ProgressCallback
+from saltus.loading.quantised_weights import find_quantised
 from saltus.loading.sources import resolve
 from saltus.methods.assd.network import ANY_SUBSET, AnySubsetNetwork, load_pairwise_correction
 from saltus.methods.assd.xlnet import XlnetNetwork
@@ -114,7 +115,8 @@ def load_checkpoint(
             raise ValueError(
                 f"weights are packed as {weights} before an adapter is merged into them; leave out weights"
             )
-        model = load_model(name_or_path, folder, kind, device, weights, exact and peft is None, arithmetic)
+        kept = weights if peft is None else "bf16"  # nothing can be added to packed weights
+        model = load_model(name_or_path, folder, kind, device, kept, exact and peft is None, arithmetic)
         if peft is not None:
             merge_adapter(model, peft, str(adapted_model(peft)))
         place = folder if peft is None or not has_tokenizer_files(peft) else peft
@@ -173,8 +175,10 @@ def load_model(
     if is_evabyte(folder):
         model: Any = load_evabyte(folder, dtype)
     else:
-        model = _transformers_model(name, folder, dtype)
+        packed = weights == "file" and device == "cpu"
+        model = _transformers_model(name, folder, dtype, _of_packed(arithmetic) if packed else None)
     model = model.to(device).eval()
+    model.checkpoint_folder = folder  # where heads for multi-token prediction are found
     if weights in PACKINGS:
         pack_model(model, weights, folder, _of_packed(arithmetic))
     return model
@@ -185,31 +189,37 @@ def _of_packed(arithmetic: str) -> Arithmetic:
     return "bf16" if arithmetic == "bf16" else "int8"
 
 
-def _transformers_model(name: str, folder: Path, dtype: Any) -> Any:
+def _transformers_model(name: str, folder: Path, dtype: Any, arithmetic: Arithmetic | None) -> Any:
+    """The model of Transformers' class; quantised weights are packed for an `arithmetic` where they can be."""
     from transformers import AutoModelForCausalLM  # seconds to import
 
     check_number_of_weights(folder)
+    quantised = find_quantised(folder)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False,
-            **text_part(folder),
-        )  # fmt: skip
+        if quantised is not None:
+            loaded: Any = quantised.load(name, torch.bfloat16 if dtype == "auto" else dtype, arithmetic)
+        else:
+            loaded = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False,
+                **text_part(folder),
+            )  # fmt: skip
+    except SourceError:
+        raise
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
                 f"{name} needs Python code from its folder, which saltus never runs; choose a model of an architecture"
                 " that Transformers has"
             ) from error
-        if quantized := foreign_quantization(folder):
-            raise ValueError(f"{name} holds {_quantized_by(quantized)} ({first_line(error)})") from error
+        if quantised is None and (foreign := foreign_quantization(folder)):
+            raise ValueError(f"{name} holds {_quantised_by(foreign)} ({first_line(error)})") from error
         raise ValueError(
             f"{name} does not load as a causal language model ({first_line(error)}); choose one that does"
         ) from error
     model, found = loaded
-    quantized = foreign_quantization(folder)
     wrong = sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])})
-    if wrong and quantized:
-        raise ValueError(f"{name} holds {_quantized_by(quantized)}")
+    if wrong and quantised is None and (foreign := foreign_quantization(folder)):
+        raise ValueError(f"{name} holds {_quantised_by(foreign)}")
     if wrong:
         raise ValueError(
             f"{name} lacks {len(wrong)} of its weights or has them in other shapes, such as {wrong[0]};"
@@ -218,7 +228,7 @@ def _transformers_model(name: str, folder: Path, dtype: Any) -> Any:
     return model
 
 
-def _quantized_by(method: str) -> str:
+def _quantised_by(method: str) -> str:
     return f"weights quantised by {method}, which do not load here; take the original model, or a GGUF file of it"
 
 
@@ -248,10 +258,9 @@ def make_network(model: Any, name: str, exact: bool = True, max_draft_tokens: in
     why = _why_no_states(model)
     if why is None:
         with torch.inference_mode(), silence_transformers():
-            expected = model(torch.tensor([text + branch], device=model.device), use_cache=False).logits[
-                0, len(text) - 1 :
-            ]
             try:
+                whole = torch.tensor([text + branch], device=model.device)
+                expected = model(whole, use_cache=False).logits[0, len(text) - 1 :]
                 network = CausalNetwork(model, exact, FixedShapeSettings.for_max_draft_tokens(max_draft_tokens))
                 inputs = ForwardInputs(continuation(text, 3), (sibling, *branch), (-1, -1, 1))
                 kv_cache = network.new_kv_cache()

@@ -19,6 +19,7 @@ from saltus.engine.target_drafters import is_drafter_spec, load_drafter_for_targ
 from saltus.engine.tuned_settings import TunedSettings
 from saltus.loading.metadata import find_metadata
 from saltus.methods import LoadsNetwork, Method, UsesTrainedModel, make_methods, require_draft_models
+from saltus.methods.shared.ngram_corpus import NgramCorpus
 from saltus.models.protocols import TargetNetwork
 from saltus.models.resized_vocabulary import with_vocabulary_of
 
@@ -56,6 +57,7 @@ class Decoder:
     adaptive: bool = True
     batch_size: int = 16
     tuned_settings: TunedSettings | None = None  # of jacobi on this machine, by `saltus tune`
+    corpus: NgramCorpus | None = None  # that drafters may copy from
     call_cost: CallCost = field(default_factory=CallCost, repr=False)
     prefix_tree: PrefixTree = field(default_factory=PrefixTree, repr=False)
     setups: dict[str, DecodingSetup] = field(default_factory=dict, repr=False)  # by method, made at first use
@@ -103,7 +105,9 @@ class Decoder:
         made = [_for_trained_model(each) for each in make_methods(method, options)]
         require_draft_models(made)
         networks, lengths = self._load_networks(made)
-        return DecodingSetup(made, networks, self.rule, max_draft_tokens, self.adaptive, lengths, self.call_cost)
+        return DecodingSetup(
+            made, networks, self.rule, max_draft_tokens, self.adaptive, lengths, self.call_cost, self.corpus
+        )
 
     def _load_networks(self, methods: Sequence[Method]) -> tuple[dict[str, Network], dict[str, int | None]]:
         """The networks of methods by name, "target" first, and the context lengths of draft models."""

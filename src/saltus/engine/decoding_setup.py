@@ -10,12 +10,13 @@ from saltus.core.control.call_cost import CallCost
 from saltus.core.control.controller import Controller
 from saltus.core.forward import TARGET
 from saltus.core.noise import Noise
-from saltus.core.protocols import Drafter, Network, UsesHiddenStates, UsesMemory, UsesReferences
+from saltus.core.protocols import Drafter, Network, UsesCorpus, UsesHiddenStates, UsesMemory, UsesReferences
 from saltus.core.rules import RULES
 from saltus.engine.calibration import CALIBRATION_ROWS, call_seconds
 from saltus.engine.request import Request
 from saltus.methods import Method
 from saltus.methods.shared.hidden_state_drafter import MAX_UNREAD, HiddenStateDrafter
+from saltus.methods.shared.ngram_corpus import NgramCorpus
 from saltus.models.protocols import ReadsHiddenStates
 
 
@@ -30,6 +31,7 @@ class DecodingSetup:
     adaptive: bool = True
     context_lengths: Mapping[str, int | None] = field(default_factory=dict)  # of draft models: tokens that they read
     call_cost: CallCost = field(default_factory=CallCost)
+    corpus: NgramCorpus | None = None  # that drafters may copy from
     acceptance: Acceptance = field(default_factory=Acceptance)
     controllers: dict[int, Controller] = field(default_factory=dict)  # by batch size
 
@@ -54,6 +56,8 @@ class DecodingSetup:
                 set_max_unread(drafter, method, self.networks)
                 if request.memory is not None and isinstance(drafter, UsesMemory):
                     drafter.memory = request.memory
+                if self.corpus is not None and isinstance(drafter, UsesCorpus):
+                    drafter.corpus = self.corpus
                 made.append(_limit_to_context(min(limits), drafter) if limits else drafter)
         return made
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Unpack, overload
 
 from saltus import methods
@@ -14,6 +15,7 @@ from saltus.core.noise import Noise
 from saltus.core.sampling import Sampling
 from saltus.engine.chat_template import read_chat_template
 from saltus.engine.checkpoints import Checkpoint, load_checkpoint, require_same_vocabulary
+from saltus.engine.corpus_files import load_corpus
 from saltus.engine.decoder import (
     MAX_DRAFT_TOKENS,
     Decoder,
@@ -53,7 +55,7 @@ from saltus.engine.token_texts import TokenTexts
 from saltus.engine.tool_calls import call_markers
 from saltus.engine.tuned_settings import TunedSettings, find_tuned_settings, machine_name
 from saltus.loading.model_identity import model_fingerprint
-from saltus.loading.progress import ProgressCallback
+from saltus.loading.progress import ProgressCallback, no_progress
 from saltus.loading.sources import DEFAULT_MODEL
 from saltus.models.packed_decoder import transformers_model
 from saltus.models.protocols import TargetNetwork
@@ -375,6 +377,7 @@ def load(
     weights: str = "file",
     arithmetic: str = "auto",
     chat_template: str | None = None,
+    ngram_corpus: Sequence[str | Path] = (),
     progress: ProgressCallback | None = None,
     tuned_settings: bool = True,
 ) -> Engine:
@@ -403,7 +406,8 @@ def load(
             8 bits, fast, and the same on every processor; "bf16", in bfloat16. The text depends on it.
         chat_template: how messages become a text, in place of the model's own: "vicuna", "chatml", "llama-2",
             "alpaca", or a Jinja file.
-        progress: called while files are downloaded.
+        ngram_corpus: files and folders of texts, such as a code base, that `lookup` also copies from.
+        progress: called while files are downloaded, and while a corpus is read.
         tuned_settings: use the settings that `saltus tune` saved for jacobi, if no options of jacobi are given.
     """
     method, options = with_draft_model(method, options or {}, draft_model, num_draft_tokens)
@@ -434,6 +438,8 @@ def load(
 
     tuned = _find_tuned_settings(model, target.network, options, max_draft_tokens) if tuned_settings else None
     decoder = Decoder(target.network, target.name, load_draft_model, options, rule, nodes, adaptive, batch_size, tuned)
+    if ngram_corpus:
+        decoder.corpus = load_corpus(ngram_corpus, target.tokenizer, progress or no_progress)
     return Engine(target, decoder.chosen_method(method), decoder)
 
 

@@ -13,10 +13,7 @@ from saltus.methods.mtpc.heads import own_heads
 from saltus.methods.mtpc.network import HeadNetwork
 from saltus.methods.ptp.files import load_drafter
 from saltus.methods.ptp.network import DraftNetwork
-from saltus.methods.published.dflash_files import is_dflash_folder, load_dflash
-from saltus.methods.published.dflash_network import DFlashNetwork
-from saltus.methods.published.eagle3 import Eagle3Network
-from saltus.methods.published.eagle3_files import is_eagle3_folder, load_eagle3
+from saltus.methods.published import find_form
 from saltus.methods.shared.adapter_files import load_adapter
 from saltus.methods.shared.drafter_files import find_shipped
 from saltus.models.protocols import DrafterHost, TargetNetwork
@@ -31,10 +28,8 @@ def is_drafter_spec(spec: str) -> bool:
     return spec.partition(":")[0] in DRAFTER_KINDS
 
 
-def load_drafter_for_target(
-    spec: str, target: TargetNetwork, target_name: str, method: str = ""
-) -> DraftNetwork | DFlashNetwork | Eagle3Network | HeadNetwork | None:
-    """The drafter or heads for the target of this name; None for an adapter, which is attached to the target.
+def load_drafter_for_target(spec: str, target: TargetNetwork, target_name: str, method: str = "") -> Any:
+    """The network of the drafter or heads for the target of this name; None for an adapter, which is attached to it.
 
     `method` is the method that uses it, if known. Errors: ValueError for a folder without one, a damaged
     one, or one for another target or method.
@@ -49,9 +44,7 @@ def load_drafter_for_target(
         raise ValueError(f"the {kind} in {place} does not load ({reason}); fetch or train it again") from error
 
 
-def _load_drafter(
-    kind: str, place: str, target: TargetNetwork, target_name: str, method: str
-) -> DraftNetwork | DFlashNetwork | Eagle3Network | HeadNetwork | None:
+def _load_drafter(kind: str, place: str, target: TargetNetwork, target_name: str, method: str) -> Any:
     if not target.accepts_drafters:
         raise ValueError(
             f"{target_name} fills holes anywhere, but drafters, heads and adapters are for causal models; take assd"
@@ -82,17 +75,15 @@ def _load_drafter(
             f"Saltus brings no trained {kind} for {target_name};"
             f" train your own ({TRAIN_COMMANDS[kind]} --help), or take a method that needs none, such as lookup"
         )
+    network: Any
     if kind == "heads":
-        network, load = HeadNetwork, load_heads
-    elif is_eagle3_folder(folder):
-        network, load = Eagle3Network, load_eagle3
-    elif is_dflash_folder(folder):
-        network, load = DFlashNetwork, load_dflash
+        network = HeadNetwork(load_heads(folder, target.model, target_name), target)
+    elif (form := find_form(folder)) is not None:
+        network = form.load_network(folder, target, target_name)
     else:
-        network, load = DraftNetwork, load_drafter
-    model: Any = load(folder, target.model, target_name)
-    target.add_hidden_state_layers(model.shape.hidden_state_layers)
-    return network(model, target)
+        network = DraftNetwork(load_drafter(folder, target.model, target_name), target)
+    target.add_hidden_state_layers(network.model.shape.hidden_state_layers)
+    return network
 
 
 def _drafter_folder(place: str) -> Path:

@@ -20,6 +20,7 @@ from saltus.kernels import native
 Q = GGMLQuantizationType
 ATEN = torch.ops.aten
 KEPT_PACKED = {ATEN.detach.default, ATEN.alias.default, ATEN.clone.default}
+JOINS = {ATEN.stack.default, ATEN.cat.default}
 # Of blocks of 32, which are rearranged: the scales and minimums that they begin with, and bytes of each.
 SCALES_OF_A_BLOCK = {
     Q.Q4_0: (1, 2), Q.Q4_1: (2, 2), Q.Q5_0: (1, 2), Q.Q5_1: (2, 2), Q.Q8_0: (1, 2), Q.IQ4_NL: (1, 2), Q.MXFP4: (1, 1)
@@ -45,18 +46,27 @@ class PackedWeight(Tensor):
     `rearrange_blocks`; with "int8" it multiplies the integers of the blocks by activations of 8 bits
     (docs/exactness.md), and `rows` [groups, bytes of a group] is arranged by `interleave_blocks`. The matrices of a
     stack follow one another, `matrix_bytes` each, and `stack[i]` is one of them in the same memory.
+
+    `flipped()` stands for [.., in, out] in the same memory, for a model that wants it so; no kernel reads that. Stacks
+    and concatenated outputs of one format stay packed, where groups are whole.
     """
 
     rows: Tensor
     format: GGMLQuantizationType
     arithmetic: Arithmetic
+    is_transposed: bool
 
     @staticmethod
     def __new__(
-        cls, rows: Tensor, format: GGMLQuantizationType, shape: tuple[int, ...], arithmetic: Arithmetic
+        cls,
+        rows: Tensor,
+        format: GGMLQuantizationType,
+        shape: tuple[int, ...],
+        arithmetic: Arithmetic,
+        is_transposed: bool = False,
     ) -> PackedWeight:
         packed = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16, device=rows.device)  # pyright: ignore[reportAttributeAccessIssue]
-        packed.rows, packed.format, packed.arithmetic = rows, format, arithmetic
+        packed.rows, packed.format, packed.arithmetic, packed.is_transposed = rows, format, arithmetic, is_transposed
         packed._is_param = True  # as torch.nn.Parameter would set; that would import torch.distributed for a subclass
         return packed
 
@@ -94,6 +104,9 @@ class PackedWeight(Tensor):
         """The matrix or stack in bfloat16, or of a matrix some rows: [*rows.shape, in]."""
         kernels = native.load_kernels()
         assert kernels is not None, "packed weights are made only where there are compiled kernels"
+        if self.is_transposed:
+            assert rows is None, "rows are of a matrix [out, in]"
+            return self.flipped().dequantize().mT
         if self.ndim == 3:
             assert rows is None, "rows are of a matrix"
             whole = torch.empty(self.shape, dtype=torch.bfloat16)
@@ -116,7 +129,12 @@ class PackedWeight(Tensor):
         """One of a stack, in the same memory."""
         height = self.rows.shape[0] // self.shape[0]
         rows = self.rows[range(self.shape[0])[number] * height :][:height]
-        return PackedWeight(rows, self.format, tuple(self.shape[1:]), self.arithmetic)
+        return PackedWeight(rows, self.format, tuple(self.shape[1:]), self.arithmetic, self.is_transposed)
+
+    def flipped(self) -> PackedWeight:
+        """The same with its last two dimensions transposed, in the same memory."""
+        *stack, first, second = self.shape
+        return PackedWeight(self.rows, self.format, (*stack, second, first), self.arithmetic, not self.is_transposed)
 
     @classmethod
     def __torch_function__(
@@ -139,15 +157,22 @@ class PackedWeight(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if (
+            torch.is_inference_mode_enabled() and func.is_view
+        ):  # a view of a tensor from outside must not be of this mode
+            with torch.inference_mode(False):
+                return cls.__torch_dispatch__(func, types, args, kwargs)
         if func in KEPT_PACKED and not kwargs:
             packed = args[0]
             rows = packed.rows.clone() if func is ATEN.clone.default else packed.rows
-            return PackedWeight(rows, packed.format, tuple(packed.shape), packed.arithmetic)
+            return PackedWeight(rows, packed.format, tuple(packed.shape), packed.arithmetic, packed.is_transposed)
         if func is ATEN.select.int and args[0].ndim == 3 and args[1] == 0:
             return args[0].matrix(args[2])
+        if func in JOINS and (joined := _joined(func, *args, **(kwargs or {}))) is not None:
+            return joined
         if func is ATEN.embedding.default:
             return args[0].dequantize(args[1])
-        if func is ATEN.index.Tensor and args[0].ndim == 2 and _selects_rows(args[1]):
+        if func is ATEN.index.Tensor and args[0].ndim == 2 and not args[0].is_transposed and _selects_rows(args[1]):
             return args[0].dequantize(args[1][0])
         expanded = tree_map_only(PackedWeight, PackedWeight.dequantize, (tuple(args), kwargs or {}))
         return func(*expanded[0], **expanded[1])
@@ -156,6 +181,26 @@ class PackedWeight(Tensor):
 def _selects_rows(indices: Sequence[Tensor | None]) -> bool:
     (rows, *others) = indices
     return not others and rows is not None and rows.dtype in (torch.int32, torch.int64)
+
+
+def _joined(func: Any, weights: Sequence[Any], dim: int = 0) -> PackedWeight | None:
+    """Matrices as a stack, or the outputs of matrices or stacks after each other; None if they cannot stay packed."""
+    first = weights[0]
+    if not all(isinstance(each, PackedWeight) and not each.is_transposed for each in weights):
+        return None
+    if len({(each.format, each.arithmetic, each.shape[:-2], each.shape[-1]) for each in weights}) > 1:
+        return None
+    if func is ATEN.stack.default:
+        if dim != 0 or first.ndim != 2 or len({each.shape for each in weights}) > 1:
+            return None
+        rows = torch.cat([each.rows for each in weights])
+        return PackedWeight(rows, first.format, (len(weights), *first.shape), first.arithmetic)
+    size = GROUP_OUTPUTS if first.arithmetic == "int8" else 1
+    if dim % first.ndim != first.ndim - 2 or any(each.shape[-2] % size for each in weights):
+        return None
+    rows = torch.cat([each.rows.unflatten(0, (first.shape[:-2].numel(), -1)) for each in weights], 1).flatten(0, 1)
+    outputs = sum(each.shape[-2] for each in weights)
+    return PackedWeight(rows, first.format, (*first.shape[:-2], outputs, first.shape[-1]), first.arithmetic)
 
 
 def rearrange_blocks(blocks: Tensor, format: GGMLQuantizationType) -> Tensor:
@@ -237,6 +282,7 @@ def select_outputs(weight: Tensor, outputs: slice) -> Tensor:
 def kernel_arguments(weight: Tensor) -> tuple[int, int]:
     """The address of a weight for the compiled kernels, and the number of its format (0: its own dtype)."""
     if isinstance(weight, PackedWeight):
+        assert not weight.is_transposed, "kernels read matrices [out, in]"
         return weight.rows.data_ptr(), weight.kernel_format
     return weight.data_ptr(), 0
 

@@ -62,7 +62,7 @@ def check_folder(folder: Path) -> None:
                 f"{folder} lacks {file.name}, which its index names; copy it there, or fetch the model again"
             )
         if file.suffix == ".safetensors":
-            _read_safetensors_header(file)
+            read_safetensors_header(file)
 
 
 def _check_generation_config(file: Path) -> None:
@@ -91,7 +91,9 @@ def foreign_quantization(folder: Path) -> str | None:
         method = given.get("quant_method")
     except (ValueError, AttributeError):
         return None
-    return str(method).upper() if method else "MLX" if {"bits", "group_size"} & given.keys() else "another program"
+    if not method:
+        return "MLX" if {"bits", "group_size"} & given.keys() else "another program"
+    return repr(str(method).upper()).strip("'")  # a line, whatever the file says
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -132,7 +134,7 @@ def check_size(folder: Path) -> None:
     possible = 0
     for file in weight_files(folder):
         is_listed = file.suffix == ".safetensors"
-        possible += len(_read_safetensors_header(file)[0]) if is_listed else file.stat().st_size // MIN_LAYER_BYTES
+        possible += len(read_safetensors_header(file)[0]) if is_listed else file.stat().st_size // MIN_LAYER_BYTES
     if layers > possible:
         raise SourceError(
             f"{folder / 'config.json'} says {layers:,} layers, which its weights cannot be; fetch the model again"
@@ -192,7 +194,7 @@ def _layer_counts(config: Any) -> Iterator[int]:
         yield from _layer_counts(value)
 
 
-def _read_safetensors_header(file: Path) -> tuple[dict[str, Any], int]:
+def read_safetensors_header(file: Path) -> tuple[dict[str, Any], int]:
     """The tensors that a safetensors file lists, and where their bytes begin."""
     size = file.stat().st_size
     with file.open("rb") as bytes_in:

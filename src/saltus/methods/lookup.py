@@ -17,12 +17,14 @@ from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
 from saltus.core.tree import Branch, Drafts
 from saltus.methods.shared.answer_memory import AnswerMemory, num_agreeing
+from saltus.methods.shared.ngram_corpus import NgramCorpus
 from saltus.methods.shared.repeat_paths import repeat_paths
 
 MIN_PATH_PROBABILITY = 0.005  # nodes with a smaller path probability are not offered
 END_OF_REFERENCE = -1  # follows the tokens of a reference, and is never drafted
-REMEMBERED = "lookup/remembered"  # the source of drafts from earlier answers
+REMEMBERED, CORPUS = "lookup/remembered", "lookup/corpus"  # the sources of drafts from earlier answers, and a corpus
 MAX_REMEMBERED_MATCHES = 8  # latest occurrences in earlier answers that are used
+MAX_CORPUS_MATCHES = 4  # occurrences in a corpus that are used
 SURE_REPEAT = 32  # after a repeat of so many tokens the text goes on as there in 98 % of the cases
 MAX_SURE_MATCHES = 4  # latest sure repeats that are used: the others hardly change the drafts, and take time
 LONG_REPEAT = 3  # repeats of so many tokens are indexed apart from single tokens, and so are found further back
@@ -62,6 +64,7 @@ class LookupDrafter:
     num_draft_tokens: int
     expected: int | None = None  # where a text begins that the new one is expected to repeat
     memory: AnswerMemory | None = None
+    corpus: NgramCorpus | None = None
 
     def add_reference(self, tokens: Sequence[int], expected: bool) -> None:
         """Copy from these tokens, too; with `expected` the new text probably begins as they do."""
@@ -74,10 +77,13 @@ class LookupDrafter:
         index.read(canvas.decided_prefix)
         expected = [(self.expected, index.max_ngram_size)] if last is None and self.expected is not None else []
         offered: list[Drafts] = [*index.paths(expected, most, max_depth)]
-        if self.memory is not None:
+        if self.memory is not None or self.corpus is not None:
             text = index.tokens[max(index.start, len(index.tokens) - index.max_ngram_size) :]
-            for tokens, repeats in self.memory.repeats(text, index.max_ngram_size, MAX_REMEMBERED_MATCHES):
-                offered += paths(tokens, repeats, (), 0, 0, most, max_depth, REMEMBERED)
+            sources = (self.memory, MAX_REMEMBERED_MATCHES, REMEMBERED), (self.corpus, MAX_CORPUS_MATCHES, CORPUS)
+            for texts, most_matches, source in sources:
+                found = () if texts is None else texts.repeats(text, index.max_ngram_size, most_matches)
+                for tokens, repeats in found:
+                    offered += paths(tokens, repeats, (), 0, 0, most, max_depth, source)
         return offered
 
 

@@ -54,7 +54,7 @@ class Angles:
     """Where cosines and sines come from: a module of Transformers, for some kind of layers where it has several.
 
     `layout`: it gives each angle in both halves, twice in a row, or once. What is rotated is also multiplied by
-    1 + `growth` · log(1 + ⌊position / `steps`⌋) (Nakanishi 2025).
+    1 + `growth` · log(1 + ⌊(position + `shift`) / `steps`⌋) (Nakanishi 2025), or that alone where all angles are 0.
     """
 
     path: str = "rotary_emb"
@@ -62,15 +62,17 @@ class Angles:
     layout: Literal["halves", "interleaved", "once"] = "halves"
     growth: float = 0.0
     steps: int = 1
+    shift: int = 0
+    are_zero: bool = False
 
 
 @dataclass(frozen=True)
 class Attention:
     """Softmax attention of `heads` queries over `kv_heads` keys and values of size `dim`.
 
-    Queries and keys may have a norm, of each head or of all heads together (`norm_per_head`), before they are rotated.
-    Without a key, the layer reads the keys and values of the layer `shares`; without a value, values are the keys
-    before their norm.
+    Queries and keys may have a norm, of each head or of all heads together (`norm_per_head`), before they are rotated,
+    or after it (`norms_rotated`). Without a key, the layer reads the keys and values of the layer `shares`; without a
+    value, values are the keys before their norm.
     """
 
     query: Weight
@@ -88,6 +90,7 @@ class Attention:
     key_norm: Norm | None = None
     value_norm: Norm | None = None
     norm_per_head: bool = True
+    norms_rotated: bool = False
     span: AttentionSpan = None  # how far back it sees
     softcap: float | None = None  # of scores
     sinks: str | None = None  # the path of a score of each head that takes weight and has no value
@@ -270,10 +273,11 @@ class MLPAndExperts:
 class Layer:
     """x + mixer(norm(x)), then the same with the MLP; each output may have a norm of its own, or be scaled.
 
-    `parallel`: both read the layer's input. The layer's output is multiplied by the number `output_scale`, by its path.
+    A layer may be one of both alone. `parallel`: both read the layer's input. The layer's output is multiplied by the
+    number `output_scale`, by its path.
     """
 
-    mixer: Mixer | ParallelMixers
+    mixer: Mixer | ParallelMixers | None
     mlp: MLP | Experts | MLPAndExperts | None
     mixer_norm: Norm | None
     mlp_norm: Norm | None
@@ -410,8 +414,9 @@ def deepseek_mixture(config: Any, layer: int, **changes: Any) -> Experts:
         "scoring": "sigmoid", "is_normalized": config.norm_topk_prob, "least_sum": 1e-20,
         "scale": config.routed_scaling_factor, "selection_bias": f"{path}.gate.e_score_correction_bias",
         "groups": config.n_group, "top_groups": config.topk_group, "best_of_group": 2,
-        "shared": llama_mlp(config, layer, "mlp.shared_experts"),
     }  # fmt: skip
+    if "shared" not in changes:
+        settings["shared"] = llama_mlp(config, layer, "mlp.shared_experts")
     return mixture(config, layer, **settings | changes)
 
 
@@ -445,4 +450,15 @@ def llama_decoder(config: Any, layers: list[Layer], **changes: Any) -> DecoderDe
 
 def mixers_of(layer: Layer) -> tuple[tuple[Mixer, float], ...]:
     """The mixers of a layer, and what their outputs are multiplied by."""
+    if layer.mixer is None:
+        return ()
     return layer.mixer.parts if isinstance(layer.mixer, ParallelMixers) else ((layer.mixer, 1.0),)
+
+
+def router_weights(layer: Layer) -> list[str]:
+    """Parameters of a router, which are taken in the model's dtype or in float32, as Transformers keeps some."""
+    experts = layer.mlp.experts if isinstance(layer.mlp, MLPAndExperts) else layer.mlp
+    if not isinstance(experts, Experts):
+        return []
+    named = experts.selection_bias, experts.expert_scale, experts.router_scale
+    return [f"{experts.router}.weight", f"{experts.router}.bias", *filter(None, named)]

@@ -7,6 +7,8 @@ from typing import Any
 from saltus.models.architectures import describe_decoder
 from saltus.models.decoder_description import Attention, LatentAttention, mixers_of
 
+STATELESS = {"mlp", "moe"}  # kinds of layers without a mixer
+
 
 def recurrent_layer_types(model: Any) -> list[str]:
     """Kinds of such layers, as the configuration or the description names them; empty: the model keeps no state."""
@@ -14,6 +16,7 @@ def recurrent_layer_types(model: Any) -> list[str]:
     kinds: set[str] = set(getattr(config, "layer_types", None) or ()) | set(
         getattr(config, "layers_block_type", None) or ()
     )
+    kinds -= STATELESS
     named = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
     description = describe_decoder(model)
     if named or description is None:

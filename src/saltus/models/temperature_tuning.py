@@ -29,6 +29,11 @@ def leave_out_tuning(model: torch.nn.Module, when: Callable[[], bool]) -> None:
             _prepared.add(module)
 
 
+def is_own_hook(hook: Any) -> bool:
+    """True for a hook of `leave_out_tuning`, which does nothing outside our calls."""
+    return getattr(hook, "__qualname__", "").startswith(leave_out_tuning.__qualname__)
+
+
 def is_tuned(module: Any) -> bool:
     """True for an attention layer whose queries are scaled by their positions."""
     config = getattr(module, "config", None)

@@ -180,6 +180,31 @@ def test_a_block_takes_the_iterate_whose_share_of_wrong_tokens_is_nearest():
     assert wrong(BlockNoise("linear", window=2)) == [0, 2, 0, 2, 0]
     assert len(set(wrong(BlockNoise("random", window=2)))) > 2
     assert len(set(wrong(BlockNoise("any", "clean")))) > 2
+    iterates = [[9, 9, 9, 9], [1, 9, 3, 9], [1, 2, 3, 9], final]  # diverge at 0, 1, 3, 4; 4, 2, 1, 0 wrong
+    assert wrong(BlockNoise("linear", window=4)) == [0, 1, 2, 4, 0]
+    assert wrong(BlockNoise("linear", window=4, measure="divergence")) == [0, 1, 2, 2, 0]
+
+
+def test_rows_of_the_loss_attend_to_wrong_tokens_of_any_block_or_of_their_own():
+    iterate, text = [1, 9, 3, 4, 6, 9], [1, 2, 3, 4, 6, 7]
+    counted = {
+        rows: pack_blocks([[5]], [text], [iterate], 2, BlockNoise(mask="noisy", window=2, rows=rows))
+        .counted[0]
+        .tolist()
+        for rows in ("attending", "block")
+    }
+    assert counted["attending"] == [False, True, True, True, True, True]
+    assert counted["block"] == [False, True, False, False, False, True]
+
+
+def test_the_consistency_loss_can_be_divided_by_the_blocks_of_a_text():
+    task = make_task(tiny("Llama"), gated=False)
+    texts, generator = task.training_trajectories[:2], seeded_generator(0, "test")
+    iterates = [task.noise.choose_iterates(one.iterates_by_block(), generator) for one in texts]
+    whole, divided = (replace(task, text_weight=0.0, over_blocks=over) for over in (False, True))
+    mean = sum(len(one.iterates_by_block()) for one in whole.training_trajectories) / len(whole.training_trajectories)
+    assert mean > 1
+    torch.testing.assert_close(divided.batch_loss(texts, iterates) * mean, whole.batch_loss(texts, iterates))
 
 
 def test_rows_attend_by_their_mask():

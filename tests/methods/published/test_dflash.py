@@ -15,8 +15,8 @@ import saltus
 from conftest import tiny_llama
 from saltus.engine import target_drafters
 from saltus.engine.target_drafters import load_drafter_for_target
-from saltus.methods.published.dflash import DFlashModel, DFlashShape
 from saltus.methods.published.dflash_files import load_dflash
+from saltus.methods.published.dflash_model import DFlashModel, DFlashShape
 from saltus.methods.published.dflash_network import DFlashNetwork
 from saltus.methods.published.training.dflash import forward_blocks, new_dflash_model
 from saltus.methods.published.training.objectives import DFlashSettings

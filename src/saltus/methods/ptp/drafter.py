@@ -43,6 +43,7 @@ class Ptp:
     top_k: int = 3  # tokens offered for each position, at most
     drafts: int = 1  # chains of an adapter under `reject`, of which the most central one is verified (PTP, Eq. 18)
     two_calls: bool = False  # draft in a call of its own (PTP, Alg. 1), not inside the verification call
+    argmax: bool = False  # an adapter without its token's uniform drafts its likeliest token, not the pick (Eq. 7)
 
     def __post_init__(self) -> None:
         for name in ("num_draft_tokens", "top_k", "drafts"):
@@ -61,7 +62,7 @@ class Ptp:
         form, window = training.get("form", "one-hot"), training.get("window", self.num_draft_tokens + 1)
         return AdapterPtp(
             self.model, self.num_draft_tokens, self.two_calls, form, window, "student_of" in training, coupling,
-            self.drafts,
+            self.drafts, self.argmax,
         )  # fmt: skip
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
@@ -119,6 +120,7 @@ class AdapterPtp:
     is_student: bool
     coupling: Coupling
     drafts: int = 1
+    argmax: bool = False
 
     @property
     def draft_models(self) -> dict[str, str]:
@@ -128,9 +130,11 @@ class AdapterPtp:
         form = usable_form(self.form, self.coupling, sampling)
         if self.is_student:
             num_draft_tokens = min(self.num_draft_tokens, self.window)
-            return two_call_drafter(noise, sampling, rule, form, num_draft_tokens, self.drafts, "ptp")
+            return two_call_drafter(
+                noise, sampling, rule, form, num_draft_tokens, self.drafts, "ptp", argmax=self.argmax
+            )
         # the first query predicts the verifier's own token
         num_draft_tokens = min(self.num_draft_tokens, self.window - 1)
         if self.two_calls or rule is reject or self.drafts > 1:
-            return two_call_drafter(noise, sampling, rule, form, num_draft_tokens, self.drafts)
-        return FusedPtpDrafter(noise, sampling, form, num_draft_tokens)
+            return two_call_drafter(noise, sampling, rule, form, num_draft_tokens, self.drafts, argmax=self.argmax)
+        return FusedPtpDrafter(noise, sampling, form, num_draft_tokens, self.argmax)

@@ -41,6 +41,7 @@ class FusedPtpDrafter:
     sampling: Sampling
     form: UniformConditioning = "one-hot"
     num_draft_tokens: int = 8  # drafts of a chain, at most
+    argmax: bool = False  # queries draft their likeliest token, as those of the form "one-hot" always do
     max_queries: int = 32  # queries of a call, at most
     last_drafts: list[int] = field(default_factory=list, init=False)  # drafts of the last step
     last_correct: list[bool] = field(
@@ -54,7 +55,7 @@ class FusedPtpDrafter:
         probabilities: list[float] = []
         if last is not None:
             chain = last.inputs.query_chain(last.last_node)[1:][: len(canvas.open_positions)]
-            for token, chance in drafts_of_chain(last.distributions, chain, self.form):
+            for token, chance in drafts_of_chain(last.distributions, chain, self.argmax or self.form == "one-hot"):
                 tokens.append(token)
                 probabilities.append(chance)
         before, self.last_drafts = self.last_drafts, tokens

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from saltus.kernels import native
 from saltus.kernels.packed_weight import select_rows
 from saltus.loading.huge_pages import place_in_huge_pages
-from saltus.loading.metadata import METADATA_FILE, read_metadata
+from saltus.loading.metadata import METADATA_FILE
 from saltus.loading.model_folders import MASK_FILE
-from saltus.methods.published.dflash import DFLASH, DFlashModel, DFlashShape
+from saltus.methods.published.dflash_model import DFLASH, DFlashModel, DFlashShape
 from saltus.methods.shared.drafter_files import check_weight_sizes, embeddings_of, read_drafter_files, with_weights
 from saltus.methods.shared.published_files import (
     CONFIG_FILE,
@@ -46,14 +46,6 @@ QWEN3_DEFAULTS = {  # of Transformers' Qwen3Config: the format `speculators` lea
     "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 32, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
 }  # fmt: skip
-
-
-def is_dflash_folder(folder: Path) -> bool:
-    """True for a folder with a DFlash drafter, published or trained by Saltus."""
-    if (folder / METADATA_FILE).exists():
-        return read_metadata(folder, "drafter").settings.get("network") == DFLASH
-    config = read_config(folder)
-    return config.get("speculators_model_type") == DFLASH or "dflash_config" in config
 
 
 def load_dflash(folder: Path, target: Any, target_name: str, trainable: bool = False) -> DFlashModel:

@@ -15,7 +15,7 @@ from torch import Tensor
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode, linear
-from saltus.methods.published.dflash import DFlashModel
+from saltus.methods.published.dflash_model import DFlashModel
 from saltus.methods.shared.context_layers import ContextKVCache, ContextLayers, ContextRows, unread_states
 from saltus.methods.shared.draft_tree import DraftOutputs
 from saltus.methods.shared.query_predictions import QueryPredictor, rows_linear

@@ -18,6 +18,7 @@ from saltus.loading.fetching import first_line
 from saltus.loading.model_folders import weight_files
 
 CONFIG_FILE = "config.json"
+LAYER_KINDS = ("full_attention", "sliding_attention")
 UNUSED_WEIGHTS = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")  # for training, or implied by others
 
 
@@ -43,6 +44,29 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
         raise ValueError(f"{folder} is damaged ({first_line(error)}); fetch the drafter again") from None
     return weights
+
+
+def refuse(folder: Path, kind: str, found: Mapping[str, Any]) -> None:
+    """Raise ValueError for the first of these things that a drafter of this kind has, and that is not computed."""
+    for what, is_there in found.items():
+        if is_there:
+            raise ValueError(f"{folder} is {kind} with {what}, which Saltus does not support; take another one")
+
+
+def layer_spans(layers: Mapping[str, Any], count: int, folder: Path) -> tuple[int | None, ...]:
+    """The sliding window of each layer; None: it sees the whole text.
+
+    Errors: ValueError for other kinds of layers, another number of them, and a window that is no length.
+    """
+    kinds, window = layers.get("layer_types") or ["full_attention"] * count, layers.get("sliding_window")
+    refuse(folder, "a drafter", {f"layers of {each}": each not in LAYER_KINDS for each in kinds})
+    is_length = type(window) is int and window > 0
+    if len(kinds) != count or ("sliding_attention" in kinds and not is_length):
+        raise ValueError(
+            f"{folder / CONFIG_FILE}: {len(kinds)} layer_types for {count} layers, with a sliding window of {window!r};"
+            " fetch the drafter again"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def take_own_matrices(

@@ -84,9 +84,7 @@ def _with_queries(
     )
 
 
-def drafts_of_chain(
-    distributions: TargetDistributions, chain: Sequence[int], form: UniformConditioning
-) -> list[tuple[int, float]]:
+def drafts_of_chain(distributions: TargetDistributions, chain: Sequence[int], argmax: bool) -> list[tuple[int, float]]:
     """The tokens that a chain of queries drafts, with their probabilities: argmax (Eq. 5), or the pick from Q (Eq. 7).
 
     Ends before a query with NaN logits: a broken adapter drafts nothing and cannot break the text.
@@ -96,7 +94,7 @@ def drafts_of_chain(
         token, stated = most_likely(distributions.outputs.logits[query + 1])
         if math.isnan(stated):
             break
-        if form != "one-hot":
+        if not argmax:
             token, stated = distributions.draft(query)
         drafts.append((token, stated))
     return drafts
@@ -111,17 +109,21 @@ def two_call_drafter(
     drafts: int = 1,
     network_name: str = TARGET,
     source: str = SOURCE,
+    argmax: bool = False,
 ) -> Drafter:
     """Draft by one chain of queries in a call of its own; another call verifies its tokens (Alg. 1).
 
     Where the queries run on the target itself, the first draft is the target's own pick, since that call computes its
     distribution. A separate draft model predicts that token by its first query. Under `match` the uniforms are the
     text's. Under `reject` they are fresh, the rule gets the draft distributions (so `form` must be one that has
-    them), and of several chains (`drafts`) the most central one is taken (Eq. 18).
+    them), and of several chains (`drafts`) the most central one is taken (Eq. 18). With `argmax` queries of every form
+    draft their likeliest token, as those of O-PTP always do.
     """
-    if rule is reject and form == "one-hot":
+    argmax = argmax or form == "one-hot"
+    if rule is reject and argmax:
         raise ValueError(
-            "ptp: the rule reject needs drafts sampled from distributions; use rule='match', or a C-PTP adapter"
+            "ptp: the rule reject needs drafts sampled from distributions; use rule='match', or a C-PTP adapter without"
+            " argmax"
         )
     if drafts > 1 and rule is not reject:
         raise ValueError("ptp: several drafts need fresh uniforms; use rule='reject', or drafts=1")
@@ -141,7 +143,7 @@ def two_call_drafter(
         for number, stream in enumerate(streams):
             chain = range(number * len(places), (number + 1) * len(places))
             sampled_by = stream if rule is reject else None
-            branches.append(_branch(distributions, chain, form, sampled_by, network_name == TARGET, source))
+            branches.append(_branch(distributions, chain, argmax, sampled_by, network_name == TARGET, source))
         if drafts == 1:
             return branches
         return [branches[most_central([_branch_offsets(*pair) for pair in zip(groups, branches, strict=True)])]]
@@ -152,7 +154,7 @@ def two_call_drafter(
 def _branch(
     distributions: TargetDistributions,
     chain: Sequence[int],
-    form: UniformConditioning,
+    argmax: bool,
     sampled_by: str | None,
     known: bool,
     source: str,
@@ -171,7 +173,7 @@ def _branch(
         probabilities = [distribution.peak for distribution in drawn_from]  # must not depend on the tokens
         return Branch(tokens, [1.0, *probabilities[1:]] if known else probabilities, source, drawn_from)
     tokens, probabilities = ([distributions.pick(-1)], [1.0]) if known else ([], [])
-    for token, chance in drafts_of_chain(distributions, chain[known:], form):
+    for token, chance in drafts_of_chain(distributions, chain[known:], argmax):
         tokens.append(token)
         probabilities.append(chance)
     return Branch(tokens, probabilities, source)

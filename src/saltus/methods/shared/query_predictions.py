@@ -66,5 +66,5 @@ class QueryPredictor:
 
 
 def rows_linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """A linear layer without bias; on the CPU no row depends on the others."""
-    return linear(x, [layer.weight], [None])[0] if x.device.type == "cpu" else layer(x)
+    """A linear layer; on the CPU no row depends on the others."""
+    return linear(x, [layer.weight], [layer.bias])[0] if x.device.type == "cpu" else layer(x)

@@ -4,7 +4,15 @@ from dataclasses import replace
 from typing import Any
 
 from saltus.models.architectures import granite
-from saltus.models.decoder_description import MLP, DecoderDescription, Mamba2, Weight, activation, mixture
+from saltus.models.decoder_description import (
+    MLP,
+    DecoderDescription,
+    Mamba2,
+    Weight,
+    activation,
+    llama_attention,
+    mixture,
+)
 
 CLASSES = {"GraniteMoeHybridForCausalLM"}
 
@@ -25,7 +33,8 @@ def describe(config: Any) -> DecoderDescription:
         if kind == "linear_attention":
             layer = replace(layer, mixer=mamba(config, f"{path}.mamba"))
         elif config.position_embedding_type != "rope":
-            layer = replace(layer, mixer=replace(layer.mixer, angles=None))
+            attention = llama_attention(config, number, scale=config.attention_multiplier, angles=None)
+            layer = replace(layer, mixer=attention)
         layers.append(replace(layer, mlp=mlp))
     return replace(plain, layers=tuple(layers))
 

@@ -70,7 +70,8 @@ class DecoderOps:
         if description.input_scale != 1:
             self._add(hidden, None, description.input_scale)
         if description.per_layer_embeddings is not None:
-            self._per_layer_embeddings(description.per_layer_embeddings, len(description.layers))
+            tokens = len(weights.module(description.embedding).weight)
+            self._per_layer_embeddings(description.per_layer_embeddings, len(description.layers), tokens)
         # of layers' keys and values: in the main memory, or their own
         self.places: dict[int, tuple[int, int | None]] = {}
         for number, layer in enumerate(description.layers):
@@ -123,11 +124,13 @@ class DecoderOps:
             x=x.data_ptr(), out=out.data_ptr(), width=x.shape[1], first=first, size=out.shape[1],
         ))  # fmt: skip
 
-    def _per_layer_embeddings(self, inputs: PerLayerEmbeddings, layers: int) -> None:
-        """Per-layer embeddings of all layers, beside each other."""
+    def _per_layer_embeddings(self, inputs: PerLayerEmbeddings, layers: int, tokens: int) -> None:
+        """Per-layer embeddings of all layers, beside each other. Errors: ValueError if some tokens have none."""
         table = self.weights.module(inputs.embedding).weight
         weight, format = kernel_arguments(table)
         count, width = table.shape
+        if count < tokens:
+            raise ValueError(f"{count:,} of its {tokens:,} tokens have per-layer embeddings")
         embedded, projected = self.buffer("per-layer embeddings", width), self.buffer("projected", width)
         self.op(native.EMBED_TOKENS, native.Expansion(
             weight=weight, out=embedded.data_ptr(), format=format, inputs=width,
@@ -320,10 +323,13 @@ class DecoderOps:
 
     def _prepare_heads(self, x: Tensor, heads: int, layer: Attention, norm: Norm | None, angles: Angles | None) -> None:
         """Norms and angles of queries or keys."""
-        assert layer.norm_per_head or not layer.gated
+        assert layer.norm_per_head or not (layer.gated or layer.norms_rotated)
         if norm is not None and not layer.norm_per_head:
             self._normalize(x, norm, x)
             norm = None
+        if layer.norms_rotated:
+            self._rotate(x, heads, layer.dim, None, angles, layer.rope_interleaved)
+            angles = None
         self._rotate(x, heads, layer.dim, norm, angles, layer.rope_interleaved)
 
     def _rotate(

@@ -44,7 +44,7 @@ def experts_struct(layer: Experts, weights: Resolver, hidden: int, norm: dict[st
     if (bias := getattr(router, "bias", None)) is not None:
         struct.router_bias = weights.floats(bias, experts).data_ptr()
     if layer.selection_bias is not None:
-        struct.selection_bias = weights.floats(weights.tensor(layer.selection_bias), experts).data_ptr()
+        struct.selection_bias = weights.floats(weights.tensor(layer.selection_bias).flatten(), experts).data_ptr()
     if layer.expert_scale is not None:
         struct.expert_scale = weights.floats(weights.tensor(layer.expert_scale), experts).data_ptr()
     for number, name, start, stop in _matrices(layer, module, width):
@@ -91,7 +91,9 @@ def _matrices(layer: Experts, module: Any, width: int) -> list[tuple[int, str, i
 def _stack(module: Any, name: str, is_transposed: bool) -> Tensor:
     """Matrices [experts, out, in] without gaps; a parameter [experts, in, out] is moved to lie so."""
     parameter = getattr(module, name)
-    if isinstance(parameter, PackedWeight) or not is_transposed:
+    if isinstance(parameter, PackedWeight):
+        return parameter.flipped() if is_transposed else parameter
+    if not is_transposed:
         return parameter.detach()
     stack = parameter.detach().transpose(1, 2)
     if not stack.is_contiguous():

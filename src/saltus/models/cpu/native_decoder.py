@@ -20,26 +20,29 @@ from saltus.models.cpu.decoder_weights import Resolver, linear_struct
 from saltus.models.cpu.hybrid_kv_cache import HybridKVCache, RecurrentCall
 from saltus.models.cpu.kv_cache import KVCache
 from saltus.models.cpu.prepared_call import PreparedCall
-from saltus.models.decoder_description import Angles
+from saltus.models.decoder_description import Angles, router_weights
 from saltus.models.decoder_of import decoder_of
 from saltus.models.gated_lora import Adapter, Gate
 from saltus.models.packed_decoder import PackedDecoder, check_widths
+from saltus.models.temperature_tuning import is_own_hook
 
-STATIC_ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional"}  # angles depend on the position alone
+# angles depend on the position alone
+STATIC_ROPE_TYPES = {"default", "linear", "llama3", "ntk_alpha", "proportional", "yarn"}
 INITIAL_ROPE_POSITIONS = 1024  # of a table of angles, at first
 MANY_SLOTS = 2**31  # more than a text has tokens
 
 
 def supports_native_decoder(model: Any) -> bool:
     """True for an unmodified decoder that a file of `architectures` describes, where there are compiled kernels."""
-    return (
-        (isinstance(model, PackedDecoder) or is_unmodified_decoder(model))
-        and describe_decoder(model) is not None
-        and native.kernel("linear", model.dtype, model.device) is not None
-        and all(
-            _is_dense(weight) and weight.dtype == model.dtype and weight.device.type == "cpu"
-            for weight in model.parameters()
-        )
+    description = describe_decoder(model)
+    if description is None or not (isinstance(model, PackedDecoder) or is_unmodified_decoder(model)):
+        return False
+    routers = tuple(path for layer in description.layers for path in router_weights(layer))
+    return native.kernel("linear", model.dtype, model.device) is not None and all(
+        _is_dense(weight)
+        and weight.device.type == "cpu"
+        and (weight.dtype == model.dtype or (weight.dtype == torch.float32 and name.endswith(routers)))
+        for name, weight in model.named_parameters()
     )
 
 
@@ -52,7 +55,8 @@ def is_unmodified_decoder(model: Any) -> bool:
     """True for a decoder of a described class without hooks, replaced layers or own `forward`, which are skipped."""
 
     def is_unmodified(module: Any) -> bool:
-        hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+        hooks = [hook for hook in module._forward_pre_hooks.values() if not is_own_hook(hook)]
+        hooked = module._forward_hooks or hooks or "forward" in vars(module)
         return not hooked and type(module).__module__.startswith(("torch.nn.", "transformers."))
 
     architecture = find_architecture(model.config.get_text_config().model_type)
@@ -287,8 +291,10 @@ class _AngleTable:
             found = self.module(self.hidden[None], position_ids=positions[None], **kind)
         if isinstance(found, torch.Tensor):  # of complex numbers
             found = found.real, found.imag
+        if self.angles.are_zero:
+            found = torch.ones_like(found[0]), torch.zeros_like(found[1])
         if self.angles.growth:
-            steps = torch.floor(positions / self.angles.steps)
+            steps = torch.floor((positions + self.angles.shift) / self.angles.steps)
             found = [x * (1 + self.angles.growth * torch.log1p(steps))[None, :, None] for x in found]
         if self.angles.layout != "halves":
             found = [x[..., :: 2 if self.angles.layout == "interleaved" else 1].repeat(1, 1, 2) for x in found]

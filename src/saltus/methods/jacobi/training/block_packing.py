@@ -19,6 +19,8 @@ from saltus.training.data.window_packing import PackedBatch, pack_rows
 
 NoiseSchedule = Literal["linear", "random", "reverse", "any"]
 BlockMask = Literal["noisy", "window", "large", "clean"]
+NoiseMeasure = Literal["wrong", "divergence"]
+CountedRows = Literal["attending", "block"]
 
 
 @dataclass(frozen=True)
@@ -32,16 +34,26 @@ class BlockNoise:
     Masks. noisy: the iterates of all blocks before (NC). window: the text in the block's own window of w blocks, the
     iterates before that window (NC-IC). large: the iterates in its own window, the text before that window, as if a
     window were one large block; decoding has this case. clean: the text.
+
+    Measures of an iterate's noise. wrong: the fraction of its tokens that are wrong. divergence: (n − f)/n, where f of
+    the n tokens come before the first wrong one, as in the authors' code.
+
+    Rows that the consistency loss counts. attending: those that attend to a wrong token. block: those from the first
+    wrong token of their own block on, as in the authors' code.
     """
 
     schedule: NoiseSchedule = "linear"
     mask: BlockMask = "noisy"
     window: int = 8  # blocks
+    measure: NoiseMeasure = "wrong"
+    rows: CountedRows = "attending"
 
     def __post_init__(self) -> None:
         for name, given, known in (
             ("schedule", self.schedule, get_args(NoiseSchedule)),
             ("mask", self.mask, get_args(BlockMask)),
+            ("measure", self.measure, get_args(NoiseMeasure)),
+            ("rows", self.rows, get_args(CountedRows)),
         ):
             if given not in known:
                 raise ValueError(f"the noise's {name} is {given!r}, but must be one of {', '.join(known)}")
@@ -66,8 +78,10 @@ class BlockNoise:
             "random": self.window * generator.random(),
         }
         text = np.array(iterates[-1])
-        wrong_fractions = np.array([(np.array(iterate) != text).mean() for iterate in iterates])
-        return int(np.abs(wrong_fractions - target_fraction[self.schedule] / self.window).argmin())
+        wrong = np.array([np.array(iterate) != text for iterate in iterates])
+        if self.measure == "divergence":
+            wrong = np.maximum.accumulate(wrong, axis=1)
+        return int(np.abs(wrong.mean(1) - target_fraction[self.schedule] / self.window).argmin())
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +93,7 @@ class PackedBlocks:
     iterate_rows: Int[Tensor, "batch slots"]  # the row of the iterate's token
     token_ids: Int[Tensor, "batch slots"]  # of the completions
     has_next_token: Bool[Tensor, "batch slots"]  # False at the end of a text
-    sees_wrong_token: Bool[Tensor, "batch slots"]  # True if the iterate's row attends to a wrong token
+    counted: Bool[Tensor, "batch slots"]  # iterate rows of the consistency loss; each attends to a wrong token
 
     def to(self, device: torch.device) -> PackedBlocks:
         moved = {name: part.to(device) for name, part in vars(self).items() if isinstance(part, Tensor)}
@@ -126,11 +140,12 @@ def pack_blocks(
     rows = torch.arange(batch)[:, None] * (context + slots)
     packed = pack_rows(texts, mask, iterate_ids, positions, num_windows=1, window_size=slots)
     wrong = (iterate_ids != tokens) & (places < sizes[:, None])
+    sees = same_block & (places[:, None] >= places) if noise.rows == "block" else sees_iterate
     return PackedBlocks(
         packed=packed,
         text_rows=rows + positions.clamp_max(context - 1),
         iterate_rows=rows + context + places,
         token_ids=tokens,
         has_next_token=places + 1 < sizes[:, None],
-        sees_wrong_token=(sees_iterate & wrong[:, None]).any(-1),
+        counted=(sees & wrong[:, None]).any(-1),
     )

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,12 +39,13 @@ DECODING_NOISE = BlockNoise("any", "clean")  # as at decoding: some iterate, aft
 class JacobiTrainingTask(TrainingTask):
     """From an iterate of a block, predict the text (Eq. 8, 9).
 
-    The loss is KL(text rows, detached ‖ iterate rows), over the iterate rows that attend to a wrong token. With a
-    `gating` an adapter is trained, which acts on the iterate rows alone; the model is frozen, and verifies. Without it
-    the model itself is trained, and a loss on its text, times `text_weight`, limits its drift: cross-entropy (`anchor`
-    "text", Eq. 9), or the divergence from the initial model ("distributions", ours; it keeps a second copy of it). The
-    recipe's `discount` is the weight of a row relative to the one before it in a block with the same wrong token, and
-    its `max_length` is the longest text in tokens.
+    The loss is the mean of KL(text rows, detached ‖ iterate rows) over the counted iterate rows. Eq. 8 sums over the
+    blocks; the authors' code divides by their number, too, as `over_blocks` does. With a `gating` an adapter is
+    trained, which acts on the iterate rows alone; the model is frozen, and verifies. Without it the model itself is
+    trained, and a loss on its text, times `text_weight`, limits its drift: cross-entropy (`anchor` "text", Eq. 9), or
+    the divergence from the initial model ("distributions", ours; it keeps a second copy of it). The recipe's `discount`
+    is the weight of a row relative to the one before it in a block with the same wrong token, and its `max_length` is
+    the longest text in tokens.
     """
 
     model: Any  # of Hugging Face
@@ -53,6 +55,7 @@ class JacobiTrainingTask(TrainingTask):
     loss_name: Literal["kl", "ce"] = "kl"
     text_weight: float = 1.0
     anchor: Literal["text", "distributions"] = "text"
+    over_blocks: bool = False
     window_settings: WindowSettings = field(default_factory=lambda: WindowSettings(batch_size=2, discount=1.0))
     name: str = "its model"
     recompute: bool = False
@@ -123,7 +126,7 @@ class JacobiTrainingTask(TrainingTask):
     def batch_loss(self, texts: Sequence[Trajectory], iterates: Sequence[Sequence[int]]) -> Float[Tensor, ""]:
         """The loss of these iterates of these texts."""
         blocks = self._pack(texts, iterates, self.noise)
-        counted = blocks.sees_wrong_token & blocks.has_next_token
+        counted = blocks.counted & blocks.has_next_token
         has_text_loss = self.adapter is None and self.text_weight > 0
         text_rows_used = blocks.has_next_token if has_text_loss else counted
         iterate_rows = blocks.iterate_rows[counted]
@@ -133,6 +136,8 @@ class JacobiTrainingTask(TrainingTask):
         targets = text_logits[counted[text_rows_used]].detach()
         row_losses = token_loss(iterate_logits, next_tokens[counted], targets, self.loss_name)
         total = self.processes.weighted_mean(row_losses, weights, floor=1e-9)
+        if self.over_blocks:
+            total = total / self._blocks_per_text
         if has_text_loss:
             text_losses = (
                 losses.cross_entropy(text_logits, next_tokens[text_rows_used])
@@ -154,6 +159,12 @@ class JacobiTrainingTask(TrainingTask):
                 rows // length * packed.context_length + rows % length,
             )
         return losses.kl_divergence(reference_logits, logits)
+
+    @cached_property
+    def _blocks_per_text(self) -> float:
+        """On average over the training texts."""
+        counts = [len(trajectory.iterates_by_block()) for trajectory in self.training_trajectories]
+        return sum(counts) / len(counts)
 
     def save(self, folder: Path, card: Mapping[str, Any]) -> None:
         """A folder for `saltus.methods.shared.adapter_files.load_adapter`, or a model for `saltus.load`."""
@@ -185,10 +196,10 @@ class JacobiTrainingTask(TrainingTask):
             return packed_logits(self.model, blocks.packed, row_indices, self.adapter, temperatures, self.recompute)
 
     def _row_weights(self, blocks: PackedBlocks) -> Float[Tensor, "batch slots"]:
-        """Discounted by the number of earlier rows in the same block that attend to a wrong token."""
+        """Discounted by the number of earlier counted rows in the same block."""
         size = self.training_trajectories[0].block_size
-        batch, slots = blocks.sees_wrong_token.shape
-        padded = nn.functional.pad(blocks.sees_wrong_token.long(), (0, -slots % size)).view(batch, -1, size)
+        batch, slots = blocks.counted.shape
+        padded = nn.functional.pad(blocks.counted.long(), (0, -slots % size)).view(batch, -1, size)
         before = (padded.cumsum(-1) - padded).view(batch, -1)[:, :slots]
         return torch.tensor(self.window_settings.discount) ** before
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from saltus.core.sampling import Coupling
-from saltus.methods.jacobi.training.block_packing import BlockMask, BlockNoise, NoiseSchedule
+from saltus.methods.jacobi.training.block_packing import BlockMask, BlockNoise, CountedRows, NoiseMeasure, NoiseSchedule
 from saltus.methods.jacobi.training.forcing import JacobiTrainingTask
 from saltus.methods.jacobi.training.trajectories import Trajectory, read_trajectories
 from saltus.models.gated_lora import GatedLoraSettings
@@ -29,7 +29,12 @@ class JacobiForcingSettings:
     noise_schedule: NoiseSchedule = "linear"  # linear, random, reverse, any
     mask: BlockMask = "noisy"  # noisy (NC), window (NC-IC), large, clean
     window: int = 8  # blocks in which the noise rises
+    noise_measure: NoiseMeasure = "wrong"  # of an iterate: its share of wrong tokens, or of those from the first one on
+    rows: CountedRows = (
+        "attending"  # in the consistency loss: all that attend to wrong tokens, or to one of their block
+    )
     loss: Literal["kl", "ce"] = "kl"
+    over_blocks: bool = False  # divide the consistency loss by the blocks of a text, as published
     text_weight: float = 1.0  # of the loss that limits the drift of a trained model
     anchor: Literal["text", "distributions"] = (
         "text"  # that loss: cross-entropy of the text, or divergence from the model
@@ -52,7 +57,7 @@ class JacobiForcingSettings:
 
     @property
     def noise(self) -> BlockNoise:
-        return BlockNoise(self.noise_schedule, self.mask, self.window)
+        return BlockNoise(self.noise_schedule, self.mask, self.window, self.noise_measure, self.rows)
 
 
 class JacobiForcingObjective(Objective):
@@ -86,8 +91,8 @@ class JacobiForcingObjective(Objective):
         trajectories = [sample for sample in inputs.samples if isinstance(sample, Trajectory)]
         return JacobiTrainingTask(
             inputs.network.model, trajectories, settings.gating,
-            settings.noise, settings.loss, settings.text_weight, settings.anchor, inputs.recipe.data,
-            inputs.model_name, settings.recompute, settings.autocast, inputs.tokenizer,
+            settings.noise, settings.loss, settings.text_weight, settings.anchor, settings.over_blocks,
+            inputs.recipe.data, inputs.model_name, settings.recompute, settings.autocast, inputs.tokenizer,
         )  # fmt: skip
 
 

@@ -11,8 +11,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from saltus.methods.published.dflash import DFlashModel, DFlashShape
-from saltus.methods.published.dflash_files import is_dflash_folder, load_dflash
+from saltus.methods.published import dflash, find_form
+from saltus.methods.published.dflash_files import load_dflash
+from saltus.methods.published.dflash_model import DFlashModel, DFlashShape
 from saltus.methods.shared.context_layers import select_hidden_states
 from saltus.methods.shared.drafter_files import embeddings_of
 from saltus.models.decoder_of import decoder_of
@@ -102,7 +103,7 @@ class DFlashTrainingTask(QueryDrafterTask):
     @classmethod
     def load_initial(cls, folder: Path, target: Any, target_name: str, shape: Any) -> DFlashModel:
         """A saved drafter; a longer window and a correction may be new. Errors: ValueError for another shape."""
-        if not is_dflash_folder(folder):
+        if find_form(folder) is not dflash:
             raise ValueError(f"{folder} holds no drafter of the network dflash; take one, or leave out --from")
         drafter = load_dflash(folder, target, target_name, trainable=True)
         require_same_shape(folder, drafter.shape, shape)

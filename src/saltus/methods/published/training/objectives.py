@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from saltus.methods.published.dflash import DFlashShape
+from saltus.methods.published.dflash_model import DFlashShape
 from saltus.methods.published.training.dflash import DFlashTrainingTask
 from saltus.models.memory_use import layer_sizes
 from saltus.training.objective import CachedStateObjective, check_hidden_state_layers

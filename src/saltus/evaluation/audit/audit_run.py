@@ -1,0 +1,59 @@
+"""Run all checks on two sides, and judge them together."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import saltus
+from saltus.evaluation.audit.checks import CHECKS
+from saltus.evaluation.audit.client import Side
+from saltus.evaluation.audit.context import Audit
+from saltus.evaluation.audit.verdicts import FINDING, Verdict, judge
+
+
+def run_checks(
+    audit: Audit, names: Sequence[str] = tuple(CHECKS), on_check: Callable[[str], Any] = lambda name: None
+) -> list[Verdict]:
+    """The verdicts of the named checks, judged together. Errors: ServerError if a server goes away."""
+    verdicts: list[Verdict] = []
+    for name in names:
+        on_check(name)
+        verdicts += CHECKS[name](audit)
+    return judge(verdicts)
+
+
+def make_report(verdicts: Sequence[Verdict], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What `--json` prints and pages show: a summary, the verdicts, and `facts` about the run."""
+    findings = [verdict for verdict in verdicts if verdict.status == FINDING]
+    return {
+        "summary": summarize(verdicts),
+        "findings": len(findings),
+        "verdicts": [verdict.as_json() for verdict in verdicts],
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "saltus": saltus.__version__,
+        **facts,
+    }
+
+
+def summarize(verdicts: Sequence[Verdict]) -> str:
+    """The run in one sentence."""
+    counted = {status: sum(verdict.status == status for verdict in verdicts) for status in ("finding", "not checked")}
+    checked = len(verdicts) - counted["not checked"]
+    lacking = f"; {counted['not checked']} could not be checked" if counted["not checked"] else ""
+    if counted["finding"]:
+        return f"{counted['finding']} of {checked} checks found something{lacking}."
+    return f"No difference that noise or rounding does not explain, in {checked} checks{lacking}."
+
+
+def describe_side(side: Side) -> dict[str, Any]:
+    """A side for the report, without keys."""
+    return {
+        "name": side.name, "url": side.url, "model": side.model, "body": dict(side.body),
+        "headers": sorted(side.headers), "route": "chat completions" if side.chat else "completions",
+    }  # fmt: skip

@@ -1,0 +1,123 @@
+"""What a request limits: stop strings and `max_tokens`; and what an answer says of it: counts and finish_reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from saltus.evaluation.audit.client import Ask, Reply, Side
+from saltus.evaluation.audit.context import Audit
+from saltus.evaluation.audit.verdicts import FINDING, SAME, Verdict, not_checked
+
+LIMITS = (1, 2, 7, 16, 17)
+REASONS = {"stop", "length", "tool_calls", "function_call", "content_filter"}
+
+
+def run(audit: Audit) -> Iterator[Verdict]:
+    """Stop strings, limits and counts, a line a side; then counts across sides."""
+    counted: list[dict[tuple[str, int], Reply]] = []
+    for side in audit.sides:
+        yield _stop_strings(audit, side)
+        asks = [Ask(prompt, limit) for prompt in audit.prompts for limit in LIMITS]
+        replies = audit.answers(side, asks, audit.settings.clients)
+        yield _limits(side, asks, replies)
+        counted.append({(ask.prompt, ask.max_tokens): reply for ask, reply in zip(asks, replies, strict=True)})
+        yield _token_counts(audit, side)
+    yield _counts_across(counted)
+
+
+def _stop_strings(audit: Audit, side: Side) -> Verdict:
+    """Strings out of the middle of a side's own answers, so that they occur; some cross the border of words."""
+    asks = [Ask(prompt, audit.settings.max_tokens) for prompt in audit.prompts]
+    plain, chosen = audit.answers(side, asks, audit.settings.clients), []
+    for number, (ask, reply) in enumerate(zip(asks, plain, strict=True)):
+        middle = len(reply.text) // 2
+        stop = reply.text[middle : middle + 5 - number % 3].strip()
+        if len(stop) >= 2:
+            more = {"stop": [stop]}
+            chosen.append(
+                (
+                    Ask(
+                        ask.prompt, ask.max_tokens, stream=bool(number % 2 and audit.features.has("streams")), more=more
+                    ),
+                    reply,
+                )
+            )
+    name = f"stop strings {side.name}"
+    if not chosen:
+        return not_checked(name, "the texts are too short to stop")
+    found = []
+    for (ask, before), reply in zip(
+        chosen, audit.answers(side, [a for a, _ in chosen], audit.settings.clients), strict=True
+    ):
+        stop = ask.more["stop"][0]
+        if stop in reply.text:
+            found.append(f"{stop!r} is in the answer that it should end")
+        elif reply.finish_reason != "stop" and before.text.startswith(reply.text):
+            found.append(f"finish_reason is {reply.finish_reason!r} after the stop string {stop!r}")
+    return _verdict(name, f"{len(chosen)} answers end before their stop string", len(chosen), found)
+
+
+def _limits(side: Side, asks: Sequence[Ask], replies: Sequence[Reply]) -> Verdict:
+    found = []
+    for ask, reply in zip(asks, replies, strict=True):
+        count = reply.completion_tokens
+        if reply.finish_reason not in REASONS:
+            found.append(f"finish_reason is {reply.finish_reason!r}")
+        if count is None:
+            continue
+        if count > ask.max_tokens:
+            found.append(f"{count} tokens for max_tokens {ask.max_tokens}")
+        elif reply.finish_reason == "length" and count != ask.max_tokens:
+            found.append(f"finish_reason is length after {count} of {ask.max_tokens} tokens")
+        prompt, total = reply.usage.get("prompt_tokens"), reply.usage.get("total_tokens")
+        if prompt is not None and total is not None and prompt + count != total:
+            found.append(f"total_tokens is {total}, not {prompt} + {count}")
+    return _verdict(f"max_tokens and usage {side.name}", f"{len(asks)} answers keep their limit", len(asks), found)
+
+
+def _token_counts(audit: Audit, side: Side) -> Verdict:
+    """The count of `usage` against the tokens that have log-probabilities; the end token may be among them or not."""
+    name = f"usage counts the tokens {side.name}"
+    if not audit.features.has("logprobs"):
+        return not_checked(name, f"logprobs: {audit.features.missing['logprobs']}")
+    asks = [Ask(prompt, limit, logprobs=True) for prompt in audit.prompts[:4] for limit in (5, 16)]
+    found = []
+    for ask, reply in zip(asks, audit.answers(side, asks), strict=True):
+        if reply.tokens is None or reply.completion_tokens is None:
+            continue
+        slack = 1 if reply.finish_reason == "stop" else 0
+        if abs(len(reply.tokens) - reply.completion_tokens) > slack:
+            found.append(f"usage says {reply.completion_tokens} tokens, logprobs have {len(reply.tokens)}")
+        if reply.finish_reason == "stop" and len(reply.tokens) == ask.max_tokens:
+            found.append(f"finish_reason is stop at the limit of {ask.max_tokens} tokens")
+    if len([one for one in found if one.startswith("finish")]) < len(asks) / 2:
+        found = [one for one in found if not one.startswith("finish")]  # a text may end just there
+    return _verdict(name, f"{len(asks)} answers have as many tokens as usage says", len(asks), found)
+
+
+def _counts_across(counted: list[dict[tuple[str, int], Reply]]) -> Verdict:
+    """Equal texts of both sides must have equal counts and ends."""
+    found, equal = [], 0
+    for key, on in counted[0].items():
+        off = counted[1][key]
+        if on.text != off.text:
+            continue
+        equal += 1
+        for field in ("prompt_tokens", "completion_tokens"):
+            if on.usage.get(field) != off.usage.get(field):
+                found.append(
+                    f"{field} of one text is {on.usage.get(field)} with speculation, {off.usage.get(field)} without"
+                )
+        if on.finish_reason != off.finish_reason:
+            found.append(
+                f"finish_reason of one text is {on.finish_reason} with speculation, {off.finish_reason} without"
+            )
+    if not equal:
+        return not_checked("counts of both sides", "no text is the same on both sides")
+    return _verdict("counts of both sides", f"{equal} equal texts have equal counts and ends", equal, found)
+
+
+def _verdict(name: str, good: str, total: int, found: list[str]) -> Verdict:
+    if not found:
+        return Verdict(name, SAME, good)
+    return Verdict(name, FINDING, f"{len(found)} faults in {total} answers: {found[0]}", examples=found[1:4])

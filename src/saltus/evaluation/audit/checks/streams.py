@@ -1,0 +1,53 @@
+"""The form of streams: UTF-8, one text whole or in pieces, an end, and nothing after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from saltus.evaluation.audit.client import REPLACEMENT, Ask, Reply
+from saltus.evaluation.audit.context import Audit
+from saltus.evaluation.audit.verdicts import FINDING, SAME, Verdict, not_checked
+
+CHARACTER_PROMPTS = (
+    "Repeat this line three times: 🦘🐋 日本 naïve café, Ærøskøbing",
+    "Write the names of five animals, each with its emoji.",
+    "Translate into Japanese and Greek: The old lighthouse stands by the sea.",
+    "Répétez trois fois : « Où est passé l'été ? »",
+)
+
+
+def run(audit: Audit) -> Iterator[Verdict]:
+    """One line a side."""
+    if not audit.features.has("streams"):
+        yield not_checked("streams", audit.features.missing["streams"])
+        return
+    asks = [Ask(prompt, audit.settings.max_tokens, stream=True) for prompt in (*CHARACTER_PROMPTS, *audit.prompts)]
+    whole = [Ask(ask.prompt, ask.max_tokens) for ask in asks]
+    for side in audit.sides:
+        streamed = [reply for clients in (1, audit.settings.clients) for reply in audit.answers(side, asks, clients)]
+        plain = audit.answers(side, whole, audit.settings.clients)
+        found = [(asks[n % len(asks)].prompt, fault) for n, reply in enumerate(streamed) for fault in _faults(reply)]
+        if _broken(streamed) and not _broken(plain):
+            found.append(
+                (asks[0].prompt, f"{_broken(streamed)} streams bring half characters (U+FFFD), whole answers none")
+            )
+        yield _verdict(f"streams {side.name}", len(streamed), found)
+
+
+def _verdict(name: str, total: int, found: list[tuple[str, str]]) -> Verdict:
+    if not found:
+        return Verdict(name, SAME, f"{total} streams are UTF-8, and end once")
+    kinds = dict.fromkeys(fault for _, fault in found)
+    examples = [f"{' '.join(prompt.split())[:40]}: {fault}" for prompt, fault in found[:3]]
+    return Verdict(name, FINDING, f"in {total} streams: {'; '.join(kinds)}", examples=examples)
+
+
+def _faults(reply: Reply) -> Iterator[str]:
+    yield from reply.form_faults
+    if reply.finish_reason is None:
+        yield "a stream has no finish_reason"
+
+
+def _broken(replies: list[Reply]) -> int:
+    """Answers with half characters, but for one at the very end, which a limit may cut."""
+    return sum(REPLACEMENT in reply.text.rstrip(REPLACEMENT) for reply in replies)

@@ -1,0 +1,138 @@
+"""What a quantised weight of a checkpoint holds: integers with scales, blocks of a GGUF format, or numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from torch import Tensor
+
+from saltus.kernels.packed_weight import Arithmetic, PackedWeight, dequantize_blocks
+
+Q = GGMLQuantizationType
+BLOCK = 32  # inputs that share a scale in Q4_0, Q5_0 and Q8_0
+FORMAT_OF_BITS = {4: Q.Q4_0, 5: Q.Q5_0, 8: Q.Q8_0}  # that holds signed integers of so many bits
+FLOAT16_ROUNDING = 2.0**-11  # of a number, relative
+WORDS = torch.int32  # that integers of a few bits are packed in
+
+
+@dataclass(frozen=True)
+class ScaledIntegers:
+    """The weights scales[out, input // (in / groups)] · integers[out, input].
+
+    `integers` [out, in] are signed, and of `bits` or fewer; `scales` are [out, groups] in any dtype.
+    """
+
+    integers: Tensor
+    scales: Tensor
+    bits: int
+
+    @property
+    def group(self) -> int:
+        """How many inputs share a scale."""
+        return self.integers.shape[1] // self.scales.shape[1]
+
+    def expand(self) -> Tensor:
+        """The weights in float32."""
+        grouped = self.integers.float().unflatten(1, (-1, self.group))
+        return (grouped * self.scales.float()[..., None]).flatten(1)
+
+    def is_exact(self) -> bool:
+        """True if all scales are float16 numbers."""
+        return torch.equal(self.scales.half().float(), self.scales.float())
+
+    def why_not_packed(self) -> str | None:
+        """What no GGUF format of the kernels holds; None if one does."""
+        scales = self.scales.float()
+        if self.group == 1:
+            return "scales in another order than inputs (desc_act)"
+        if self.bits not in FORMAT_OF_BITS:
+            return f"integers of {self.bits} bits"
+        if self.group % BLOCK:
+            return f"groups of {self.group}, which are no multiple of {BLOCK}"
+        if not ((scales.half().float() - scales).abs() <= FLOAT16_ROUNDING * scales.abs()).all():
+            return "scales beyond float16"
+        return None
+
+    def pack(self, arithmetic: Arithmetic) -> PackedWeight:
+        """The weights as blocks: the same numbers, rounded to bfloat16, where scales are float16 numbers."""
+        format = FORMAT_OF_BITS[self.bits]
+        scales = self.scales.half().repeat_interleave(self.group // BLOCK, 1)[..., None].view(torch.uint8)
+        integers = self.integers.to(torch.int8).unflatten(1, (-1, BLOCK))
+        if format == Q.Q8_0:
+            parts = [scales, integers.view(torch.uint8)]
+        else:
+            unsigned = (integers + (1 << self.bits - 1)).view(torch.uint8)
+            low, high = unsigned[..., : BLOCK // 2], unsigned[..., BLOCK // 2 :]
+            parts = [scales, (low & 15) | (high & 15) << 4]
+            if format == Q.Q5_0:
+                parts.insert(1, _fifth_bits(unsigned))
+        return PackedWeight.from_blocks(torch.cat(parts, -1).flatten(1), format, arithmetic)
+
+
+def _fifth_bits(integers: Tensor) -> Tensor:
+    """The fifth bits of integers [.., 32] as the bits of 4 bytes, the first in the lowest."""
+    bits = (integers >> 4).unflatten(-1, (4, 8)) << torch.arange(8, dtype=torch.uint8)
+    return bits.sum(-1, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Weights as the blocks of a GGUF file: uint8 [out, bytes of a row] or [matrices, out, bytes of one].
+
+    `is_transposed`: the model wants them as [.., in, out].
+    """
+
+    blocks: Tensor
+    format: GGMLQuantizationType
+    is_transposed: bool = False
+
+    def expand(self) -> Tensor:
+        """The weights in bfloat16."""
+        weights, size = GGML_QUANT_SIZES[self.format]
+        rows = self.blocks.flatten(0, -2)
+        numbers = dequantize_blocks(rows, self.format).view(*self.blocks.shape[:-1], rows.shape[1] // size * weights)
+        return numbers.mT if self.is_transposed else numbers
+
+    def why_not_packed(self) -> str | None:
+        """See ScaledIntegers."""
+        return None
+
+    def pack(self, arithmetic: Arithmetic) -> PackedWeight:
+        """The same blocks."""
+        weight = PackedWeight.from_blocks(self.blocks, self.format, arithmetic)
+        return weight.flipped() if self.is_transposed else weight
+
+
+def unpack_words(words: Tensor, bits: int) -> Tensor:
+    """The unsigned integers of 2, 4 or 8 bits in words or bytes [.., n], those in the lowest bits first."""
+    octets = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return octets
+    shifts = range(0, 8, bits)
+    return torch.stack([octets >> shift & (1 << bits) - 1 for shift in shifts], -1).flatten(-2)
+
+
+def required(parts: Mapping[str, Tensor], name: str, dtypes: tuple[torch.dtype, ...], dimensions: int) -> Tensor:
+    """A part of a quantised weight. Errors: ValueError if it is missing, or of another kind."""
+    if name not in parts:
+        raise ValueError(f"lacks its {name}")
+    part = parts[name]
+    if part.dtype not in dtypes or part.ndim != dimensions or not part.numel():
+        kind = str(part.dtype).removeprefix("torch.")
+        raise ValueError(f"has {name} of the wrong kind, {kind} {list(part.shape)}")
+    return part
+
+
+def check_shape(name: str, part: Tensor, *shape: int) -> None:
+    """Raise ValueError for a part of another shape."""
+    if part.shape != shape:
+        raise ValueError(f"has {name} {list(part.shape)}, which must be {list(shape)}")
+
+
+def check_groups(inputs: int, groups: int) -> None:
+    """Raise ValueError unless all groups have as many inputs."""
+    if inputs % groups:
+        raise ValueError(f"has {inputs} inputs, which {groups} groups cannot share evenly")

@@ -1,0 +1,172 @@
+"""Load a checkpoint of quantised weights, as its config.json says, into Transformers' class for the model.
+
+Weights whose numbers a format of the kernels holds are packed, others are expanded, each when it is read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from saltus.kernels import native
+from saltus.kernels.packed_weight import Arithmetic
+from saltus.loading.fetching import SourceError, first_line
+from saltus.loading.model_folders import text_part, weight_files
+from saltus.loading.quantised import find_method
+from saltus.loading.quantised_numbers import FLOAT16_ROUNDING, ScaledIntegers
+
+log = logging.getLogger("saltus")
+
+OF_ACTIVATIONS = re.compile(  # and of keys and values, which are not quantised here
+    r"(input|output|activation|act|prob|q|k|v|kv)_(scale|scale_inv|zero_point|global_scale)"
+)
+PLAIN = {"F64", "F32", "F16", "BF16"}  # dtypes of weights that are not quantised, in safetensors' words
+
+
+@dataclass(frozen=True)
+class QuantisedCheckpoint:
+    """A folder whose weights a file of `quantised` reads, with what its configuration says of them."""
+
+    folder: Path
+    method: ModuleType
+    settings: Mapping[str, Any]
+
+    @property
+    def method_name(self) -> str:
+        return str(self.settings["quant_method"])
+
+    def load(self, name: str, dtype: torch.dtype, arithmetic: Arithmetic | None) -> tuple[Any, Any]:
+        """The model of Transformers, and what it lacks (`output_loading_info`).
+
+        With an `arithmetic` and in bfloat16, weights are packed where they and the kernels can. Errors: SourceError.
+        """
+        from transformers import AutoConfig, GenerationConfig
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        given: dict[str, Any] = {
+            "config": AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
+        } | text_part(self.folder)
+        if hasattr(given["config"], "quantization_config"):
+            del given["config"].quantization_config  # Transformers would replace layers
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(given["config"])]
+        can_pack = dtype == torch.bfloat16 and native.load_kernels() is not None
+        reading = _Reading(self, arithmetic if can_pack else None)
+        model, found = kind.from_pretrained(
+            None, state_dict=reading.weights(), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
+            **given,
+        )  # fmt: skip
+        if (self.folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(self.folder, trust_remote_code=False)
+        reading.report(name)
+        return model, found
+
+
+def find_quantised(folder: Path) -> QuantisedCheckpoint | None:
+    """The checkpoint of a folder if its weights are quantised in a way that is read here."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        settings = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
+        method = find_method(settings["quant_method"])
+    except (ValueError, AttributeError, TypeError, LookupError):
+        return None
+    return None if method is None else QuantisedCheckpoint(folder, method, settings)
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """Stands for a weight in a state dict; Transformers takes `[...]` of it when it sets it in the model."""
+
+    read: Callable[[], Tensor]
+
+    def __getitem__(self, _: Any) -> Tensor:
+        return self.read()
+
+
+@dataclass
+class _Reading:
+    """Reads the weights of a checkpoint one by one, and counts what became of them."""
+
+    checkpoint: QuantisedCheckpoint
+    arithmetic: Arithmetic | None
+    packed: int = 0
+    expanded: Counter[str] = field(default_factory=Counter)  # by why they were not packed
+    rounded: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)  # Transformers reads with threads, as do our kernels
+
+    def weights(self) -> dict[str, Any]:
+        """All weights by their names. Errors: SourceError for files of another kind."""
+        places: dict[str, dict[str, Any]] = {}  # of each weight the files of its parts
+        kinds: dict[str, str] = {}  # the dtypes of weights that are stored by their own names
+        for file in weight_files(self.checkpoint.folder):
+            if file.suffix != ".safetensors":
+                raise SourceError(
+                    f"{file} holds quantised weights, which are read from safetensors files only; save it so"
+                )
+            try:
+                opened = safe_open(file, "pt")
+                for name in opened.keys():  # noqa: SIM118 (it is no mapping)
+                    layer, _, part = name.rpartition(".")
+                    if not OF_ACTIVATIONS.fullmatch(part):
+                        own = self.checkpoint.method.PARTS.get(part)
+                        places.setdefault(name if own is None else f"{layer}.{own}", {})[part] = opened
+                        if own is None:
+                            kinds[name] = opened.get_slice(name).get_dtype()
+            except SafetensorError as error:
+                raise SourceError(f"{file} is damaged ({first_line(error)}); fetch it again") from None
+        return {
+            name: files[name.rpartition(".")[2]].get_slice(name)
+            if len(files) == 1 and kinds.get(name) in PLAIN
+            else _Weight(lambda name=name, files=files: self._quantised(name, files))
+            for name, files in places.items()
+        }
+
+    def _quantised(self, name: str, files: Mapping[str, Any]) -> Tensor:
+        layer = name.rpartition(".")[0]
+        with self.lock:
+            try:
+                parts = {part: file.get_tensor(f"{layer}.{part}") for part, file in files.items()}
+                numbers = self.checkpoint.method.read(self.checkpoint.settings, name, parts)
+            except (ValueError, SafetensorError) as error:
+                method, folder = self.checkpoint.method_name, self.checkpoint.folder
+                raise SourceError(
+                    f"{folder} holds weights quantised by {method}, and {name} {first_line(error)}; take the original"
+                    " model, or a GGUF file of it"
+                ) from None
+            return self._as_tensor(numbers)
+
+    def _as_tensor(self, numbers: Any) -> Tensor:
+        if isinstance(numbers, Tensor):
+            self.expanded["no packed format holds such numbers"] += 1
+            return numbers
+        why = numbers.why_not_packed()
+        if self.arithmetic is None or why is not None:
+            self.expanded[why or "as asked for"] += 1
+            return numbers.expand()
+        self.packed += 1
+        self.rounded += isinstance(numbers, ScaledIntegers) and not numbers.is_exact()
+        return numbers.pack(self.arithmetic)
+
+    def report(self, name: str) -> None:
+        """Say what takes more memory than the file, or is not the file's to the last bit."""
+        if self.arithmetic is None:
+            return
+        method, total = self.checkpoint.method_name, self.packed + self.expanded.total()
+        for why, count in self.expanded.items():
+            log.warning("%s: %d of %d weights in %s are expanded to bfloat16: %s", name, count, total, method, why)
+        if self.rounded:
+            log.warning(
+                "%s: the scales of %d of %d weights in %s are rounded to float16, by 1 part in %d at most",
+                name, self.rounded, total, method, 1 / FLOAT16_ROUNDING,
+            )  # fmt: skip

@@ -1,0 +1,150 @@
+"""Find multi-token-prediction heads in a target's checkpoint and load them: weights are read only then."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saltus.loading.stored_tensors import StoredTensor, stored_tensors
+from saltus.methods.mtp.family import MtpFamily, families
+from saltus.methods.mtp.module import MtpModule
+from saltus.models.protocols import DrafterHost, TargetNetwork
+
+EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(gate|up|down)_proj\.weight")
+COMPUTED = re.compile(r".*rotary_emb\.\w+")  # in some files, though it follows from the configuration
+
+
+@dataclass(frozen=True)
+class HeadTensors:
+    """The heads of a checkpoint: for each module its tensors by part, and by the rest of their names."""
+
+    family: MtpFamily
+    modules: Sequence[Mapping[str, StoredTensor]]
+    folder: Path
+    num_layers: int  # of the target
+
+    def names(self, module: int) -> dict[str, str]:
+        """How the names of the module's parts begin in the checkpoint."""
+        return self.family.parts(module, self.num_layers)
+
+
+def find_heads(model: Any) -> HeadTensors | None:
+    """The heads in the checkpoint of a model that `load_model` made; None if there are none."""
+    folder = getattr(model, "checkpoint_folder", None)
+    if folder is None:
+        return None
+    tensors, layers = stored_tensors(folder), model.config.get_text_config().num_hidden_layers
+    for family in families():
+        if modules := family.modules(tensors, layers):
+            placed = [{part: tensors[name] for part, name in module.items()} for module in modules]
+            return HeadTensors(family, placed, folder, layers)
+    return None
+
+
+def has_heads(model: Any) -> bool:
+    """True if the checkpoint of a model has whole heads, of sizes that fit; nothing is read but names and sizes."""
+    found = find_heads(model)
+    if found is None:
+        return False
+    try:
+        new_modules(found, model)
+    except ValueError:
+        return False
+    return True
+
+
+def load_heads(target: TargetNetwork, target_name: str) -> list[MtpModule]:
+    """The modules of the heads in the target's checkpoint, in its dtype. Errors: ValueError of one line."""
+    if not isinstance(target, DrafterHost):
+        raise ValueError(f"{target_name} fills holes anywhere, but mtp drafts for causal models; take assd")
+    found = find_heads(target.model)
+    if found is None:
+        raise ValueError(
+            f"the checkpoint of {target_name} has no heads for multi-token prediction; take lookup, or a checkpoint"
+            " that has them"
+        )
+    modules = new_modules(found, target.model)
+    for module, tensors in zip(modules, found.modules, strict=True):
+        module.load(_weights(tensors, module, target.model))
+    return modules
+
+
+def new_modules(found: HeadTensors, target: Any) -> list[MtpModule]:
+    """The modules, without weights. Errors: ValueError for tensors that are missing, unknown or of other sizes."""
+    modules = []
+    for number, tensors in enumerate(found.modules):
+        made = MtpModule(target, _has_experts(tensors), found.family.state_first, bool(found.family.norm))
+        _check(made, tensors, found, number)
+        modules.append(made)
+    return modules
+
+
+def _has_experts(tensors: Mapping[str, StoredTensor]) -> bool:
+    return any(".experts." in name for name in tensors)
+
+
+def _check(module: MtpModule, tensors: Mapping[str, StoredTensor], found: HeadTensors, number: int) -> None:
+    needed = {name: tuple(weight.shape) for name, weight in module.needed_weights().items()}
+    optional = {f"{name}.weight": module.embedding_shape for name in ("embeddings", "head")}
+    given = {name: shape for name, shape in _shapes(tensors).items() if not COMPUTED.fullmatch(name)}
+    beginnings = found.names(number)
+
+    def published(name: str) -> str:
+        part, _, rest = name.partition(".")
+        return f"{beginnings.get(part, part)}{rest}"
+
+    for name in sorted({*needed, *given}):
+        expected = needed.get(name, optional.get(name))
+        if name not in given:
+            raise ValueError(f"the heads in {found.folder} lack {published(name)}; fetch the model again")
+        if expected is None:
+            raise ValueError(
+                f"the heads in {found.folder} have {published(name)}, which Saltus does not know; take another method"
+            )
+        if given[name] != expected:
+            raise ValueError(
+                f"{found.folder}: {published(name)} is {given[name]}, but must be {expected}; fetch the model again"
+            )
+
+
+def _stacks(names: Mapping[str, Any]) -> dict[str, dict[tuple[int, str], str]]:
+    """Matrices of single experts, by the stack that Transformers has them in: by expert and kind."""
+    stacks: dict[str, dict[tuple[int, str], str]] = {}
+    for name in names:
+        if match := EXPERT.fullmatch(name):
+            stack = f"{match[1]}.{'down_proj' if match[3] == 'down' else 'gate_up_proj'}"
+            stacks.setdefault(stack, {})[int(match[2]), match[3]] = name
+    return stacks
+
+
+def _shapes(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
+    """The shapes of weights by the names of a MtpModule: those of experts are stacked."""
+    shapes = {name: tensor.shape for name, tensor in tensors.items() if not EXPERT.fullmatch(name)}
+    for stack, places in _stacks(tensors).items():
+        experts, kinds = ({place[axis] for place in places} for axis in (0, 1))
+        parts = {tensors[name].shape for name in places.values()}
+        whole = len(parts) == 1 and len(places) == len(experts) * len(kinds) and experts == set(range(len(experts)))
+        rows, *rest = next(iter(parts))
+        shapes[stack] = (len(experts), rows * len(kinds), *rest) if whole else (len(places), *next(iter(parts)))
+    return shapes
+
+
+def _weights(tensors: Mapping[str, StoredTensor], module: MtpModule, target: Any) -> dict[str, Tensor]:
+    """The weights, read and stacked; copies of the target's own embeddings and output layer are left out."""
+    stacks, weights = _stacks(tensors), {}
+    for name, tensor in tensors.items():
+        if not EXPERT.fullmatch(name) and not COMPUTED.fullmatch(name):
+            weights[name] = tensor.read()
+    for stack, places in stacks.items():
+        kinds = ("gate", "up") if stack.endswith("gate_up_proj") else ("down",)
+        experts = sorted({expert for expert, _ in places})
+        weights[stack] = torch.stack(
+            [torch.cat([tensors[places[expert, kind]].read() for kind in kinds]) for expert in experts]
+        )
+    return weights

@@ -1,0 +1,117 @@
+"""Hold one module of multi-token prediction: a projection before a model of one layer, of the target's own class."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from saltus.kernels.batch_invariant_ops import linear
+from saltus.kernels.packed_weight import select_rows
+from saltus.methods.shared.context_layers import ContextLayers
+from saltus.models.cpu.torch_decoder import normed
+from saltus.models.decoder_of import decoder_of
+from saltus.models.packed_decoder import PackedDecoder, RMSNorm
+
+
+class MtpModule(nn.Module):
+    """projection [embedding_norm(e); state_norm(h)], the layer, the norm and the output layer; weights on "meta".
+
+    Embeddings, output layer and rotary embeddings are the target's, unless `load` gets others.
+    """
+
+    def __init__(self, target: Any, has_experts: bool, state_first: bool, has_norm: bool) -> None:
+        super().__init__()
+        self.target, self.state_first, self.has_norm = [target], state_first, has_norm  # in a list: no submodule
+        norm = decoder_of(target).norm
+        hidden = norm.weight.shape[0]
+        with torch.device("meta"):
+            self.projection = nn.Linear(2 * hidden, hidden, bias=False)
+            self.embedding_norm, self.state_norm, last_norm = (_empty_copy(norm) for _ in range(3))
+            model = _model_of_one_layer(target, has_experts)
+        decoder = decoder_of(model)
+        decoder.rotary_emb = decoder_of(target).rotary_emb
+        decoder.norm = last_norm if has_norm else norm
+        model.set_input_embeddings(target.get_input_embeddings())
+        model.set_output_embeddings(target.get_output_embeddings())
+        self.model = model
+
+    @property
+    def embedding_shape(self) -> tuple[int, ...]:
+        """Of embeddings and output layer."""
+        return tuple(self.target[0].get_input_embeddings().weight.shape)
+
+    def needed_weights(self) -> dict[str, Tensor]:
+        """What a checkpoint must have, by part and rest of the name."""
+        decoder, own = decoder_of(self.model), {}
+        parts = {"projection": self.projection, "embedding_norm": self.embedding_norm, "state_norm": self.state_norm}
+        if self.has_norm:
+            parts["norm"] = decoder.norm
+        parts["layer"] = decoder.layers[0]
+        for part, module in parts.items():
+            own |= {f"{part}.{name}": weight for name, weight in module.state_dict().items()}
+        return own
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Take weights by the names of `needed_weights`, and perhaps `embeddings` and `head`, in the target's dtype."""
+        decoder, target = decoder_of(self.model), self.target[0]
+        modules = {
+            "projection": self.projection, "embedding_norm": self.embedding_norm, "state_norm": self.state_norm,
+            "norm": decoder.norm, "layer": decoder.layers[0],
+        }  # fmt: skip
+        for name, weight in weights.items():
+            part, _, rest = name.partition(".")
+            if part not in modules:
+                continue
+            path, _, attribute = rest.rpartition(".")
+            owner = modules[part].get_submodule(path)
+            if attribute in owner._buffers:
+                owner._buffers[attribute] = weight.to(target.device)
+            else:
+                moved = weight.to(target.device, target.dtype).contiguous()
+                setattr(owner, attribute, nn.Parameter(moved, requires_grad=False))
+        self.eval().requires_grad_(False)
+        self.layers = ContextLayers(self.model)
+
+    def inputs(self, tokens: Int[Tensor, "rows"], states: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
+        """What the layer reads of tokens and the states before them."""
+        embedding = self.model.get_input_embeddings()
+        embedded = select_rows(embedding.weight, tokens.to(states.device)).to(states.dtype)
+        parts = [_normed(self.embedding_norm, embedded), _normed(self.state_norm, states)]
+        x = torch.cat(parts[::-1] if self.state_first else parts, -1)
+        return linear(x, [self.projection.weight], [None])[0] if x.device.type == "cpu" else self.projection(x)
+
+
+def _normed(norm: Any, x: Tensor) -> Tensor:
+    return normed(norm, x) if isinstance(norm, RMSNorm) else norm(x)
+
+
+def _empty_copy(norm: Any) -> Any:
+    """A norm of the same class and numbers, without weights."""
+    made = copy.copy(norm)
+    made._parameters = {
+        name: nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+        for name, weight in norm._parameters.items()
+    }
+    return made
+
+
+def _model_of_one_layer(target: Any, has_experts: bool) -> Any:
+    """A model of the target's class with one layer, which attends to all tokens."""
+    config = copy.deepcopy(target.config.get_text_config())
+    kind = "sparse" if has_experts else "dense"
+    settings = {
+        "num_hidden_layers": 1, "layer_types": ["full_attention"], "mlp_layer_types": [kind],
+        "mlp_only_layers": [] if has_experts else [0], "decoder_sparse_step": 1,
+        "first_k_dense_replace": 0 if has_experts else 1, "moe_layer_start_index": 0 if has_experts else 1,
+    }  # fmt: skip
+    for name, value in settings.items():
+        if getattr(config, name, None) is not None:
+            setattr(config, name, value)
+    if isinstance(target, PackedDecoder):
+        return PackedDecoder(config, target._make)
+    return type(target)(config)

@@ -1,0 +1,118 @@
+"""Draft a block in one pass of an EAGLE-3 head, whose rows after the first read masks (P-EAGLE, arXiv:2602.01469).
+
+The first row is EAGLE-3's: the last decided token beside the target's hidden states before it. Each row after it holds
+the embedding of a mask token beside a trained state, and sees the text and the rows before it. So row i predicts the
+token i + 1 places after the last decided one, without knowledge of the tokens in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from saltus.core.forward import ForwardInputs, ForwardOutputs
+from saltus.kernels.batch_invariant_ops import BatchInvariantMode
+from saltus.methods.published.eagle3 import UNREAD_STATES, causal_call
+from saltus.methods.published.eagle_model import EagleModel, load_eagle
+from saltus.methods.shared.context_layers import ContextKVCache, unread_states
+from saltus.methods.shared.draft_tree import DraftOutputs
+from saltus.methods.shared.published_files import CONFIG_FILE, read_config
+from saltus.methods.shared.query_predictions import QueryPredictor, rows_linear
+from saltus.methods.shared.timed_outputs import timed_outputs
+from saltus.models.cpu.torch_decoder import normed
+from saltus.models.protocols import TargetNetwork
+
+ARCHITECTURES = {"PEagleDraftModel", "PEagleSpeculator", "PEagleLlamaForCausalLM"}
+MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # of the mask token, as engines read them
+MASK_STATE = "mask_hidden"
+
+
+def recognises(config: Mapping[str, Any]) -> bool:
+    """True for the config.json of a published P-EAGLE head."""
+    if kind := config.get("speculators_model_type"):
+        return kind == "peagle"
+    return bool(ARCHITECTURES & set(config.get("architectures") or ()))
+
+
+def load_network(folder: Path, target: TargetNetwork, target_name: str) -> PEagleNetwork:
+    """The head for this target. Errors: ValueError of one line."""
+    more = {MASK_STATE: lambda shape: (1, 1, len(shape.hidden_state_layers) * shape.hidden)}
+    model, weights = load_eagle(folder, target.model, target_name, "a P-EAGLE head", more)
+    config, vocabulary = read_config(folder), len(model.embeddings[0])
+    mask = next((config[key] for key in MASK_KEYS if config.get(key) is not None), None)
+    if type(mask) is not int or not 0 <= mask < vocabulary:
+        raise ValueError(
+            f"{folder / CONFIG_FILE} has the mask token {mask}, and {target_name} has {vocabulary:,} tokens;"
+            " set mask_token_id to that of its training"
+        )
+    return PEagleNetwork(model, target, mask, weights[MASK_STATE].flatten())
+
+
+@dataclass
+class PEagleNetwork:
+    """A P-EAGLE head as a network; its inputs carry the target's hidden states of the newly decided tokens."""
+
+    model: EagleModel
+    target: Any  # the network whose hidden states it reads
+    mask_token: int
+    mask_state: Float[Tensor, "states"]  # in place of the target's hidden states
+    max_unread: int = UNREAD_STATES
+
+    def __post_init__(self) -> None:
+        self.device = self.model.tokens.device
+        self.predictor = QueryPredictor(self.model)
+
+    def new_kv_cache(self) -> ContextKVCache:
+        return ContextKVCache()
+
+    @torch.inference_mode()
+    def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
+        """Logits over the drafted tokens of each query; row 0 repeats the first."""
+        return timed_outputs(lambda: self._forward(batch, kv_caches), self.device)
+
+    def _forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
+        with BatchInvariantMode() if self.device.type == "cpu" else nullcontext():
+            return self._run(batch, kv_caches)
+
+    def _run(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
+        model, layers = self.model, self.target.hidden_state_layers
+        texts = [each.canvas.decided_prefix for each in batch]
+        states = [
+            unread_states(each, cache, layers, model.shape.hidden_state_layers)
+            for each, cache in zip(batch, kv_caches, strict=True)
+        ]
+        masks = [max(len(each.uniforms) - 1, 0) for each in batch]
+        read = [torch.cat([given, self.mask_state.to(given.dtype).expand(count, -1)])
+                for given, count in zip(states, masks, strict=True)]  # fmt: skip
+        tokens = [np.concatenate([text[-len(given) :], np.full(count, self.mask_token)])
+                  for text, given, count in zip(texts, states, masks, strict=True)]  # fmt: skip
+        starts = [len(text) - cache.first_position - len(given)
+                  for text, cache, given in zip(texts, kv_caches, states, strict=True)]  # fmt: skip
+        positions, call = causal_call(kv_caches, starts, list(map(len, tokens)), model.shape.layers)
+        hidden = model.rows(torch.from_numpy(np.concatenate(tokens)), model.fused(torch.cat(read)), positions, call)
+        by_text = hidden.split(list(map(len, tokens)))
+        last = [rows[-(count + 1) :] for rows, count in zip(by_text, masks, strict=True)]
+        normalised = normed(model.norm, torch.cat(last))
+        logits = rows_linear(model.lm_head, normalised)
+        counts, outputs = [count + 1 for count in masks], []
+        for inputs, cache, given, row_logits, row_states in zip(
+            batch, kv_caches, states, logits.split(counts), normalised.split(counts), strict=True
+        ):
+            cache.tokens = inputs.canvas.decided_prefix[cache.first_position :].copy()
+            queries = len(inputs.uniforms)
+            predictions = self.predictor(row_logits[:queries], row_states[:queries])
+            logits_kept, states_kept = (torch.cat([rows[:1], rows[:queries]]) for rows in (row_logits, row_states))
+            outputs.append(
+                DraftOutputs(
+                    logits_kept, states_kept, 0.0, len(given), len(hidden), model.tokens, predictions=predictions
+                )
+            )  # fmt: skip
+        return outputs

@@ -1,0 +1,26 @@
+"""dots.llm1: Qwen3's attention, some layers perhaps with a window; DeepSeek's experts after the first layers."""
+
+from typing import Any
+
+from saltus.models.decoder_description import (
+    DecoderDescription,
+    deepseek_mixture,
+    head_norms,
+    llama_attention,
+    llama_decoder,
+    llama_layer,
+    llama_mlp,
+)
+
+CLASSES = {"Dots1ForCausalLM"}
+
+
+def describe(config: Any) -> DecoderDescription:
+    """See saltus.models.architectures."""
+    layers = []
+    for layer in range(config.num_hidden_layers):
+        attention = llama_attention(config, layer, **head_norms(config, layer))
+        is_sparse = layer >= config.first_k_dense_replace
+        mlp = deepseek_mixture(config, layer) if is_sparse else llama_mlp(config, layer)
+        layers.append(llama_layer(config, layer, mixer=attention, mlp=mlp))
+    return llama_decoder(config, layers)

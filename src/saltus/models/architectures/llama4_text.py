@@ -1,0 +1,55 @@
+"""The text of Llama 4: chunks with rotary embeddings, the whole text without, where queries grow; experts or an MLP."""
+
+from typing import Any
+
+from saltus.models.attention_span import Chunks
+from saltus.models.decoder_description import (
+    Angles,
+    Attention,
+    DecoderDescription,
+    Experts,
+    Norm,
+    llama_attention,
+    llama_decoder,
+    llama_layer,
+    llama_mlp,
+    mixture,
+)
+
+CLASSES = {"Llama4ForCausalLM"}
+ANGLES = Angles(layout="once")
+
+
+def attention(config: Any, layer: int) -> Attention:
+    """Attention of one of both kinds; rotated heads may have a norm without weights."""
+    in_chunks = config.layer_types[layer] == "chunked_attention"
+    settings: dict[str, Any] = {
+        "span": Chunks(config.attention_chunk_size) if in_chunks else None, "rope_interleaved": True,
+    }  # fmt: skip
+    if config.no_rope_layers[layer]:  # 1: rotary embeddings
+        norm = Norm(None, config.rms_norm_eps) if config.use_qk_norm else None
+        settings |= {"angles": ANGLES, "query_norm": norm, "key_norm": norm, "norms_rotated": True}
+    else:
+        growth = config.attn_scale if config.attn_temperature_tuning else 0.0
+        scale = Angles(layout="once", growth=growth, steps=config.floor_scale, shift=1, are_zero=True)
+        settings |= {"angles": None, "query_angles": scale if growth else None}
+    return llama_attention(config, layer, **settings)
+
+
+def experts(config: Any, layer: int) -> Experts:
+    """A mixture whose weights, sigmoids, multiply what experts read, beside a shared expert."""
+    path = f"layers.{layer}.feed_forward"
+    return mixture(
+        config, layer, router=f"{path}.router", experts=f"{path}.experts", scoring="sigmoid", scales_inputs=True,
+        is_transposed=True, shared=llama_mlp(config, layer, "feed_forward.shared_expert"),
+    )  # fmt: skip
+
+
+def describe(config: Any) -> DecoderDescription:
+    """See saltus.models.architectures."""
+    layers = []
+    for layer in range(config.num_hidden_layers):
+        is_sparse = layer in config.moe_layers
+        mlp = experts(config, layer) if is_sparse else llama_mlp(config, layer, "feed_forward")
+        layers.append(llama_layer(config, layer, mixer=attention(config, layer), mlp=mlp))
+    return llama_decoder(config, layers)

@@ -1,0 +1,151 @@
+"""`saltus check --server`: every planted fault is found, and none on an honest server with rounding noise."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_cli import complaint, lines, saltus_
+
+from audit_server import FAULTS as ALL_FAULTS
+from audit_server import audited_server
+from saltus.evaluation.audit.audit_run import run_checks
+from saltus.evaluation.audit.checks import CHECKS
+from saltus.evaluation.audit.client import Side, Token
+from saltus.evaluation.audit.context import Audit, AuditSettings, GradedSuite
+from saltus.evaluation.audit.features import connect, find_features
+from saltus.evaluation.audit.prompts import default_prompts
+from saltus.evaluation.audit.statistics import exchangeability_test, holm, mcnemar, rate_interval
+from saltus.evaluation.audit.text_comparison import gap_in_reference
+from saltus.evaluation.benchmarks.suites import find_grader, load_tasks
+
+SWITCH = '{"speculative": false}'
+
+
+def audit_of(url, prompts=6, **settings):
+    on = connect(Side("with speculation", url))
+    off = replace(on, name="without", body={"speculative": False})
+    return Audit(on, off, find_features(off), default_prompts(prompts), AuditSettings(**settings))
+
+
+def findings(url, *checks, **settings):
+    """The names of the checks that find something."""
+    return [
+        verdict.check
+        for verdict in run_checks(audit_of(url, **settings), checks or tuple(CHECKS))
+        if verdict.status == "finding"
+    ]
+
+
+FAULTS = {  # the check that finds it, the beginning of its verdict's name, and prompts
+    "changed tokens": ("texts", "texts, all conditions", 12),
+    "garbage after a prefix hit": ("texts", "texts shared prefix", 4),
+    "chunk repeated": ("texts", "texts, all conditions", 12),
+    "texts mixed up under load": ("texts", "texts, all conditions", 12),
+    "one prompt changed": ("texts", "texts alone", 6),
+    "seed ignored": ("seeds", "seeds repeat their texts", 8),
+    "sampling biased": ("seeds", "sampled distribution", 4),
+    "wrong logprobs": ("logprobs", "logprobs of both sides", 8),
+    "split characters": ("streams", "streams with speculation", 4),
+    "no end of streams": ("streams", "streams with speculation", 4),
+    "stop dropped": ("limits", "stop strings with speculation", 4),
+    "one token too many": ("limits", "max_tokens and usage with speculation", 4),
+    "wrong usage": ("limits", "usage counts the tokens with speculation", 4),
+    "wrong finish_reason": ("limits", "counts of both sides", 4),
+    "invalid JSON under load": ("structured output", "valid JSON with speculation", 4),
+    "invalid calls": ("structured output", "valid calls of tools with speculation", 4),
+    "switch ignored": ("speed", "speculation is off where it should be", 4),
+}
+
+
+def test_every_fault_of_the_wrong_server_is_planted():
+    assert {*FAULTS, "worse answers"} == set(ALL_FAULTS)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault):
+    check, found, prompts = FAULTS[fault]
+    with audited_server(fault) as url:
+        assert any(name.startswith(found) for name in findings(url, check, prompts=prompts))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("seed", range(10))
+def test_an_honest_server_with_rounding_noise_has_no_finding(seed):
+    with audited_server(seed=seed, noise=0.003 if seed % 2 else 0.01) as url:
+        assert findings(url, prompts=4, max_tokens=32) == []
+
+
+def test_what_a_server_does_not_understand_is_named():
+    with audited_server(missing=("logprobs", "tools", "metrics", "JSON schemas", "seed")) as url:
+        verdicts = run_checks(audit_of(url, prompts=2, max_tokens=12), [n for n in CHECKS if n != "texts"])
+    lacking = {verdict.check: verdict.line for verdict in verdicts if verdict.status == "not checked"}
+    assert {"logprobs", "seeds", "valid JSON", "valid calls of tools", "acceptance"} <= set(lacking)
+    assert "refuses" in lacking["logprobs"]
+    assert "repeat" in lacking["seeds"]
+
+
+def test_graded_suites_are_compared_by_pairs(tmp_path):
+    rows = [{"question": f"What is {n} plus {n + 1}?", "answer": f"#### {2 * n + 1}"} for n in range(60)]
+    file = lines(tmp_path / "sums.jsonl", *rows)
+    tasks = load_tasks(f"gsm8k:{file}")
+    suite = GradedSuite("sums", tasks, find_grader("gsm8k", tasks))
+    for faults, expected in ((), "ok"), (("worse answers",), "finding"):
+        with audited_server(*faults) as url:
+            audit = replace(audit_of(url, prompts=1), suites=[suite])
+            (verdict,) = run_checks(audit, ["graded suites"])
+        assert verdict.status == expected
+    assert verdict.figures["only_without"] > 10 > verdict.figures["only_with"] == 0
+
+
+def test_a_header_switches_speculation_off():
+    with audited_server("wrong finish_reason") as url:
+        given = "--server", url, "--off-header", "X-Speculative: off", "--limit", 2, "-n", 8, "--clients", 4, "--json"
+        said = json.loads(saltus_("check", *given, code=1).stdout)
+    assert "counts of both sides" in [one["check"] for one in said["verdicts"] if one["status"] == "finding"]
+
+
+def test_exact_tests_have_their_known_values():
+    parted = np.array([[0, 0, 1, 1], [0, 0, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0]])
+    assert exchangeability_test([parted] * 5) == pytest.approx(2 / 3**5)  # one of three splits, each time
+    assert exchangeability_test([np.zeros((4, 4), dtype=int)] * 5) == 1
+    assert mcnemar(0, 5) == mcnemar(5, 0) == 2 / 32
+    assert mcnemar(0, 0) == mcnemar(3, 3) == 1
+    assert holm([0.001, 0.04, 0.02], 0.05) == [True, True, True]
+    assert holm([0.03, 0.04, 0.02], 0.05) == [False, False, False]
+    low, high = rate_interval(0, 10)
+    assert (low, high) == (0, pytest.approx(0.2775, abs=1e-3))
+
+
+def test_a_gap_is_read_where_two_texts_part():
+    tokens = [Token(b"a", -0.1, {b"a": -0.1, b"b": -3.0}), Token(b"cd", -0.5, {b"cd": -0.5, b"e": -0.7})]
+    assert gap_in_reference(tokens, "acd", "ae") == (pytest.approx(0.2), False)
+    assert gap_in_reference(tokens, "acd", "b") == (pytest.approx(2.9), False)
+    assert gap_in_reference(tokens, "acd", "ax") == (pytest.approx(0.2), True)
+    assert gap_in_reference(tokens, "xy", "xz") is None
+
+
+def test_two_servers_are_compared_from_the_command_line(tmp_path):
+    few = "--limit", 4, "-n", 24, "--clients", 8
+    with audited_server(noise=0.0) as honest, audited_server("one prompt changed", noise=0.0) as wrong:
+        said = json.loads(saltus_("check", "--server", honest, "--against", honest, *few, "--json").stdout)
+        assert said["findings"] == 0
+        shown = saltus_("check", "--server", wrong, "--against", honest, *few, "--out", tmp_path, code=1).stdout
+    assert "not rounding" in " ".join(shown.split())
+    page, kept = (tmp_path / "page.html").read_text(), json.loads((tmp_path / "report.json").read_text())
+    assert kept["findings"] >= 1
+    assert kept["summary"] in page
+    assert {side["name"] for side in kept["sides"]} == {"with speculation", "without"}
+
+
+def test_a_wrong_command_line_is_refused_with_the_cure():
+    assert "--off" in complaint("check", "--server", "http://localhost:9")
+    assert "does not answer" in complaint("check", "--server", "http://localhost:9", "--off", "{}", env={"X": "1"})
+    assert "JSON object" in complaint("check", "--server", "http://localhost:9", "--off", "no")
+    assert "NAME: VALUE" in complaint("check", "--server", "http://localhost:9", "--off-header", "no")
+    assert "http://localhost:8000" in complaint("check", "--server", "localhost:9", "--off", SWITCH)
+    assert "--server" in complaint("check", "--off", SWITCH)
+    assert "leave the others out" in complaint("check", "--server", "http://x", "--off", SWITCH, "--method", "lookup")

@@ -1,0 +1,105 @@
+"""What every published form keeps: plain's texts, alone and in a batch and in the server, and refusals in a line.
+
+A new form needs an entry in EXAMPLES, which writes a folder as it is published, for a Llama of 6 layers, 32 numbers a
+hidden state and 300 tokens.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from reference_eagle import published_head
+from safetensors.torch import load_file, save_file
+from starlette.testclient import TestClient
+from test_dflash import published_folder
+
+import saltus
+from conftest import tiny_llama
+from saltus.engine.target_drafters import load_drafter_for_target
+from saltus.methods.published import find_form, published_forms
+from saltus.models.causal import CausalNetwork
+from saltus.server.app import make_app
+from saltus.server.served_request import Limits
+from saltus.server.service import Service
+
+EXAMPLES: dict[str, Callable[[Path], object]] = {
+    "dflash": lambda folder: published_folder(folder, "flat"),
+    "eagle3": lambda folder: published_head(folder),
+    "peagle": lambda folder: published_head(folder, "peagle"),
+}
+TEXTS = ["the cat", "a dog " * 30]
+
+
+@pytest.fixture(params=published_forms())
+def form(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def folder(form, tmp_path) -> Path:
+    EXAMPLES[form](tmp_path)
+    return tmp_path
+
+
+def load(folder: Path):
+    return load_drafter_for_target(f"drafter:{folder}", CausalNetwork(tiny_llama(num_hidden_layers=6)), "tiny")
+
+
+def test_a_folder_is_of_one_form(form, folder):
+    config = json.loads((folder / "config.json").read_text())
+    assert [name for name, each in published_forms().items() if each.recognises(config)] == [form]
+    assert find_form(folder) is published_forms()[form]
+
+
+def test_texts_are_those_of_plain_decoding(tiny_folder, folder):
+    model, options = str(tiny_folder(num_hidden_layers=6)), {"ptp": {"model": str(folder)}}
+    engine = saltus.load(model, "ptp+lookup", options=options, adaptive=False, max_draft_tokens=8)
+    for temperature in (0.0, 1.0):
+        given = {"max_new_tokens": 16, "temperature": temperature, "ignore_eos": True}
+        plain = engine.generate(TEXTS, method="plain", **given)
+        for method in ("ptp", "ptp+lookup"):
+            found = engine.generate(TEXTS, method=method, **given)
+            assert [one.tokens for one in found] == [one.tokens for one in plain]
+            assert all(one.statistics.draft_calls for one in found)
+        assert engine.generate(TEXTS[0], **given).tokens == plain[0].tokens
+    body = {"prompt": TEXTS, "max_tokens": 16, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+    served = []
+    for each in (engine, saltus.load(model, "plain")):
+        with TestClient(make_app(Service(each, "tiny", Limits()))) as client:
+            served.append([choice["text"] for choice in client.post("/v1/completions", json=body).json()["choices"]])
+    assert served[0] == served[1]
+
+
+def test_drafters_with_missing_unknown_or_other_weights_are_refused_in_a_line(folder):
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    matrix = next(name for name in sorted(weights) if name.endswith("mlp.down_proj.weight"))
+    cases = {
+        f"lacks {matrix}": {name: weight for name, weight in weights.items() if name != matrix},
+        "has an unknown weight layers.0.odd.weight": weights | {"layers.0.odd.weight": torch.zeros(2)},
+        f"{matrix} is ": weights | {matrix: torch.zeros(3, 5)},
+    }
+    for said, changed in cases.items():
+        save_file(changed, file)
+        with pytest.raises(ValueError, match=said) as error:
+            load(folder)
+        assert "\n" not in str(error.value)
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="is damaged") as error:
+        load(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_a_drafter_of_another_size_is_refused_in_a_line(folder):
+    target = CausalNetwork(tiny_llama(hidden_size=64, num_hidden_layers=6))
+    with pytest.raises(ValueError, match="tiny has 64") as error:
+        load_drafter_for_target(f"drafter:{folder}", target, "tiny")
+    assert "\n" not in str(error.value)
+
+
+def test_a_drafter_of_no_form_is_refused_in_a_line(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"speculators_model_type": "medusa"}))
+    with pytest.raises(ValueError, match="no drafter that Saltus knows \\(medusa\\); the forms are dflash, eagle3"):
+        load(tmp_path)

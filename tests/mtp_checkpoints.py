@@ -1,0 +1,95 @@
+"""Write checkpoints of tiny random models with heads for multi-token prediction, by the names that are published."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from architectures import tiny
+from conftest import byte_tokenizer
+
+FORMS: dict[str, tuple[str, dict]] = {  # the target's architecture, and what differs from the tiny models of tests
+    "Qwen3.5": ("Qwen3_5", {}),
+    "Qwen3.5 with experts": ("Qwen3_5Moe", {}),
+    "Qwen3-Next": ("Qwen3Next with experts", {}),
+    "DeepSeek V3": ("DeepseekV3", {}),
+    "GLM-4.5": ("Glm4Moe", {}),
+    "GLM-4.7-Flash": ("Glm4MoeLite", {}),
+    "ERNIE 4.5": ("Ernie4_5", {}),
+}
+VOCAB = 300  # of the byte-level tokenizer
+
+
+def head_tensors(form: str, model: Any, module: int = 0, seed: int = 3) -> dict[str, torch.Tensor]:
+    """The tensors of one random module by their published names. Its layer is like the model's last with attention."""
+    generator = torch.Generator().manual_seed(seed + module)
+    config = model.config
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    like = next(i for i in reversed(range(layers)) if hasattr(model.model.layers[i], "self_attn"))
+    state = model.model.layers[like].state_dict()
+
+    def drawn(shape: tuple[int, ...]) -> torch.Tensor:
+        plus_one = form.startswith("Qwen")  # norms are stored without one
+        return 0.2 * torch.randn(shape, generator=generator) + (len(shape) == 1 and not plus_one)
+
+    layer = {}
+    for name, weight in state.items():
+        if name.endswith("experts.gate_up_proj"):
+            gates, ups = drawn(weight.shape).chunk(2, 1)
+            at = name.removesuffix("gate_up_proj")
+            layer |= {f"{at}{i}.gate_proj.weight": gate for i, gate in enumerate(gates)}
+            layer |= {f"{at}{i}.up_proj.weight": up for i, up in enumerate(ups)}
+        elif name.endswith("experts.down_proj"):
+            at = name.removesuffix("down_proj")
+            layer |= {f"{at}{i}.down_proj.weight": down for i, down in enumerate(drawn(weight.shape))}
+        else:
+            layer[name] = drawn(weight.shape)
+    projection, norms = drawn((hidden, 2 * hidden)), [drawn((hidden,)) for _ in range(3)]
+    if form.startswith("Qwen"):
+        names = [
+            "mtp.fc.weight",
+            "mtp.pre_fc_norm_embedding.weight",
+            "mtp.pre_fc_norm_hidden.weight",
+            "mtp.norm.weight",
+        ]
+        at = f"mtp.layers.{module}."
+    elif form.startswith("ERNIE"):
+        names = [f"model.mtp_{name}.{module}.weight" for name in ("linear_proj", "emb_norm", "hidden_norm")]
+        at = f"model.mtp_block.{module}."
+    else:
+        at = f"model.layers.{layers + module}."
+        names = [f"{at}{name}.weight" for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm")]
+        layer["embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
+        layer["shared_head.head.weight"] = model.get_output_embeddings().weight.detach().clone()
+    tensors = dict(zip(names, [projection, *norms], strict=False))
+    return tensors | {f"{at}{name}": weight.contiguous() for name, weight in layer.items()}
+
+
+def write_checkpoint(folder: Path, form: str, modules: int = 1, dtype: torch.dtype = torch.float32, **changes) -> Path:
+    """A folder with a tiny model, a tokenizer and heads."""
+    name, own = FORMS[form]
+    model: Any = tiny(name, vocab_size=VOCAB, **own | changes)
+    model.to(dtype).save_pretrained(folder)
+    tensors: dict[str, torch.Tensor] = {}
+    for module in range(modules):
+        tensors |= {key: weight.to(dtype) for key, weight in head_tensors(form, model, module).items()}
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | tensors, file, {"format": "pt"})
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def edit(folder: Path, change) -> None:
+    """Change the tensors of a folder: `change` gets and returns them by name."""
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, {"format": "pt"})
+
+
+def edit_config(folder: Path, **changes) -> None:
+    """Change the configuration of a folder."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))

@@ -1,0 +1,209 @@
+"""Write weights as quantised checkpoints of the hub have them, from their public descriptions, in plain numpy.
+
+Each writer draws a weight [out, in] and returns the tensors that stand for it, by the last part of their names, and the
+numbers that they mean in float32.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Written = tuple[dict[str, Tensor], np.ndarray]
+Writer = Callable[[np.random.Generator, int, int], Written]
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def words(integers: np.ndarray, bits: int, order: list[int] | None = None) -> Tensor:
+    """Unsigned integers [rows, n] as int32 words [rows, n · bits / 32]: the i-th of a word is shifted by i · bits."""
+    per_word = 32 // bits
+    out = np.zeros((integers.shape[0], integers.shape[1] // per_word), np.uint32)
+    for column in range(integers.shape[1]):
+        word, place = divmod(column, per_word)
+        source = column if order is None else word * per_word + order[place]
+        out[:, word] |= integers[:, source].astype(np.uint32) << np.uint32(place * bits)
+    return torch.from_numpy(out.view(np.int32).copy())
+
+
+def drawn(draws: np.random.Generator, outs: int, ins: int, groups: int, bits: int, zero: int | None) -> tuple:
+    """Unsigned integers, zeros and scales [out, groups], and the weights scale · (integer − zero)."""
+    integers = draws.integers(0, 1 << bits, (outs, ins))
+    zeros = np.full((outs, groups), zero) if zero is not None else draws.integers(1, 1 << bits, (outs, groups))
+    scales = (draws.uniform(0.5, 1.5, (outs, groups)) * (0.6 / (1 << bits))).astype(np.float16)
+    each = np.arange(ins) // (ins // groups)
+    return integers, zeros, scales, scales.astype(np.float32)[:, each] * (integers - zeros[:, each])
+
+
+def gptq(bits: int = 4, group: int = 32, zero: int | None = None, less: int = 1, act_order: bool = False) -> Writer:
+    def write(draws: np.random.Generator, outs: int, ins: int) -> Written:
+        groups = ins // group if group > 0 else 1
+        integers, zeros, scales, weight = drawn(draws, outs, ins, groups, bits, zero)
+        of_input = np.arange(ins) // (ins // groups)
+        if act_order:
+            of_input = draws.permutation(of_input)
+            weight = scales.astype(np.float32)[:, of_input] * (integers - zeros[:, of_input])
+        return {
+            "qweight": words(integers, bits).T.contiguous(), "qzeros": words((zeros - less).T, bits),
+            "scales": torch.from_numpy(scales.T.copy()), "g_idx": torch.from_numpy(of_input.astype(np.int32)),
+        }, weight  # fmt: skip
+
+    return write
+
+
+def awq(draws: np.random.Generator, outs: int, ins: int) -> Written:
+    integers, zeros, scales, weight = drawn(draws, outs, ins, ins // 32, 4, None)
+    return {
+        "qweight": words(integers.T, 4, AWQ_ORDER), "qzeros": words(zeros.T, 4, AWQ_ORDER),
+        "scales": torch.from_numpy(scales.T.copy()),
+    }, weight  # fmt: skip
+
+
+def packed_integers(
+    bits: int = 4, group: int = 32, symmetric: bool = True, act_order: bool = False, dtype: Any = torch.bfloat16
+) -> Writer:
+    def write(draws: np.random.Generator, outs: int, ins: int) -> Written:
+        groups = ins // group if group > 0 else 1
+        integers, zeros, scales, weight = drawn(draws, outs, ins, groups, bits, 1 << bits - 1 if symmetric else None)
+        of_input = np.arange(ins) // (ins // groups)
+        kept = torch.from_numpy(scales).to(dtype)
+        if act_order:
+            of_input = draws.permutation(of_input)
+        weight = kept.float().numpy()[:, of_input] * (integers - zeros[:, of_input])
+        tensors = {
+            "weight_packed": words(integers, bits), "weight_scale": kept, "weight_shape": torch.tensor([outs, ins])
+        }  # fmt: skip
+        if not symmetric:
+            tensors["weight_zero_point"] = words(zeros.T, bits).T.contiguous()
+        if act_order:
+            tensors["weight_g_idx"] = torch.from_numpy(of_input.astype(np.int32))
+        return tensors, weight
+
+    return write
+
+
+def plain_integers(draws: np.random.Generator, outs: int, ins: int) -> Written:
+    integers = draws.integers(-128, 128, (outs, ins))
+    scales = torch.from_numpy(draws.uniform(0.001, 0.004, (outs, 1))).bfloat16()
+    return {
+        "weight": torch.from_numpy(integers.astype(np.int8)), "weight_scale": scales
+    }, integers * scales.float().numpy()  # fmt: skip
+
+
+def floats8(scale: str, form: str, power_of_two: bool = False) -> Writer:
+    """E4M3 with scales called `scale` for the tensor, an output or blocks of 32 × 48, which the edges cut."""
+
+    def write(draws: np.random.Generator, outs: int, ins: int) -> Written:
+        values = torch.from_numpy(draws.normal(0, 60, (outs, ins))).float().to(torch.float8_e4m3fn)
+        shape = {"tensor": (1,), "output": (outs, 1), "blocks": (-(-outs // 32), -(-ins // 48))}[form]
+        scales = draws.uniform(0.001, 0.003, shape)
+        scales = torch.from_numpy(np.exp2(np.round(np.log2(scales))) if power_of_two else scales).float()
+        numbers = values.float().numpy()
+        weight = np.empty((outs, ins), np.float32)
+        for out in range(outs):
+            for each in range(ins):
+                place = {"tensor": (0,), "output": (out, 0), "blocks": (out // 32, each // 48)}[form]
+                weight[out, each] = numbers[out, each] * scales[place].item()
+        return {"weight": values, scale: scales, "input_scale": torch.tensor(1.0)}, weight
+
+    return write
+
+
+def floats4(draws: np.random.Generator, outs: int, ins: int) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of pairs of E2M1, the first in the low half, and their numbers."""
+    codes = draws.integers(0, 16, (outs, ins))
+    numbers = np.array([*E2M1, *(-x for x in E2M1)], np.float32)[codes]
+    return (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8), numbers
+
+
+def nvfp4(draws: np.random.Generator, outs: int, ins: int) -> Written:
+    pairs, numbers = floats4(draws, outs, ins)
+    scales = torch.from_numpy(draws.uniform(20, 200, (outs, ins // 16))).float().to(torch.float8_e4m3fn)
+    of_all = torch.tensor([2000.0])
+    weight = numbers * (scales.float() / of_all).numpy()[:, np.arange(ins) // 16]
+    return {
+        "weight_packed": torch.from_numpy(pairs), "weight_scale": scales, "weight_global_scale": of_all
+    }, weight  # fmt: skip
+
+
+def mxfp4(draws: np.random.Generator, outs: int, ins: int) -> Written:
+    pairs, numbers = floats4(draws, outs, ins)
+    exponents = draws.integers(120, 125, (outs, ins // 32)).astype(np.uint8)
+    weight = numbers * np.exp2(exponents.astype(np.float32) - 127)[:, np.arange(ins) // 32]
+    return {"weight_packed": torch.from_numpy(pairs), "weight_scale": torch.from_numpy(exponents)}, weight
+
+
+def compressed(form: str, **weights: Any) -> dict[str, Any]:
+    """The `quantization_config` of a group for all linear layers but the output layer."""
+    group = {"targets": ["Linear"], "weights": {"type": "int", "symmetric": True, **weights}, "format": form}
+    return {
+        "quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}, "ignore": ["lm_head"]
+    }  # fmt: skip
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "checkpoint_format": "gptq"}
+INT4 = compressed("pack-quantized", num_bits=4, strategy="group", group_size=32)
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 48]}
+CASES: dict[str, tuple[dict[str, Any], Writer, str]] = {  # settings, writer, and what the weights become
+    "gptq symmetric": (GPTQ, gptq(zero=8), "Q4_0"),
+    "gptq": (GPTQ, gptq(), "Q5_0"),
+    "gptq v2 of channels": ({**GPTQ, "checkpoint_format": "gptq_v2", "group_size": -1}, gptq(group=-1, less=0), "Q5_0"),
+    "gptq 8 bits": ({**GPTQ, "bits": 8}, gptq(8, zero=128), "Q8_0"),
+    "gptq 8 bits with zeros": ({**GPTQ, "bits": 8}, gptq(8), "bfloat16"),
+    "gptq 2 bits": ({**GPTQ, "bits": 2}, gptq(2), "Q4_0"),
+    "gptq act order": ({**GPTQ, "desc_act": True}, gptq(act_order=True), "bfloat16"),
+    "gptq groups of 16": ({**GPTQ, "group_size": 16}, gptq(group=16), "bfloat16"),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, awq, "Q5_0"),
+    "int4": (INT4, packed_integers(), "Q4_0"),
+    "int4 with zeros": (
+        compressed("pack-quantized", num_bits=4, symmetric=False), packed_integers(symmetric=False), "Q5_0"
+    ),
+    "int4 act order": (INT4, packed_integers(act_order=True), "bfloat16"),
+    "int8 of channels": (compressed("pack-quantized", num_bits=8), packed_integers(8, -1), "Q8_0"),
+    "int8 and int8 activations": (compressed("int-quantized", num_bits=8), plain_integers, "Q8_0"),
+    "fp8 of channels": (
+        compressed("float-quantized", num_bits=8, type="float"), floats8("weight_scale", "output"), "bfloat16"
+    ),
+    "fp8 blocks by compressed-tensors": (
+        compressed("float-quantized", num_bits=8, type="float", block_structure=[32, 48]),
+        floats8("weight_scale", "blocks"), "bfloat16",
+    ),
+    "nvfp4": (compressed("nvfp4-pack-quantized", num_bits=4, type="float"), nvfp4, "bfloat16"),
+    "mxfp4": (compressed("mxfp4-pack-quantized", num_bits=4, type="float"), mxfp4, "MXFP4"),
+    "fp8": (FP8, floats8("weight_scale_inv", "blocks"), "bfloat16"),
+    "fp8 of powers of two": (FP8, floats8("weight_scale_inv", "blocks", power_of_two=True), "bfloat16"),
+    "fp8 of tensors": ({**FP8, "weight_block_size": None}, floats8("weight_scale", "tensor"), "bfloat16"),
+}  # fmt: skip
+
+
+def write_quantised(
+    folder: Path,
+    settings: dict[str, Any],
+    writer: Writer,
+    reference: Path,
+    chosen: Callable[[str], bool] = lambda name: "proj" in name,
+) -> None:
+    """Quantise the chosen matrices of a folder's model, drawn anew, and write what they mean to a second folder."""
+    shutil.copytree(folder, reference)
+    draws = np.random.default_rng(0)
+    written, meant = {}, {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if tensor.ndim == 2 and chosen(name):
+            parts, weight = writer(draws, *tensor.shape)
+            written |= {f"{name.rpartition('.')[0]}.{part}": each for part, each in parts.items()}
+            meant[name] = torch.from_numpy(weight).to(tensor.dtype)
+        else:
+            written[name] = meant[name] = tensor
+    written["model.layers.0.self_attn.k_scale"] = torch.tensor(1.0)  # of keys, which stay as they are
+    save_file(written, folder / "model.safetensors", {"format": "pt"})
+    save_file(meant, reference / "model.safetensors", {"format": "pt"})
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": settings}))
