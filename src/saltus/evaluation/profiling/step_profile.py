@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from inspect import isfunction
 from typing import Any
 
-from saltus.core import distributions
+from saltus.core import distributions, rules
 from saltus.core.control import controller
 from saltus.engine import scheduler
 from saltus.evaluation.profiling.call_timing import Clock, PartTimer, quartiles, temporarily_replaced
@@ -75,12 +75,13 @@ def instrumented(engine: Any, method: str, timer: PartTimer, synchronize: Callab
         synchronize()  # the device's time must not count for the code that reads its results
         return batch_outputs
 
-    rules = {name: timer.time_function(RULE, rule) for name, rule in scheduler.RULES.items()}
+    timed_rules = {name: timer.time_function(RULE, rule) for name, rule in scheduler.RULES.items()}
     controller_class = controller.Controller
     places = [
         (network, "forward", timer.time_function(NETWORK, settled)),
         (ensemble, "new_drafters", lambda text: [_timed_drafter(timer, drafter) for drafter in drafters(text)]),
-        (scheduler, "RULES", rules),
+        (scheduler, "RULES", timed_rules),
+        (rules, "followed_tokens", timer.time_function(SAMPLING, rules.followed_tokens)),
         *(
             (controller_class, name, timer.time_function(DRAFTING, getattr(controller_class, name)))
             for name in ("offered_tree", "num_nodes", "record")
