@@ -202,7 +202,7 @@ class Handler(BaseHTTPRequestHandler):
             text = "".join(
                 f'vllm:spec_decode_num_{name}_total{{model_name="tiny"}} {n}.0\n' for name, n in lines.items()
             )
-            return self._send(200, text)
+            return self._send(200, "# TYPE vllm:spec_decode_num_draft_tokens counter\n" + text)
         return self._send(404, {"error": {"message": "not here"}})
 
     def do_POST(self):

@@ -135,8 +135,8 @@ def _sides(options: ServerOptions, model: str) -> tuple[Any, Any]:
     switches = [name for name in ("against", "off", "off_header") if getattr(options, name)]
     if not switches:
         raise ValueError(
-            "there is nothing to compare the server with; give --against URL, or what switches speculation off:"
-            """ --off '{"speculative": false}' for Saltus, '{"speculative.n_max": 0}' for llama.cpp"""
+            "there is nothing to compare the server with; give --against URL, the same model without speculation, or"
+            """ what switches speculation off in a request, for Saltus --off '{"speculative": false}'"""
         )
     added = {"body": _switch_body(options.off), "headers": _headers(options.off_header or ())}
     other = server_address(options.against or options.server)

@@ -46,6 +46,8 @@ def read_draft_counts(side: Side) -> tuple[int, int] | None:
         return _iteration_counts(text)
     totals: dict[str, float] = {}
     for line in text.splitlines():
+        if line.startswith("#"):
+            continue
         name, _, value = line.rpartition(" ")
         name = name.partition("{")[0].rpartition(":")[2].removesuffix("_total")
         if name in (*DRAFTED, *ACCEPTED):
