@@ -111,7 +111,7 @@ def complaint(file) -> str:
 def test_tensors_that_are_missing_or_too_many_are_one_line(name, tmp_path):
     _, file = written(name, tmp_path, [Q.Q8_0], left_out="token_embd.weight")
     assert "lacks" in complaint(file)
-    for tensor in ("blk.0.ffn_gate_exps.bias", "blk.9.attn_q.weight", "unheard_of"):
+    for tensor in ("blk.0.attn_rot_embd.weight", "blk.9.attn_q.weight", "unheard_of"):
         _, file = written(
             name, tmp_path, [Q.Q8_0], more=lambda out, tensor=tensor: out.add_tensor(tensor, np.ones(32, np.float32))
         )
