@@ -162,6 +162,24 @@ def tiny_folder(tmp_path_factory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
+def architecture_folder(tmp_path_factory) -> Callable[..., Path]:
+    """A folder with a tiny model of an architecture by its class, and a byte-level tokenizer."""
+    from architectures import tiny
+
+    made: dict[tuple[str, int], Path] = {}
+
+    def folder(name: str, seed: int = 0) -> Path:
+        if (name, seed) not in made:
+            made[name, seed] = tmp_path_factory.mktemp("architecture")
+            model = tiny(name, seed, vocab_size=300, eos_token_id=0, pad_token_id=1, bos_token_id=2)
+            model.save_pretrained(made[name, seed])
+            byte_tokenizer().save_pretrained(made[name, seed])
+        return made[name, seed]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tiny_drafter(tiny_folder, tmp_path_factory) -> Callable[..., Path]:
     """A folder with an untrained drafter for a tiny model: tiny_drafter(model, **shape)."""
     from saltus.methods.ptp.network import DrafterShape, DraftModel

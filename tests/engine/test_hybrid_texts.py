@@ -1,15 +1,12 @@
 """Texts of models with recurrent layers: those of plain decoding, whatever was drafted, shared, cancelled or kept."""
 
 import queue
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import saltus
-from architectures import tiny
-from conftest import byte_tokenizer
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.engine.engine import Engine
@@ -31,27 +28,11 @@ METHODS = ["lookup", "jacobi", "small_model", "small_model+lookup"]
 LENGTH = 20
 
 
-@pytest.fixture(scope="session")
-def hybrid_folder(tmp_path_factory):
-    """A folder with a tiny model and a byte-level tokenizer."""
-    made: dict[tuple[str, int], Path] = {}
-
-    def folder(name: str, seed: int = 0) -> Path:
-        if (name, seed) not in made:
-            made[name, seed] = tmp_path_factory.mktemp("hybrid")
-            model = tiny(name, seed, vocab_size=300, eos_token_id=0, pad_token_id=1, bos_token_id=2)
-            model.save_pretrained(made[name, seed])
-            byte_tokenizer().save_pretrained(made[name, seed])
-        return made[name, seed]
-
-    return folder
-
-
 @pytest.fixture(scope="module", params=NAMES)
-def engine(request, hybrid_folder) -> Engine:
+def engine(request, architecture_folder) -> Engine:
     draft = "Lfm2" if request.param != "Lfm2" else "Qwen3_5"
-    options = {"small_model": {"model": str(hybrid_folder(draft, 1)), "min_probability": 0.0}}
-    return saltus.load(str(hybrid_folder(request.param)), "lookup", options=options, adaptive=False, device="cpu")
+    options = {"small_model": {"model": str(architecture_folder(draft, 1)), "min_probability": 0.0}}
+    return saltus.load(str(architecture_folder(request.param)), "lookup", options=options, adaptive=False, device="cpu")
 
 
 def plain_texts(engine: Engine, prompts: list[str], **settings) -> list[list[int]]:
