@@ -15,6 +15,7 @@ WEIGHT_FILE_PATTERNS = (
     re.compile(r"[^/]+\.safetensors"),
 )
 LAYER_COUNT = re.compile(r"(num_|n_)?((hidden|encoder|decoder)_)?layers?")  # keys of configurations
+KINDS_OF_LAYERS = re.compile(r"layer_types|layers_block_type|block_types|mlp_layer_types")  # one for each layer
 MIN_LAYER_BYTES = 100  # of a layer in a pickled file
 LAYERS_OF_TEXT_PARTS = {  # that have no class of their own: of texts alone, positions in three dimensions are one
     "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe",
@@ -191,6 +192,8 @@ def _layer_counts(config: Any) -> Iterator[int]:
     for key, value in config.items() if isinstance(config, dict) else ():
         if isinstance(value, int) and LAYER_COUNT.fullmatch(key):
             yield value
+        if isinstance(value, list) and KINDS_OF_LAYERS.fullmatch(key):
+            yield len(value)
         yield from _layer_counts(value)
 
 

@@ -57,6 +57,6 @@ def find_form(folder: Path) -> PublishedForm | None:
             return form
     names = config.get("speculators_model_type") or config.get("architectures") or config.get("model_type")
     raise ValueError(
-        f"{folder / CONFIG_FILE} is that of no drafter that Saltus knows ({names}); the forms are"
+        f"{folder / CONFIG_FILE} is that of no drafter that Saltus knows ({names!r}); the forms are"
         f" {', '.join(published_forms())}"
     )
