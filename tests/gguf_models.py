@@ -212,11 +212,11 @@ def write(
     left_out: str = "",
     more: Any = None,
     pre: str = "smollm",
-    heads: Mapping[str, torch.Tensor] | None = None,
+    later: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Write a model, matrices in these formats by turns; it gets the weights that were written.
 
-    Without the tensor `left_out`; `more` is called with the writer before anything is written. `heads` are tensors of
+    Without the tensor `left_out`; `more` is called with the writer before anything is written. `later` are tensors of
     layers after its last one, "model.layers.2.eh_proj.weight"; they, too, get what was written.
     """
     config = copy(model.config)
@@ -226,15 +226,15 @@ def write(
     add_vocabulary(out, pre)
     architecture = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == case.name)
     layers = config.num_hidden_layers
-    later = len({name.split(".")[2] for name in heads or ()})
-    names = gguf.get_tensor_name_map(architecture, layers + later)
-    if later:
-        out.kv_data[0][f"{case.name}.block_count"].value = layers + later
-        out.add_nextn_predict_layers(later)
+    num_later = len({name.split(".")[2] for name in later or ()})
+    names = gguf.get_tensor_name_map(architecture, layers + num_later)
+    if num_later:
+        out.kv_data[0][f"{case.name}.block_count"].value = layers + num_later
+        out.add_nextn_predict_layers(num_later)
     at = 0
     stored = model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
-    for name, weight in [*model.named_parameters(), *buffers, *(heads or {}).items()]:
+    for name, weight in [*model.named_parameters(), *buffers, *(later or {}).items()]:
         values = weight.detach().float().numpy()
         added = case.name in MORE_IN_NORMS and name.endswith("norm.weight") and "linear_attn" not in name
         heads = _heads(config, case, name)

@@ -56,7 +56,7 @@ def written(name: str, folder, formats, count: int = 1, **more) -> tuple[Any, di
     case, file = CASES[name], folder / "tiny.gguf"
     model = gguf_models.tiny(case)
     heads = random_heads(model, name in ("deepseek2", "glm4moe"), count)
-    gguf_models.write(model, case, file, formats, heads=heads, **more)
+    gguf_models.write(model, case, file, formats, later=heads, **more)
     return model, heads, file
 
 
@@ -117,7 +117,8 @@ def test_texts_are_those_of_the_file_without_heads(name, tmp_path):
 def test_heads_stay_packed(tmp_path):
     *_, file = written("glm4moe", tmp_path, [Q.Q8_0])
     engine = saltus.load(str(file), "mtp", device="cpu")
-    (module,) = engine.decoder.setup("mtp").networks["mtp"].modules
+    network: Any = engine.decoder.setup("mtp").networks["mtp"]
+    (module,) = network.modules
     packed = {name for name, weight in module.named_parameters() if isinstance(weight, PackedWeight)}
     assert {"projection.weight", "model.model.layers.0.mlp.experts.gate_up_proj"} <= packed
     model = engine.network.model
@@ -128,7 +129,8 @@ def test_heads_stay_packed(tmp_path):
 def test_several_heads_are_found(tmp_path):
     *_, file = written("deepseek2", tmp_path, [Q.Q8_0], count=2)
     engine = saltus.load(str(file), "mtp", device="cpu")
-    assert len(engine.decoder.setup("mtp").networks["mtp"].modules) == 2
+    network: Any = engine.decoder.setup("mtp").networks["mtp"]
+    assert len(network.modules) == 2
 
 
 def test_heads_that_are_not_whole_are_refused_but_not_their_model(tmp_path):
