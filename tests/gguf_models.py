@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -205,11 +205,19 @@ def tiny(case: Case) -> Any:
 
 
 def write(
-    model: Any, case: Case, file: Path, formats: Sequence[Q], left_out: str = "", more: Any = None, pre: str = "smollm"
+    model: Any,
+    case: Case,
+    file: Path,
+    formats: Sequence[Q],
+    left_out: str = "",
+    more: Any = None,
+    pre: str = "smollm",
+    later: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Write a model, matrices in these formats by turns; it gets the weights that were written.
 
-    Without the tensor `left_out`; `more` is called with the writer before anything is written.
+    Without the tensor `left_out`; `more` is called with the writer before anything is written. `later` are tensors of
+    layers after its last one, "model.layers.2.eh_proj.weight"; they, too, get what was written.
     """
     config = copy(model.config)
     config.allow_global_per_layer_attribute_access = True  # of what most layers of Gemma 4 have
@@ -217,11 +225,16 @@ def write(
     _add_settings(out, config, case)
     add_vocabulary(out, pre)
     architecture = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == case.name)
-    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    layers = config.num_hidden_layers
+    num_later = len({name.split(".")[2] for name in later or ()})
+    names = gguf.get_tensor_name_map(architecture, layers + num_later)
+    if num_later:
+        out.kv_data[0][f"{case.name}.block_count"].value = layers + num_later
+        out.add_nextn_predict_layers(num_later)
     at = 0
     stored = model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
-    for name, weight in [*model.named_parameters(), *buffers]:
+    for name, weight in [*model.named_parameters(), *buffers, *(later or {}).items()]:
         values = weight.detach().float().numpy()
         added = case.name in MORE_IN_NORMS and name.endswith("norm.weight") and "linear_attn" not in name
         heads = _heads(config, case, name)
@@ -259,8 +272,10 @@ def _heads(config: Any, case: Case, name: str) -> int:
 
 def _file_name(names: Any, name: str) -> str:
     direct = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+    nextn = ("eh_proj", "enorm", "hnorm", "embed_tokens", "shared_head.norm", "shared_head.head")
+    direct |= {key: f"nextn.{key.replace('.', '_')}.weight" for key in nextn}
     for key, found in direct.items():
-        if name.removesuffix(".weight").endswith(key):
+        if name.startswith("model.layers.") and name.removesuffix(".weight").endswith(f".{key}"):
             return f"blk.{name.split('.')[2]}.{found}"
     target = names.get_name(name, (".weight", ".bias"))
     target = target or names.get_name(name.replace("block_sparse_moe.experts", "mlp.experts"), (".weight", ".bias"))

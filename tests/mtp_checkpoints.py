@@ -20,6 +20,7 @@ FORMS: dict[str, tuple[str, dict]] = {  # the target's architecture, and what di
     "GLM-4.5": ("Glm4Moe", {}),
     "GLM-4.7-Flash": ("Glm4MoeLite", {}),
     "ERNIE 4.5": ("Ernie4_5", {}),
+    "MiMo": ("Qwen2", {}),
 }
 VOCAB = 300  # of the byte-level tokenizer
 
@@ -60,6 +61,10 @@ def head_tensors(form: str, model: Any, module: int = 0, seed: int = 3) -> dict[
     elif form.startswith("ERNIE"):
         names = [f"model.mtp_{name}.{module}.weight" for name in ("linear_proj", "emb_norm", "hidden_norm")]
         at = f"model.mtp_block.{module}."
+    elif form == "MiMo":
+        at = f"model.mtp_layers.{module}."
+        norms_of = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+        names = [f"{at}{name}.weight" for name in ("input_proj", *norms_of)]
     else:
         at = f"model.layers.{layers + module}."
         names = [f"{at}{name}.weight" for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm")]
@@ -80,6 +85,9 @@ def write_checkpoint(folder: Path, form: str, modules: int = 1, dtype: torch.dty
     file = folder / "model.safetensors"
     save_file(load_file(file) | tensors, file, {"format": "pt"})
     byte_tokenizer().save_pretrained(folder)
+    if form == "MiMo":
+        files = {"AutoConfig": "configuration_mimo.MiMoConfig", "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"}
+        edit_config(folder, model_type="mimo", architectures=["MiMoForCausalLM"], auto_map=files)
     return folder
 
 

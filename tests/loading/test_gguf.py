@@ -224,7 +224,7 @@ def test_a_file_that_is_split_is_whole_by_any_of_its_parts(tmp_path, monkeypatch
     for part in parts:
         assert torch.equal(load_model("tiny", resolve(str(part)), weights="bf16")(text).logits, expected)
     folder = resolve(str(parts[0]))
-    assert gguf_index.read_gguf_index(folder)[0] == parts
+    assert gguf_index.read_gguf_index(folder).files == parts
     renamed = tmp_path / "renamed.gguf"
     renamed.write_bytes(parts[0].read_bytes())
     assert f"renamed.gguf is a part of {len(parts)}, but is not called so" in complaint(renamed)

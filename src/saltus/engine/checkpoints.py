@@ -168,7 +168,9 @@ def load_model(
             raise ValueError(f"the weights of {name} are packed in a GGUF file; weights can be file or bf16")
         kind = torch.bfloat16 if dtype == "auto" else dtype
         packed = weights == "file" and device == "cpu"
-        return load_gguf_model(folder, kind, packed, own_classes, _of_packed(arithmetic)).to(device)
+        made = load_gguf_model(folder, kind, packed, own_classes, _of_packed(arithmetic)).to(device)
+        made.checkpoint_folder = folder  # where heads for multi-token prediction are found
+        return made
     check_size(folder)
     if weights in PACKINGS:
         dtype = torch.bfloat16
@@ -178,7 +180,7 @@ def load_model(
         packed = weights == "file" and device == "cpu"
         model = _transformers_model(name, folder, dtype, _of_packed(arithmetic) if packed else None)
     model = model.to(device).eval()
-    model.checkpoint_folder = folder  # where heads for multi-token prediction are found
+    model.checkpoint_folder = folder
     if weights in PACKINGS:
         pack_model(model, weights, folder, _of_packed(arithmetic))
     return model

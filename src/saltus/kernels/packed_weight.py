@@ -301,7 +301,13 @@ def describe_weights(model: Any) -> str:
 
 def uses_integers(model: Any) -> bool:
     """True if a model multiplies activations of 8 bits."""
-    return any(isinstance(weight, PackedWeight) and weight.arithmetic == "int8" for weight in model.parameters())
+    return arithmetic_of(model) == "int8"
+
+
+def arithmetic_of(model: Any) -> Arithmetic | None:
+    """How a model multiplies packed weights (F16 always by "bf16"); None if it has none."""
+    found = {weight.arithmetic for weight in model.parameters() if isinstance(weight, PackedWeight)}
+    return "int8" if "int8" in found else "bf16" if found else None
 
 
 def is_kernel_weight(weight: Any) -> bool:

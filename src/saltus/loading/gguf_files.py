@@ -97,13 +97,21 @@ def write_weights_index(
     last = config["num_hidden_layers"]
     later = range(last, last + metadata.get(f"{architecture.name}.nextn_predict_layers", 0))
     weights: dict[str, dict[int, GgufTensor]] = {}
+    heads: dict[str, dict[int, GgufTensor]] = {}
     for part, (header, file) in enumerate(zip(headers, files, strict=True)):
         for tensor in header.tensors:
-            for target, found in _tensors(tensor, architecture, config, later, file, part):
-                if weights.setdefault(target.name, {}).setdefault(target.number, found) is not found:
+            is_of_head = (parts := TENSOR_NAME.fullmatch(tensor.name)) and parts[1] and int(parts[1]) in later
+            if is_of_head and tensor.format not in (*PACKED_FORMATS, *PLAIN_FORMATS):
+                continue  # the model runs without it
+            found_in = heads if is_of_head else weights
+            for target, found in _tensors(tensor, architecture, config, bool(is_of_head), file, part):
+                if found_in.setdefault(target.name, {}).setdefault(target.number, found) is not found:
                     raise SourceError(f"{file.name} has {tensor.name} more than once; fetch it again")
-    joined = {name: [parts[number] for number in sorted(parts)] for name, parts in weights.items()}
-    write_index(folder, stored_as, joined)
+    write_index(folder, stored_as, *map(_in_turn, (weights, heads)))
+
+
+def _in_turn(tensors: Mapping[str, Mapping[int, GgufTensor]]) -> dict[str, list[GgufTensor]]:
+    return {name: [parts[number] for number in sorted(parts)] for name, parts in tensors.items()}
 
 
 def _config(architecture: GgufArchitecture, headers: Sequence[GgufHeader], files: Sequence[Path]) -> dict[str, Any]:
@@ -140,17 +148,15 @@ def _tensors(
     tensor: TensorInfo,
     architecture: GgufArchitecture,
     config: Mapping[str, Any],
-    later: range,
+    is_of_head: bool,
     file: Path,
     number: int,
 ) -> list[tuple[TensorPart, GgufTensor]]:
     """What a tensor is in Transformers, and where it lies in a part of the file; nothing if it is not needed.
 
-    Blocks in `later` predict later tokens.
+    What is not known of a head has a name that no model has, so that the head is refused, not the model.
     """
     parts = TENSOR_NAME.fullmatch(tensor.name)
-    if parts is not None and parts[1] and int(parts[1]) in later:
-        return []
     if tensor.name in (LONG_FACTORS, SHORT_FACTORS) or architecture.ignored(config, tensor.name):
         return []
     if tensor.format not in (*PACKED_FORMATS, *PLAIN_FORMATS):
@@ -160,6 +166,8 @@ def _tensors(
     if tensor.name == ROPE_FACTORS:
         return [(TensorPart(ROPE_FACTORS), GgufTensor(*place, part=number))]
     targets = [] if parts is None else architecture.targets(*parts.groups())
+    if not targets and is_of_head:
+        return [(TensorPart(tensor.name.replace("blk", architecture.layers, 1)), GgufTensor(*place, part=number))]
     if not targets:
         raise SourceError(f"{file.name} has a tensor {tensor.name}, which models of {architecture.name} do not have")
     assert parts is not None

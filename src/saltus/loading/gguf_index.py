@@ -15,6 +15,15 @@ from saltus.storage.cache_folder import cache_folder
 
 
 @dataclass(frozen=True)
+class GgufIndex:
+    """The parts of a folder's GGUF file, and where its weights lie, by their names in Transformers."""
+
+    files: list[Path]
+    weights: dict[str, tuple[GgufTensor, ...]]  # of the model
+    heads: dict[str, tuple[GgufTensor, ...]]  # of blocks after its last layer, which predict later tokens
+
+
+@dataclass(frozen=True)
 class GgufTensor:
     """Where a weight, or a part of one (see `TensorPart`), lies in a GGUF file."""
 
@@ -40,36 +49,51 @@ class GgufTensor:
 DEFAULTS = {field.name: field.default for field in fields(GgufTensor)}
 
 
-def write_index(folder: Path, files: Sequence[str], tensors: Mapping[str, Sequence[GgufTensor]]) -> None:
-    """Write which tensors of the files make each weight, by its name in Transformers."""
+Tensors = Mapping[str, Sequence[GgufTensor]]
+
+
+def write_index(folder: Path, files: Sequence[str], weights: Tensors, heads: Tensors) -> None:
+    """Write which tensors of the files make each weight, by its name in Transformers; see `GgufIndex`."""
+    content: dict[str, Any] = {"file": files[0], "more_files": list(files[1:]), "tensors": _entries(weights)}
+    if heads:
+        content["heads"] = _entries(heads)
+    (folder / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _entries(tensors: Tensors) -> dict[str, Any]:
     entries = {
         name: [{key: value for key, value in asdict(part).items() if value != DEFAULTS[key]} for part in parts]
         for name, parts in tensors.items()
     }
-    content = {"file": files[0], "more_files": list(files[1:])}
-    short = {name: parts[0] if len(parts) == 1 else parts for name, parts in entries.items()}
-    (folder / INDEX_FILE).write_text(json.dumps({**content, "tensors": short}, indent=2) + "\n", encoding="utf-8")
+    return {name: parts[0] if len(parts) == 1 else parts for name, parts in entries.items()}
 
 
-def read_gguf_index(folder: Path) -> tuple[list[Path], dict[str, tuple[GgufTensor, ...]]]:
-    """The parts of a folder's GGUF file, and where its weights lie, by their names in Transformers.
+def read_gguf_index(folder: Path) -> GgufIndex:
+    """The index of a folder.
 
     Errors: SourceError. Only an index in the cache of this machine may name a file in another folder.
     """
     try:
         content = json.loads((folder / INDEX_FILE).read_bytes())
         names = [str(name) for name in (content["file"], *content.get("more_files", ()))]
-        tensors = {
-            key: tuple(_tensor(part) for part in (entry if isinstance(entry, list) else [entry]))
-            for key, entry in content["tensors"].items()
-        }
-        parts = [part for each in tensors.values() for part in each]
+        weights, heads = (
+            {
+                key: tuple(_tensor(part) for part in (entry if isinstance(entry, list) else [entry]))
+                for key, entry in entries.items()
+            }
+            for entries in (content["tensors"], content.get("heads", {}))
+        )
+        parts = [part for each in (*weights.values(), *heads.values()) for part in each]
         numbers = [x for part in parts for x in (part.format, *part.shape, part.offset, part.size)]
         numbers += [x for part in parts for x in (part.interleaved_heads, part.part, part.added)]
         numbers += [x for part in parts for rows in part.rows for x in rows]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise SourceError(f"{folder / INDEX_FILE} is damaged ({error}); fetch the model again") from None
-    if not all(tensors.values()) or not tensors or any(type(number) is not int for number in numbers):
+    if (
+        not all((*weights.values(), *heads.values()))
+        or not weights
+        or any(type(number) is not int for number in numbers)
+    ):
         raise SourceError(f"{folder / INDEX_FILE} is damaged (no whole numbers of weights); fetch the model again")
     if any(not 0 <= part.part < len(names) for part in parts):
         raise SourceError(f"{folder / INDEX_FILE} is damaged (a part that it does not name); fetch the model again")
@@ -79,7 +103,7 @@ def read_gguf_index(folder: Path) -> tuple[list[Path], dict[str, tuple[GgufTenso
         raise SourceError(
             f"{folder / INDEX_FILE} names {outside[0]!r}, which is not a file of its folder; fetch the model again"
         )
-    return [folder / name for name in names], tensors
+    return GgufIndex([folder / name for name in names], weights, heads)
 
 
 def _tensor(entry: Mapping[str, Any]) -> GgufTensor:

@@ -19,6 +19,14 @@ from saltus.loading.gguf_index import GgufTensor
 Parts = Sequence[GgufTensor]
 
 
+def map_file(file: Path, folder: Path) -> np.ndarray:
+    """The bytes of a file of a folder's weights, mapped into memory. Errors: SourceError."""
+    try:
+        return np.memmap(file, mode="c")  # private: nothing is ever written to the file
+    except OSError as error:
+        raise SourceError(f"the weights of {folder} are in {file}, which cannot be read ({error.strerror})") from error
+
+
 def shape_of(name: str, parts: Parts) -> tuple[int, ...]:
     """The shape of a weight that these parts make, before it is reshaped; () if they do not fit together."""
     first, *others = (_part_shape(part) for part in parts)
@@ -47,6 +55,12 @@ def check_part(name: str, part: GgufTensor, file: Path) -> None:
         raise SourceError(f"{file}: the place or heads of {name} are not possible; fetch it again")
     if any(not 0 <= start < stop <= part.shape[0] for start, stop in part.rows) or (part.rows and len(part.shape) != 2):
         raise SourceError(f"{file}: {name} has {part.shape[0]:,} rows, other ones than it needs; fetch it again")
+
+
+def check_end(part: GgufTensor, size: int, file: Path) -> None:
+    """Raise SourceError unless a file of this size has all bytes of a part."""
+    if size < (end := part.offset + part.size):
+        raise SourceError(f"{file} is cut short ({size:,} of {end:,} bytes or more); copy or fetch it again")
 
 
 def check_parts(name: str, parts: Parts, shape: tuple[int, ...], is_stack_transposed: bool, file: Path) -> None:

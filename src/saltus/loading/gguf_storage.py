@@ -48,7 +48,7 @@ def store_as_gguf(folder: Path, packing: str) -> None:
 def remove_gguf(folder: Path) -> None:
     """Delete what `store_as_gguf` wrote to a folder, so that the weights that `save_pretrained` wrote there count."""
     if (folder / INDEX_FILE).is_file():
-        for file in read_gguf_index(folder)[0]:
+        for file in read_gguf_index(folder).files:
             file.unlink(missing_ok=True)
         (folder / INDEX_FILE).unlink()
 

@@ -17,7 +17,7 @@ from saltus.kernels.packed_weight import Arithmetic, PackedWeight
 from saltus.loading.fetching import SourceError, first_line
 from saltus.loading.gguf_files import ROPE_FACTORS
 from saltus.loading.gguf_index import GgufTensor, read_gguf_index
-from saltus.loading.gguf_parts import check_part, check_parts, part_bytes, read_weight
+from saltus.loading.gguf_parts import check_end, check_part, check_parts, map_file, part_bytes, read_weight
 from saltus.models.packed_decoder import (
     LLAMA_TYPES,
     ROPE_TYPES,
@@ -44,8 +44,9 @@ def load_gguf_model(
     expanded to bfloat16 numbers, in `dtype`. With `own_classes` a packed model is a PackedDecoder, if that supports it,
     else a model of Transformers. Errors: SourceError if the file is missing, or weights in it.
     """
-    files, tensors = read_gguf_index(folder)
-    contents = [_mapped(file, folder) for file in files]
+    index = read_gguf_index(folder)
+    files, tensors = index.files, index.weights
+    contents = [map_file(file, folder) for file in files]
     packed = packed and dtype == torch.bfloat16 and native.load_kernels() is not None
     factors = tensors.pop(ROPE_FACTORS, None)
     if factors is not None:
@@ -89,13 +90,6 @@ def _divide_frequencies(model: Any, divisors: np.ndarray, file: Path) -> None:
     if frequencies is None or frequencies.shape != divisors.shape:
         raise SourceError(f"{file} has {ROPE_FACTORS} that do not fit its architecture; fetch it again")
     frequencies /= torch.from_numpy(divisors)
-
-
-def _mapped(file: Path, folder: Path) -> np.ndarray:
-    try:
-        return np.memmap(file, mode="c")  # private: nothing is ever written to the file
-    except OSError as error:
-        raise SourceError(f"the weights of {folder} are in {file}, which cannot be read ({error.strerror})") from error
 
 
 def _read_config(folder: Path, tensors: Mapping[str, Sequence[GgufTensor]]) -> DecoderConfig:
@@ -155,8 +149,4 @@ def _check_complete(
             check_part(name, part, files[part.part])
         check_parts(name, parts, expected[name], is_transposed, files[0])
         for part in parts:
-            size, end = sizes[part.part], part.offset + part.size
-            if size < end:
-                raise SourceError(
-                    f"{files[part.part]} is cut short ({size:,} of {end:,} bytes or more); copy or fetch it again"
-                )
+            check_end(part, sizes[part.part], files[part.part])

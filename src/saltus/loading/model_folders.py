@@ -20,6 +20,7 @@ MIN_LAYER_BYTES = 100  # of a layer in a pickled file
 LAYERS_OF_TEXT_PARTS = {  # that have no class of their own: of texts alone, positions in three dimensions are one
     "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe",
 }  # fmt: skip
+SAME_LAYERS = {"mimo": "qwen2"}  # of texts alone, by types of models that Transformers has no class for
 TEXT_PART_NAMES = {  # in models that read more than text, by pattern
     r"^(?:model\.)?language_model\.(?:model\.)?(?!lm_head)": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
@@ -143,14 +144,19 @@ def check_size(folder: Path) -> None:
 
 
 def text_part(folder: Path) -> dict[str, Any]:
-    """What `from_pretrained` needs to load the text part of a model that reads images or sounds, too; {} for others.
+    """What `from_pretrained` needs to load the text part of a model that reads images or sounds, too, or a model that
+    Transformers knows by another name; {} for others.
 
     Where Transformers has a class for the text part alone, its weights are found under the names that they have in the
     whole model; all others are left out.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    given, _ = PreTrainedConfig.get_config_dict(folder)
+    if alike := SAME_LAYERS.get(given.get("model_type", "")):
+        own = ("model_type", "architectures", "auto_map")
+        return {"config": AutoConfig.for_model(alike, **{name: given[name] for name in given if name not in own})}
     whole = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     text: Any = whole.get_text_config(decoder=True)
     if alike := LAYERS_OF_TEXT_PARTS.get(text.model_type):

@@ -55,9 +55,7 @@ class QuantisedCheckpoint:
         from transformers import AutoConfig, GenerationConfig
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-        given: dict[str, Any] = {
-            "config": AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
-        } | text_part(self.folder)
+        given = text_part(self.folder) or {"config": AutoConfig.from_pretrained(self.folder, trust_remote_code=False)}
         if hasattr(given["config"], "quantization_config"):
             del given["config"].quantization_config  # Transformers would replace layers
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(given["config"])]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from saltus.loading.model_folders import TEXT_PART_NAMES, read_safetensors_header, weight_files
+from saltus.kernels.packed_weight import Arithmetic
+from saltus.loading.gguf_index import GgufTensor, read_gguf_index
+from saltus.loading.gguf_parts import check_end, check_part, map_file, read_weight, shape_of
+from saltus.loading.model_folders import INDEX_FILE, TEXT_PART_NAMES, read_safetensors_header, weight_files
 
 SAMPLED_ROWS = 32  # by which two matrices are compared
 
@@ -22,7 +26,8 @@ class StoredTensor:
     """A tensor in a file."""
 
     shape: tuple[int, ...]
-    read: Callable[..., Tensor]  # all of it, or the rows of a slice
+    read: Callable[..., Tensor]  # all of it, or the numbers in the rows of a slice
+    is_reshaped: bool = False  # the weight has another shape, with the numbers in the same order
 
     def seems_equal(self, other: StoredTensor) -> bool:
         """True if both have the same shape, and the same numbers in some rows."""
@@ -33,12 +38,15 @@ class StoredTensor:
         )
 
 
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+def stored_tensors(folder: Path, arithmetic: Arithmetic | None = None) -> dict[str, StoredTensor]:
     """The tensors of safetensors files by name; in a model that reads more than text those of its text part are called
-    as in a model of text. None for files of other kinds.
+    as in a model of text. Those of a GGUF file, by their names in Transformers, stay packed for an `arithmetic`.
+    None for files of other kinds.
 
     Errors: SourceError for a damaged file.
     """
+    if (folder / INDEX_FILE).is_file():
+        return _of_gguf(folder, arithmetic)
     tensors = {}
     for file in weight_files(folder):
         if file.suffix == ".safetensors":
@@ -56,3 +64,41 @@ def _text_name(name: str) -> str:
 def _read(file: Path, name: str, rows: slice | None = None) -> Tensor:
     with safe_open(file, "pt") as opened:
         return opened.get_tensor(name) if rows is None else opened.get_slice(name)[rows]
+
+
+def _of_gguf(folder: Path, arithmetic: Arithmetic | None) -> dict[str, StoredTensor]:
+    index = read_gguf_index(folder)
+    contents = [map_file(file, folder) for file in index.files]
+    return {
+        name: StoredTensor(
+            shape_of(name, parts), partial(_read_gguf, name, parts, index.files, contents, arithmetic),
+            is_reshaped=any(part.is_reshaped for part in parts),
+        )
+        for name, parts in (index.weights | index.heads).items()
+    }  # fmt: skip
+
+
+def _read_gguf(
+    name: str,
+    parts: Sequence[GgufTensor],
+    files: Sequence[Path],
+    contents: Sequence[np.ndarray],
+    arithmetic: Arithmetic | None,
+    rows: slice | None = None,
+) -> Tensor:
+    for part in parts:
+        check_part(name, part, files[part.part])
+        check_end(part, len(contents[part.part]), files[part.part])
+    if rows is not None:
+        if len(parts) > 1 or parts[0].rows or parts[0].interleaved_heads or parts[0].is_transposed:
+            return _read_gguf(name, parts, files, contents, None)[rows]
+        parts = [_some_rows(parts[0], rows)]
+    is_packed = arithmetic is not None and rows is None and len({part.format for part in parts}) == 1
+    return read_weight(name, parts, contents, shape_of(name, parts), packed=is_packed, arithmetic=arithmetic or "bf16")
+
+
+def _some_rows(part: GgufTensor, rows: slice) -> GgufTensor:
+    start, stop, _ = rows.indices(part.shape[0])
+    size = part.size // part.shape[0]
+    shape = (stop - start, *part.shape[1:])
+    return replace(part, shape=shape, offset=part.offset + start * size, size=shape[0] * size)

@@ -1,6 +1,7 @@
 """Heads for multi-token prediction draft what their checkpoints' weights say, and change no text."""
 
 import copy
+import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -8,8 +9,11 @@ import numpy as np
 import openai
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3_5Config
 
 import saltus
+from conftest import byte_tokenizer
 from mtp_checkpoints import FORMS, edit, head_tensors, write_checkpoint
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
@@ -68,7 +72,7 @@ def reference_layer(form, model, tensors, module):
     config._attn_implementation = config._experts_implementation = "eager"
     like = next(i for i in reversed(range(config.num_hidden_layers)) if hasattr(model.model.layers[i], "self_attn"))
     layer = type(model.model.layers[like])(config, like)
-    begin = {"Q": f"mtp.layers.{module}.", "E": f"model.mtp_block.{module}."}
+    begin = {"Q": f"mtp.layers.{module}.", "E": f"model.mtp_block.{module}.", "M": f"model.mtp_layers.{module}."}
     at = begin.get(form[0], f"model.layers.{config.num_hidden_layers + module}.")
     own = {name.removeprefix(at): weight for name, weight in tensors.items() if name.startswith(at)}
     state = {}
@@ -106,7 +110,8 @@ def reference_drafts(form, model, states, tokens, count, modules=1):
         last_norm = model.model.norm.weight if form.startswith("ERNIE") else weights[3]
 
         def run(read, before):  # a row for each pair of a token and the state before it
-            x = torch.cat([norm(embeddings[read], weights[1]), norm(before, weights[2])], 1)
+            parts = [norm(embeddings[read], weights[1]), norm(before, weights[2])]
+            x = torch.cat(parts[::-1] if form == "MiMo" else parts, 1)
             return norm(layer(x @ weights[0].T), last_norm)
 
         return run
@@ -312,3 +317,18 @@ def test_heads_that_do_not_serve_are_refused_in_a_line(tmp_path, form, change, s
     with pytest.raises(ValueError, match=said) as error:
         loaded_heads(folder)
     assert "\n" not in str(error.value)
+
+
+def test_heads_beside_a_text_part_are_found(checkpoint, tmp_path):
+    """Names as in Qwen3.5 that reads pictures: of the text part with a prefix, of heads without."""
+    of_text = json.loads((checkpoint(QWEN) / "config.json").read_text())
+    Qwen3_5Config(text_config=of_text, vision_config={"depth": 1, "hidden_size": 16}).save_pretrained(tmp_path)
+    weights = load_file(checkpoint(QWEN) / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): weight for name, weight in weights.items()}
+    save_file(renamed | {"model.visual.patch.weight": torch.ones(2)}, tmp_path / "model.safetensors", {"format": "pt"})
+    byte_tokenizer().save_pretrained(tmp_path)
+    text, found = np.arange(5, 25), []
+    for folder in (checkpoint(QWEN), tmp_path):
+        target, network = loaded_heads(folder)
+        found.append(drafted(network, network.new_kv_cache(), text, target_states(target, text)[:-1], 3))
+    assert torch.equal(*found)

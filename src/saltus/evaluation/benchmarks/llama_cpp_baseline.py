@@ -46,7 +46,7 @@ class LlamaCppBaseline:
         folder = resolve(self.engine.target.name)
         if not (folder / INDEX_FILE).is_file():
             raise ValueError(f"baseline llama-cpp decodes GGUF files, and {self.engine.target.name} is none; name one")
-        self.file = read_gguf_index(folder)[0][0]
+        self.file = read_gguf_index(folder).files[0]
 
     def _load(self) -> Any:
         if self.llama is None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from saltus.kernels.packed_weight import arithmetic_of
+from saltus.loading.model_folders import INDEX_FILE
 from saltus.loading.stored_tensors import StoredTensor, stored_tensors
 from saltus.methods.mtp.family import MtpFamily, families
 from saltus.methods.mtp.module import MtpModule
@@ -41,7 +44,8 @@ def find_heads(model: Any) -> HeadTensors | None:
     folder = getattr(model, "checkpoint_folder", None)
     if folder is None:
         return None
-    tensors, layers = stored_tensors(folder), model.config.get_text_config().num_hidden_layers
+    tensors = stored_tensors(folder, arithmetic_of(model))
+    layers = model.config.get_text_config().num_hidden_layers
     for family in families():
         if modules := family.modules(tensors, layers):
             placed = [{part: tensors[name] for part, name in module.items()} for module in modules]
@@ -72,8 +76,9 @@ def load_heads(target: TargetNetwork, target_name: str) -> list[MtpModule]:
             " that has them"
         )
     modules = new_modules(found, target.model)
+    is_gguf = (found.folder / INDEX_FILE).is_file()
     for module, tensors in zip(modules, found.modules, strict=True):
-        module.load(_weights(tensors, found.others))
+        module.load(_weights(tensors, found.others), packs_like_target=not is_gguf)  # a file's blocks stay as they are
     return modules
 
 
@@ -95,6 +100,9 @@ def _check(module: MtpModule, tensors: Mapping[str, StoredTensor], found: HeadTe
     needed = {name: tuple(weight.shape) for name, weight in module.needed_weights().items()}
     optional = {f"{name}.weight": module.embedding_shape for name in ("embeddings", "head")}
     given = {name: shape for name, shape in _shapes(tensors).items() if not COMPUTED.fullmatch(name)}
+    for name in needed.keys() & tensors.keys():
+        if tensors[name].is_reshaped and prod(given[name]) == prod(needed[name]):
+            given[name] = needed[name]
     beginnings = found.names(number)
 
     def published(name: str) -> str:

@@ -57,7 +57,7 @@ class MtpModule(nn.Module):
             own |= {f"{part}.{name}": weight for name, weight in module.state_dict().items()}
         return own
 
-    def load(self, weights: Mapping[str, Tensor]) -> None:
+    def load(self, weights: Mapping[str, Tensor], packs_like_target: bool) -> None:
         """Take weights by the names of `needed_weights`, and perhaps `embeddings` and `head`, in the target's dtype."""
         decoder, target = decoder_of(self.model), self.target[0]
         modules = {
@@ -75,13 +75,16 @@ class MtpModule(nn.Module):
                 continue
             path, _, attribute = rest.rpartition(".")
             owner = modules[part].get_submodule(path)
+            if moved.shape != (shape := getattr(owner, attribute).shape):  # the same numbers in order
+                moved = moved.reshape(shape)
             if attribute in owner._buffers:
                 owner._buffers[attribute] = weight.to(target.device)
             else:
                 setattr(owner, attribute, nn.Parameter(moved.contiguous(), requires_grad=False))
         self.eval().requires_grad_(False)
-        for part in (self.projection, decoder.layers[0]):
-            pack_like(part, target)
+        if packs_like_target:
+            for part in (self.projection, decoder.layers[0]):
+                pack_like(part, target)
         self.layers = ContextLayers(self.model)
 
     def inputs(self, tokens: Int[Tensor, "rows"], states: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:

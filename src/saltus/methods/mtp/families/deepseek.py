@@ -1,4 +1,7 @@
-"""DeepSeek V3, GLM-4.5 and its kin: layers after the last one, with copies of the embeddings and the output layer."""
+"""DeepSeek V3, GLM-4.5 and its kin: layers after the last one, with copies of the embeddings and the output layer.
+
+So are the heads of GGUF files called, those of Qwen, too.
+"""
 
 from saltus.methods.mtp.family import MtpFamily
 
