@@ -11,6 +11,7 @@ import numpy as np
 
 Arrays = list[np.ndarray]
 RENAMED = {  # by the names that checkpoints have them under
+    "gate.moe_statics": "moe_statics", "expert_bias": "expert_bias.bias",
     "e_score_correction_bias": "e_score_correction.bias", "dt_bias": "dt_proj.bias",
     "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight", "mlp.router.bias": "mlp.router.bias",
 }  # fmt: skip

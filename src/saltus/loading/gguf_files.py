@@ -97,8 +97,11 @@ def write_weights_index(
     last = config["num_hidden_layers"]
     later = range(last, last + metadata.get(f"{architecture.name}.nextn_predict_layers", 0))
     weights: dict[str, dict[int, GgufTensor]] = {}
+    names = {tensor.name for header in headers for tensor in header.tensors}
     for part, (header, file) in enumerate(zip(headers, files, strict=True)):
         for tensor in header.tensors:
+            if architecture.repeats(tensor.name, names):
+                continue
             for target, found in _tensors(tensor, architecture, config, later, file, part):
                 if weights.setdefault(target.name, {}).setdefault(target.number, found) is not found:
                     raise SourceError(f"{file.name} has {tensor.name} more than once; fetch it again")
