@@ -74,6 +74,9 @@ class EvaByteNetwork(CausalNetwork):
             for inputs, nodes, tree, outputs, kv_cache in zip(batch, inside, trees, all_outputs, kv_caches, strict=True)
         ]
 
+    def _forward_prepared(self, inputs: ForwardInputs, kv_cache: Any) -> None:
+        """No call is prepared for texts of several windows."""
+
     def _nodes_in_window(self, inputs: ForwardInputs) -> list[int]:
         """The nodes in the window of the last decided token."""
         length = len(inputs.canvas.decided_prefix)

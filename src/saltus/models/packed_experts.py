@@ -39,7 +39,7 @@ def packed_experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor
 def _linear(module: Any, name: str, expert: int, rows: Tensor) -> Tensor:
     stack, biases = getattr(module, name), getattr(module, f"{name}_bias", None)
     if isinstance(stack, PackedWeight):
-        matrix = stack.matrix(expert)  # always [out, in]
+        matrix = (stack.flipped() if stack.is_transposed else stack).matrix(expert)  # [out, in]
     else:
         matrix = stack[expert].T if module.is_transposed else stack[expert]
     return F.linear(rows, matrix, None if biases is None else biases[expert])

@@ -47,7 +47,7 @@ def experts_struct(layer: Experts, weights: Resolver, hidden: int, norm: dict[st
         struct.selection_bias = weights.floats(weights.tensor(layer.selection_bias).flatten(), experts).data_ptr()
     if layer.expert_scale is not None:
         struct.expert_scale = weights.floats(weights.tensor(layer.expert_scale), experts).data_ptr()
-    for number, name, start, stop in _matrices(layer, module, width):
+    for number, name, start, stop in _matrices(layer, module, width, hidden):
         stack = _stack(module, name, layer.is_transposed)
         assert stack.shape[0] == experts and (number == DOWN or stack.shape[2] == hidden)
         struct.weight[number], struct.format[number], struct.weight_step[number] = _arguments(stack, start, stop)
@@ -76,9 +76,9 @@ def _check(layer: Experts, experts: int) -> None:
         raise ValueError(f"a decoder chooses {layer.top_k} of {members * layer.top_groups} experts; fetch it again")
 
 
-def _matrices(layer: Experts, module: Any, width: int) -> list[tuple[int, str, int, int]]:
+def _matrices(layer: Experts, module: Any, width: int, hidden: int) -> list[tuple[int, str, int, int]]:
     """The number of each weight in the struct, its name, and which outputs of an expert's matrix it is."""
-    down = (DOWN, "down_proj", 0, module.down_proj.shape[1 + layer.is_transposed])
+    down = (DOWN, "down_proj", 0, hidden)
     if not layer.has_gate:
         return [(UP, "up_proj", 0, width), down]
     if layer.gate_up_interleaved:
@@ -92,7 +92,7 @@ def _stack(module: Any, name: str, is_transposed: bool) -> Tensor:
     """Matrices [experts, out, in] without gaps; a parameter [experts, in, out] is moved to lie so."""
     parameter = getattr(module, name)
     if isinstance(parameter, PackedWeight):
-        return parameter.flipped() if is_transposed else parameter
+        return parameter.flipped() if parameter.is_transposed else parameter  # GGUF's lie as the kernel reads them
     if not is_transposed:
         return parameter.detach()
     stack = parameter.detach().transpose(1, 2)

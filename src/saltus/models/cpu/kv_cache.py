@@ -72,10 +72,9 @@ class KVCache:
         """Allocate at least `num_slots` slots, shaped like a layer's new keys and values [kv_heads, rows, dim]."""
         if self.keys is not None and self.values is not None:
             assert self.keys.shape[0] == num_layers, "a KV cache serves one model"
+            assert have_sizes_of((self.keys, self.values), (key, value)), "layers differ in size"
         capacity = _larger_capacity(self.keys, num_slots)
         if capacity is not None:
-            if self.keys is not None and self.values is not None:
-                assert have_sizes_of((self.keys, self.values), (key, value)), "layers differ in size"
             self.places = None
             self.keys = _resized(self.keys, (num_layers,), capacity, key)
             self.values = _resized(self.values, (num_layers,), capacity, value)
