@@ -170,6 +170,9 @@ CASES = {
         "mlp_multipliers": [2.0, 0.5], "lm_head_multiplier": 0.5, "embedding_multiplier": 2.0}),
     "mamba2": Case("mamba2", "mamba2", {
         "num_heads": 8, "head_dim": 64, "state_size": 16, "n_groups": 2, "expand": 2}, tied=True),
+    "llama4": Case("llama4_text", "llama4", {
+        "head_dim": 32, "num_hidden_layers": 4, "intermediate_size": 64, "intermediate_size_mlp": 512,
+        "num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}),
     "dots1": Case("dots1", "dots1", DEEPSEEK_EXPERTS | {
         "head_dim": 32, "n_group": 1, "topk_group": 1, "sliding_window": None}),
     "minimax-m2": Case("minimax_m2", "minimax-m2", {
@@ -300,7 +303,7 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
         out.add_feed_forward_length(0)
         out.add_head_count(0)
         return
-    out.add_feed_forward_length(config.intermediate_size)
+    out.add_feed_forward_length(getattr(config, "intermediate_size_mlp", config.intermediate_size))
     out.add_head_count(config.num_attention_heads)
     out.add_head_count_kv(heads_of_keys(config, case.name))
     add_experts(out, config, case.name)

@@ -29,7 +29,7 @@ def add_experts(out: gguf.GGUFWriter, config: Any, name: str) -> None:
         out.add_expert_used_count(used[0] if isinstance(used, list) else used)
     if width := values["moe_intermediate_size"]:
         out.add_expert_feed_forward_length(width)
-    if name in ("gpt-oss", "minimax-m2", "hunyuan-moe"):
+    if name in ("gpt-oss", "minimax-m2", "hunyuan-moe", "llama4"):
         out.add_expert_feed_forward_length(config.intermediate_size)
     if width := values["shared_expert_intermediate_size"] or values["shared_intermediate_size"]:
         out.add_expert_shared_feed_forward_length(width)
@@ -40,6 +40,8 @@ def add_experts(out: gguf.GGUFWriter, config: Any, name: str) -> None:
         out.add_leading_dense_block_count(dense)
     if name in ("minimax-m2", "lfm2moe"):
         out.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    if name == "llama4":
+        out.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
     if name == "ernie4_5-moe":
         out.add_leading_dense_block_count(config.moe_layer_start_index)
         out.add_interleave_moe_layer_step(config.moe_layer_interval)
