@@ -284,9 +284,9 @@ def test_the_closing_line_says_where_a_text_differs(engine):
 
 @pytest.mark.slow
 def test_each_call_has_its_colour_and_without_them_the_text_is_the_same(engine, folder, monkeypatch):
-    monkeypatch.setattr(
-        "saltus.core.control.call_cost.CallCost.seconds_for", lambda costs, rows: 1.0
-    )  # so that all drafts are checked
+    costs = "saltus.core.control.call_cost.CallCost.seconds_for"
+    monkeypatch.setattr(costs, lambda costs, rows: 1.0)  # so that all drafts are checked
+    monkeypatch.setattr("saltus.core.control.controller.best_size", lambda *_: None)
     answer = engine.generate(PROMPT, max_new_tokens=80, ignore_eos=True)
     inputs = ["generate", PROMPT, "-m", folder, "-n", 80, "--ignore-eos"]
     shown, plain = (saltus_(*inputs, switch).stdout for switch in ("--colour", "--no-colour"))

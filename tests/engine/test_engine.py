@@ -26,7 +26,8 @@ from saltus.methods import available_methods
 from saltus.models import causal
 from saltus.models.cpu.attention import install_attention
 
-METHODS = [*available_methods(), "jacobi+lookup", "ptp+lookup", "mtpc+lookup"]
+# `mtp` needs heads in the checkpoint, see tests/methods/mtp
+METHODS = [*sorted(set(available_methods()) - {"mtp"}), "jacobi+lookup", "ptp+lookup", "mtpc+lookup"]
 PROMPT = "the cat sat on the mat and the cat sat on the log and the"
 GREEDY, SAMPLED = {}, {"temperature": 0.7, "seed": 3}
 
@@ -398,6 +399,7 @@ def test_attention_that_overlooks_the_tree_is_found_out(tiny_folder, monkeypatch
         return made
 
     monkeypatch.setattr(causal, "_sequence_rows", chain)
+    monkeypatch.setattr(causal.CausalNetwork, "_forward_prepared", lambda *_: None)
     with refused("a tree of tokens gets other logits"):
         saltus.load(str(tiny_folder()))
 

@@ -26,5 +26,7 @@ def test_a_tree_holds_the_paths_with_the_greatest_products_of_probabilities(max_
     likeliest = sorted(every, key=lambda path: -every[path])[:max_nodes]
     least = 0.01 * 12 / max_nodes
     assert set(found) == {path for path in likeliest if every[path] >= least}
-    branches = likely_paths(predictions, [1, 2], choose, "ptp", max_nodes)
+    branches = [
+        branch for nodes in likely_paths(predictions, [1, 2], choose, "ptp", max_nodes) for branch in nodes.branches
+    ]
     assert {tuple(b.tokens[:n]) for b in branches for n in range(1, len(b.tokens) + 1)} == set(found)

@@ -41,7 +41,7 @@ KINDS = [
 ]  # fmt: skip
 WITHOUT_EXPERTS = ["GraniteSWA", "Llama4 without experts"]  # sinks; chunks
 # Transformers multiplies them in no float64
-EXPERTS = ["DeepseekV3", "Glm4Moe", "GptOss", "Llama4", "Mixtral", "Qwen2Moe", "Qwen3Moe"]
+EXPERTS = ["DeepseekV3", "Glm4Moe", "GptOss", "Llama4", "MiniMaxM2", "Mixtral", "Qwen2Moe", "Qwen3Moe"]
 PACKED = [name for name in ONE_PER_FEATURE if name not in (*EXPERTS, *RECURRENT)]  # several windows in one pass
 each_start = pytest.mark.parametrize("query_start", ["blank", "last-token"])
 every_kind = pytest.mark.parametrize(("form", "loss"), KINDS)
