@@ -11,6 +11,7 @@ import numpy as np
 
 Arrays = list[np.ndarray]
 RENAMED = {  # by the names that checkpoints have them under
+    "gate.moe_statics": "moe_statics", "expert_bias": "expert_bias.bias",
     "e_score_correction_bias": "e_score_correction.bias", "dt_bias": "dt_proj.bias",
     "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight", "mlp.router.bias": "mlp.router.bias",
 }  # fmt: skip
@@ -37,7 +38,7 @@ def convert(architecture: str, config: Any, name: str, values: np.ndarray) -> Co
         return _gate_and_up(architecture, name, values)
     if ".experts.down_proj" in name:
         whole = f"{name.removesuffix('_bias')}.{'bias' if name.endswith('bias') else 'weight'}"
-        swaps = architecture == "gpt-oss" and values.ndim == 3
+        swaps = architecture in ("gpt-oss", "llama4") and values.ndim == 3
         stored = values.swapaxes(1, 2) if swaps else values
         return Conversion([whole], [stored], lambda made: made[0].swapaxes(1, 2) if swaps else made[0])
     if name.endswith("shared_mlp.input_linear.weight"):
@@ -70,6 +71,9 @@ def _gate_and_up(architecture: str, name: str, values: np.ndarray) -> Conversion
     names = [f"{path}{part}_proj.{'bias' if is_bias else 'weight'}" for part in ("gate", "up")]
     if architecture == "gemma4":
         return Conversion([f"{path}gate_up_proj.weight"], [values], lambda made: made[0])
+    if architecture == "llama4":
+        parts = np.split(values.swapaxes(1, 2), 2, 1)
+        return Conversion(names, parts, lambda made: np.concatenate(made, 1).swapaxes(1, 2))
     if architecture != "gpt-oss":
         return Conversion(names, np.split(values, 2, 1), lambda made: np.concatenate(made, 1))
 

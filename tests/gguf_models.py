@@ -170,13 +170,30 @@ CASES = {
         "mlp_multipliers": [2.0, 0.5], "lm_head_multiplier": 0.5, "embedding_multiplier": 2.0}),
     "mamba2": Case("mamba2", "mamba2", {
         "num_heads": 8, "head_dim": 64, "state_size": 16, "n_groups": 2, "expand": 2}, tied=True),
+    "llama4": Case("llama4_text", "llama4", {
+        "head_dim": 32, "num_hidden_layers": 4, "intermediate_size": 64, "intermediate_size_mlp": 512,
+        "num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}),
+    "dots1": Case("dots1", "dots1", DEEPSEEK_EXPERTS | {
+        "head_dim": 32, "n_group": 1, "topk_group": 1, "sliding_window": None}),
+    "minimax-m2": Case("minimax_m2", "minimax-m2", {
+        "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_theta": 5000.0, "rope_type": "default", "partial_rotary_factor": 0.5}}),
+    "ernie4_5-moe": Case("ernie4_5_moe", "ernie4_5-moe", {
+        "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 64, "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1, "num_hidden_layers": 3}, tied=True),
+    "lfm2moe": Case("lfm2_moe", "lfm2moe", EXPERTS | {
+        "num_hidden_layers": 3, "layer_types": ["conv", FULL, "conv"], "num_dense_layers": 1}, tied=True),
+    "hunyuan-dense": Case("hunyuan_v1_dense", "hunyuan-dense", {"head_dim": 32}, tied=True),
+    "hunyuan-moe": Case("hunyuan_v1_moe", "hunyuan-moe", {"head_dim": 32, "num_experts": 4, "moe_topk": [2, 2]}),
     "gemma4, experts": Case("gemma4_text", "gemma4", GEMMA4 | {
         "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64,
         "hidden_size_per_layer_input": 0}, tied=True),
 }  # fmt: skip
 INTERLEAVED = {"llama", "granite", "smollm3", "arcee", "granitemoe", "granitehybrid", "mistral3"}
 MORE_IN_NORMS = {"gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe"}
-PLAIN = r"_norm(_[12])?(\.weight)?$|ffn_gate_inp|\.ssm_(a|d|conv1d|norm)|shortconv\.conv"  # always in float32
+PLAIN = (
+    r"_norm(_[12])?(\.weight)?$|ffn_gate_inp|exp_probs_b|\.ssm_(a|d|conv1d|norm)|shortconv\.conv"  # always in float32
+)
 
 
 def tiny(case: Case) -> Any:
@@ -197,7 +214,7 @@ def tiny(case: Case) -> Any:
         if name.endswith(("A_log", "e_score_correction_bias", "sinks", "dt_bias", ".D")):
             weight.data = torch.rand_like(weight)
     for name, scale in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             scale.copy_(torch.rand_like(scale) / 4)
         if name.endswith("layer_scalar"):
             scale.fill_(1.5)
@@ -278,7 +295,10 @@ def _file_name(names: Any, name: str) -> str:
         if name.startswith("model.layers.") and name.removesuffix(".weight").endswith(f".{key}"):
             return f"blk.{name.split('.')[2]}.{found}"
     target = names.get_name(name, (".weight", ".bias"))
-    target = target or names.get_name(name.replace("block_sparse_moe.experts", "mlp.experts"), (".weight", ".bias"))
+    target = target or names.get_name(
+        name.replace("block_sparse_moe.experts", "mlp.experts").replace("feed_forward.experts", "mlp.experts"),
+        (".weight", ".bias"),
+    )
     assert target is not None, name
     return target
 
@@ -289,8 +309,8 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
     out.add_embedding_length(config.hidden_size)
     if hasattr(config, "rms_norm_eps"):
         out.add_layer_norm_rms_eps(config.rms_norm_eps)
-    elif case.name in ("mamba2", "lfm2"):
-        out.add_layer_norm_rms_eps(config.norm_eps if case.name == "lfm2" else config.layer_norm_epsilon)
+    elif case.name in ("mamba2", "lfm2", "lfm2moe"):
+        out.add_layer_norm_rms_eps(config.layer_norm_epsilon if case.name == "mamba2" else config.norm_eps)
     else:
         out.add_layer_norm_eps(getattr(config, "layer_norm_eps", None) or config.norm_epsilon)
     add_states(out, config, case.name)
@@ -298,7 +318,7 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
         out.add_feed_forward_length(0)
         out.add_head_count(0)
         return
-    out.add_feed_forward_length(config.intermediate_size)
+    out.add_feed_forward_length(getattr(config, "intermediate_size_mlp", config.intermediate_size))
     out.add_head_count(config.num_attention_heads)
     out.add_head_count_kv(heads_of_keys(config, case.name))
     add_experts(out, config, case.name)
@@ -313,7 +333,7 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
         out.add_sliding_window(0)
     head_dim = config.hidden_size // config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or head_dim
-    if case.name in ("phi3", "glm4", "glm4moe", "qwen3next", "qwen35", "qwen35moe"):
+    if case.name in ("phi3", "glm4", "glm4moe", "qwen3next", "qwen35", "qwen35moe", "minimax-m2"):
         out.add_rope_dimension_count(int(head_dim * config.rope_parameters["partial_rotary_factor"]))
     elif case.name in ("granite", "smollm3", "cohere2"):
         out.add_rope_dimension_count(head_dim)

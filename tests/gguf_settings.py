@@ -12,7 +12,7 @@ def heads_of_keys(config: Any, name: str) -> int | list[int]:
     """One number, or one for each layer where some have no attention."""
     if name == "deepseek2":
         return 1
-    if name in ("lfm2", "granitehybrid"):
+    if name in ("lfm2", "lfm2moe", "granitehybrid"):
         return [config.num_key_value_heads * (kind == "full_attention") for kind in config.layer_types]
     return config.num_key_value_heads
 
@@ -21,20 +21,32 @@ def add_experts(out: gguf.GGUFWriter, config: Any, name: str) -> None:
     """Counts of experts, and how they are chosen."""
     values: dict[str, Any] = {key: getattr(config, key, None) for key in (
         "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "top_k_experts",
+        "num_dense_layers",
         "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")}  # fmt: skip
     if count := values["num_experts"] or values["num_local_experts"] or values["n_routed_experts"]:
         out.add_expert_count(count)
-        out.add_expert_used_count(values["num_experts_per_tok"] or values["top_k_experts"])
+        used = values["num_experts_per_tok"] or values["top_k_experts"]
+        out.add_expert_used_count(used[0] if isinstance(used, list) else used)
     if width := values["moe_intermediate_size"]:
         out.add_expert_feed_forward_length(width)
-    if name == "gpt-oss":
+    if name in ("gpt-oss", "minimax-m2", "hunyuan-moe", "llama4"):
         out.add_expert_feed_forward_length(config.intermediate_size)
     if width := values["shared_expert_intermediate_size"] or values["shared_intermediate_size"]:
         out.add_expert_shared_feed_forward_length(width)
     if name == "mistral3":
         out.add_rope_scaling_yarn_log_mul(config.rope_parameters["mscale_all_dim"])
         out.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
-    if name in ("deepseek2", "glm4moe"):
+    if (dense := values["num_dense_layers"]) is not None:
+        out.add_leading_dense_block_count(dense)
+    if name in ("minimax-m2", "lfm2moe"):
+        out.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    if name == "llama4":
+        out.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
+    if name == "ernie4_5-moe":
+        out.add_leading_dense_block_count(config.moe_layer_start_index)
+        out.add_interleave_moe_layer_step(config.moe_layer_interval)
+        out.add_expert_shared_count(config.moe_num_shared_experts)
+    if name in ("deepseek2", "glm4moe", "dots1"):
         out.add_leading_dense_block_count(config.first_k_dense_replace)
         out.add_expert_shared_count(config.n_shared_experts)
         out.add_expert_weights_scale(config.routed_scaling_factor)
@@ -59,7 +71,7 @@ def add_experts(out: gguf.GGUFWriter, config: Any, name: str) -> None:
 
 def add_states(out: gguf.GGUFWriter, config: Any, name: str) -> None:
     """Sizes of layers that keep a state."""
-    if name == "lfm2":
+    if name in ("lfm2", "lfm2moe"):
         out.add_shortconv_l_cache(config.conv_L_cache)
     if name.startswith("qwen3") and hasattr(config, "linear_num_key_heads"):
         heads = config.linear_num_value_heads

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from pkgutil import iter_modules
 
 import pytest
 from click import Command
@@ -17,6 +18,8 @@ from saltus.core.noise import Noise
 from saltus.core.rules import match
 from saltus.core.sampling import Sampling
 from saltus.methods import available_methods
+from saltus.models import architectures
+from saltus.models.architectures import find_architecture, gguf_architectures
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -39,6 +42,26 @@ def test_the_table_lists_every_method():
 def test_every_method_has_its_paragraph_in_the_docs():
     text = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^## `(\w+)`$", text, flags=re.MULTILINE)) == METHODS
+
+
+def test_the_table_of_architectures_says_what_the_code_has():
+    """Every file has a row, with its name in GGUF files, and says that these are tested if there is one."""
+    text = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    table = text.partition("## Architectures\n")[2].partition("\n- ")[0]
+    found, in_files = set(), set()
+    for line in table.splitlines():
+        row = re.split(r"\s*\|\s*", line)[1:-1]
+        if len(row) != 7 or "`" not in row[0] or row[0] == "`model_type`":
+            continue
+        names, gguf = (set(re.findall(r"`([\w-]+)`", row[column])) for column in (0, 4))
+        described = {name: find_architecture(name) for name in names}
+        assert all(described.values()) == row[3].startswith("kernels"), names
+        assert ("G" in row[6].split(", ")) == bool(gguf), names
+        assert {module.GGUF.name for module in described.values() if module and hasattr(module, "GGUF")} <= gguf, names
+        found |= names
+        in_files |= gguf
+    assert found >= {module.name for module in iter_modules(architectures.__path__)}
+    assert in_files == set(gguf_architectures())
 
 
 def test_linked_pages_exist():

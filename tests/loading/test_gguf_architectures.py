@@ -97,6 +97,26 @@ def test_texts_of_methods_are_those_of_plain_decoding(name, tmp_path):
     assert len(texts) == 1
 
 
+def test_a_file_with_both_forms_of_an_expansion_is_read_by_the_whole_one(tmp_path, monkeypatch):
+    """Some converters write attn_kv_b beside attn_k_b and attn_v_b."""
+    real, whole = gguf_models.convert, []
+
+    def whole_too(architecture, config, name, values):
+        if name.endswith("kv_b_proj.weight"):
+            whole.append((f"blk.{name.split('.')[2]}.attn_kv_b.weight", values))
+        return real(architecture, config, name, values)
+
+    def add(out):
+        for name, values in whole:
+            out.add_tensor(name, values)
+
+    monkeypatch.setattr(gguf_models, "convert", whole_too)
+    theirs, file = written("deepseek2", tmp_path, [Q.F32], more=add)
+    text = torch.arange(2, 40)[None]
+    ours = load_model("tiny", resolve(str(file)), weights="bf16")
+    assert torch.equal(theirs(text).logits, ours(text).logits)
+
+
 # Files that cannot be served
 
 

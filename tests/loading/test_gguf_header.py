@@ -1,6 +1,7 @@
 """The header of a GGUF file is read as gguf reads it, and one that announces more than it has is refused at once."""
 
 import json
+import math
 import re
 import struct
 from pathlib import Path
@@ -17,7 +18,7 @@ from saltus.loading.gguf_tokenizers import MAX_TOKEN_LENGTH, make_tokenizer
 from saltus.loading.gguf_weights import load_gguf_model
 from saltus.loading.sources import resolve
 
-ARRAY, UINT8, UINT32, STRING = 9, 0, 4, 8  # types of GGUF
+ARRAY, UINT8, UINT32, FLOAT32, STRING = 9, 0, 4, 6, 8  # types of GGUF
 
 
 def text(content: str) -> bytes:
@@ -72,6 +73,9 @@ def test_counts_are_compared_with_the_bytes_that_are_left(content, tmp_path):
         (header(array(ARRAY, 1, struct.pack("<IQ", ARRAY, 1) * 9)), "arrays in arrays"),
         (header(text("a") + struct.pack("<I", 99)), "not a valid GGUFValueType"),
         (header(text("general.alignment") + struct.pack("<II", UINT32, 3)), "no power of two"),
+        (header(text("x.scale") + struct.pack("<If", FLOAT32, math.nan)), "its x.scale is no finite number"),
+        (header(array(FLOAT32, 2, struct.pack("<2f", 1.0, math.inf))), "its a is no finite number"),
+        (header(array(ARRAY, 1, struct.pack("<IQf", FLOAT32, 1, -math.inf))), "its a is no finite number"),
     ],
 )  # fmt: skip
 def test_a_header_that_cannot_be_is_refused(content, said, tmp_path):

@@ -98,11 +98,14 @@ def write_weights_index(
     later = range(last, last + metadata.get(f"{architecture.name}.nextn_predict_layers", 0))
     weights: dict[str, dict[int, GgufTensor]] = {}
     heads: dict[str, dict[int, GgufTensor]] = {}
+    names = {tensor.name for header in headers for tensor in header.tensors}
     for part, (header, file) in enumerate(zip(headers, files, strict=True)):
         for tensor in header.tensors:
             is_of_head = (parts := TENSOR_NAME.fullmatch(tensor.name)) and parts[1] and int(parts[1]) in later
             if is_of_head and tensor.format not in (*PACKED_FORMATS, *PLAIN_FORMATS):
                 continue  # the model runs without it
+            if architecture.repeats(tensor.name, names):
+                continue
             found_in = heads if is_of_head else weights
             for target, found in _tensors(tensor, architecture, config, bool(is_of_head), file, part):
                 if found_in.setdefault(target.name, {}).setdefault(target.number, found) is not found:

@@ -65,6 +65,8 @@ def read_gguf_header(file: Path) -> GgufHeader:
             if key in metadata:
                 raise ValueError(f"it has {key!r} twice")
             metadata[key] = fields.value(fields.number("I"))
+            if not _is_finite(metadata[key]):
+                raise ValueError(f"its {key} is no finite number")
         infos = [_tensor_info(fields) for _ in range(fields.checked_count(num_tensors, 24))]
         tensors = _placed(infos, _aligned(fields.position, metadata), len(content))
     return GgufHeader(metadata, tensors)
@@ -110,6 +112,14 @@ class _FieldReader:
         size = struct.calcsize(f"<{format}")
         data = self.take(self.checked_count(count, size) * size)
         return list(struct.unpack(f"<{count}{format}", data))
+
+
+def _is_finite(value: Any) -> bool:
+    """False for a number that is infinite or not a number, and for an array that has one."""
+    if isinstance(value, list):
+        kinds = set(map(type, value))
+        return not kinds & {float, list} or all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _tensor_info(fields: _FieldReader) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:

@@ -66,7 +66,7 @@ def load_gguf_model(
     for name, parts in tensors.items():
         path, _, attribute = name.rpartition(".")
         module = model.get_submodule(path)
-        shape, is_transposed = getattr(module, attribute).shape, getattr(module, "is_transposed", False)
+        shape, is_transposed = getattr(module, attribute).shape, _has_transposed_stacks(module)
         weight = read_weight(name, parts, contents, tuple(shape), is_transposed, packed, arithmetic)
         if not isinstance(weight, PackedWeight):
             weight = weight if any(each in name for each in exact) else weight.to(torch.bfloat16).to(dtype)
@@ -133,6 +133,11 @@ def _compute_buffers(model: Any) -> None:
     model._init_weights(model.get_decoder())  # which computes some of its layers' buffers (Falcon-H1)
 
 
+def _has_transposed_stacks(module: Any) -> bool:
+    """True for experts whose matrices are [in, out]; Llama 4's do not say it."""
+    return getattr(module, "is_transposed", type(module).__name__ == "Llama4TextExperts")
+
+
 def _check_complete(
     model: Any, tensors: Mapping[str, Sequence[GgufTensor]], files: Sequence[Path], sizes: Sequence[int]
 ) -> None:
@@ -144,7 +149,7 @@ def _check_complete(
             f"{files[0]} lacks {wrong[0]}, or has it in another shape than its architecture; fetch it again"
         )
     for name, parts in tensors.items():
-        is_transposed = getattr(model.get_submodule(name.rpartition(".")[0]), "is_transposed", False)
+        is_transposed = _has_transposed_stacks(model.get_submodule(name.rpartition(".")[0]))
         for part in parts:
             check_part(name, part, files[part.part])
         check_parts(name, parts, expected[name], is_transposed, files[0])

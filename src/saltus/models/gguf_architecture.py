@@ -6,7 +6,7 @@ A file of saltus.models.architectures has it as `GGUF`; saltus.loading reads fil
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +40,7 @@ LLAMA_TENSORS = {
 Rows = tuple[tuple[int, int], ...]  # from a row to another
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"  # of LongRoPE
 SLIDING, FULL = "sliding_attention", "full_attention"
+SOFTMAX, SIGMOID = 1, 2  # of llama.cpp's scores of experts
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,12 @@ class GgufArchitecture:
     interleaves_heads: bool = False  # of queries and keys, the rows of a head's two halves alternate
     added_to_norms: int = 0  # the weights of norms are stored as so much more
     ignored: Callable[[Mapping[str, Any], str], bool] = lambda config, tensor: False  # of this configuration
+    repeated: Mapping[str, str] = field(default_factory=dict)  # not read beside a tensor that has the same numbers
+
+    def repeats(self, tensor: str, names: Container[str]) -> bool:
+        """True for a tensor ("blk.0.attn_k_b.weight") whose numbers another one of the file has, too."""
+        kind = tensor.split(".")[-2] if tensor.count(".") == 3 else ""
+        return kind in self.repeated and tensor.replace(kind, self.repeated[kind]) in names
 
     def targets(self, block: str | None, kind: str, part: str | None) -> list[TensorPart]:
         """The weights in Transformers of "blk.{block}.{kind}.{part}", without a block or a part where there is none."""
@@ -277,6 +284,12 @@ def expert_counts(model: GgufModel, count: str = "num_experts") -> dict[str, Any
         count: model.size("expert_count"), "num_experts_per_tok": model.size("expert_used_count"),
         "moe_intermediate_size": width,
     }  # fmt: skip
+
+
+def check_gates(model: GgufModel, gates: int) -> None:
+    """Errors: ValueError if experts are chosen by other scores than these; files may not say by which."""
+    if model.get("expert_gating_func", gates) not in (0, gates):
+        raise ValueError("it chooses experts by other scores than Transformers, which is not supported")
 
 
 def same_for_layers(values: Sequence[int], what: str) -> int:

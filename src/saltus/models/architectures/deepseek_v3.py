@@ -11,6 +11,7 @@ from saltus.models.decoder_description import (
     llama_mlp,
 )
 from saltus.models.gguf_architecture import (
+    SIGMOID,
     GgufArchitecture,
     GgufModel,
     TensorPart,
@@ -69,7 +70,6 @@ def gguf_config(model: GgufModel) -> dict[str, Any]:
     return llama_config(model, "deepseek_v2", "DeepseekV2ForCausalLM", topk_method=method, **settings)
 
 
-SIGMOID = 2  # of llama.cpp's gating functions
 EXPANSION = "self_attn.kv_b_proj.weight"
 TENSORS = {
     **expert_tensors(), **shared_expert_tensors("mlp.shared_experts"), "attn_q_a": "self_attn.q_a_proj",
@@ -78,4 +78,5 @@ TENSORS = {
     "attn_kv_b": "self_attn.kv_b_proj", "attn_k_b.weight": TensorPart(EXPANSION, is_transposed=True, is_reshaped=True),
     "attn_v_b.weight": TensorPart(EXPANSION, 1, is_reshaped=True),
 }  # fmt: skip
-GGUF = GgufArchitecture("deepseek2", gguf_config, TENSORS)
+SPLIT = {"attn_k_b": "attn_kv_b", "attn_v_b": "attn_kv_b"}
+GGUF = GgufArchitecture("deepseek2", gguf_config, TENSORS, repeated=SPLIT)

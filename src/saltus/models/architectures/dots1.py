@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from saltus.models.architectures.deepseek_v3 import deepseek_expert_counts
 from saltus.models.decoder_description import (
     DecoderDescription,
     deepseek_mixture,
@@ -10,6 +11,15 @@ from saltus.models.decoder_description import (
     llama_decoder,
     llama_layer,
     llama_mlp,
+)
+from saltus.models.gguf_architecture import (
+    SIGMOID,
+    GgufArchitecture,
+    GgufModel,
+    check_gates,
+    expert_tensors,
+    llama_config,
+    shared_expert_tensors,
 )
 
 CLASSES = {"Dots1ForCausalLM"}
@@ -24,3 +34,12 @@ def describe(config: Any) -> DecoderDescription:
         mlp = deepseek_mixture(config, layer) if is_sparse else llama_mlp(config, layer)
         layers.append(llama_layer(config, layer, mixer=attention, mlp=mlp))
     return llama_decoder(config, layers)
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture."""
+    check_gates(model, SIGMOID)
+    return llama_config(model, "dots1", "Dots1ForCausalLM", sliding_window=None, **deepseek_expert_counts(model))
+
+
+GGUF = GgufArchitecture("dots1", gguf_config, expert_tensors() | shared_expert_tensors("mlp.shared_experts"))

@@ -11,6 +11,17 @@ from saltus.models.decoder_description import (
     llama_mlp,
     mixture,
 )
+from saltus.models.gguf_architecture import (
+    SOFTMAX,
+    GgufArchitecture,
+    GgufModel,
+    TensorPart,
+    check_gates,
+    expert_counts,
+    expert_tensors,
+    llama_config,
+    shared_expert_tensors,
+)
 
 CLASSES = {"Ernie4_5_MoeForCausalLM"}
 
@@ -34,3 +45,20 @@ def describe(config: Any) -> DecoderDescription:
         mixer = llama_attention(config, layer, rope_interleaved=True)
         layers.append(llama_layer(config, layer, mixer=mixer, mlp=mlp))
     return llama_decoder(config, layers)
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture."""
+    check_gates(model, SOFTMAX)
+    counts = expert_counts(model, "moe_num_experts")
+    return llama_config(
+        model, "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", use_bias="blk.0.attn_q.bias" in model.shapes,
+        moe_k=counts.pop("num_experts_per_tok"), moe_num_shared_experts=model.size("expert_shared_count", 0, least=0),
+        moe_layer_start_index=model.size("leading_dense_block_count", 0, least=0),
+        moe_layer_interval=model.size("interleave_moe_layer_step", 1), **counts,
+    )  # fmt: skip
+
+
+BIAS = TensorPart("mlp.gate.moe_statics.e_score_correction_bias", is_reshaped=True)
+TENSORS = expert_tensors() | shared_expert_tensors("mlp.shared_experts") | {"exp_probs_b.bias": BIAS}
+GGUF = GgufArchitecture("ernie4_5-moe", gguf_config, TENSORS)

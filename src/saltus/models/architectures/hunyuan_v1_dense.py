@@ -10,6 +10,7 @@ from saltus.models.decoder_description import (
     llama_decoder,
     llama_layer,
 )
+from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config
 
 CLASSES = {"HunYuanDenseV1ForCausalLM"}
 
@@ -27,3 +28,12 @@ def describe(config: Any) -> DecoderDescription:
         llama_layer(config, layer, mixer=attention(config, layer)) for layer in range(config.num_hidden_layers)
     ]  # fmt: skip
     return llama_decoder(config, layers)
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture; the base of angles in a file has Hunyuan's scaling."""
+    return llama_config(model, "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM")
+
+
+TENSORS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+GGUF = GgufArchitecture("hunyuan-dense", gguf_config, TENSORS)

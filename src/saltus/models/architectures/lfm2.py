@@ -50,15 +50,20 @@ def describe(config: Any) -> DecoderDescription:
     return decoder(config, mlp, angles="rotary_emb")
 
 
-def gguf_config(model: GgufModel) -> dict[str, Any]:
-    """See GgufArchitecture."""
+def lfm2_config(model: GgufModel, model_type: str, architecture: str, **changes: Any) -> dict[str, Any]:
+    """With LFM2's convolutions, changed in places."""
     has_convolution = model.layers_with("shortconv.conv.weight")
     return decoder_config(
-        model, "lfm2", "Lfm2ForCausalLM", norm_eps=model.number("attention.layer_norm_rms_epsilon"),
-        layer_types=["conv" if each else FULL for each in has_convolution], block_auto_adjust_ff_dim=False,
+        model, model_type, architecture, norm_eps=model.number("attention.layer_norm_rms_epsilon"),
+        layer_types=["conv" if each else FULL for each in has_convolution],
         conv_L_cache=model.size("shortconv.l_cache"), conv_bias="blk.0.shortconv.in_proj.bias" in model.shapes,
-        num_key_value_heads=max(model.sizes("attention.head_count_kv", len(has_convolution), least=0)),
+        num_key_value_heads=max(model.sizes("attention.head_count_kv", len(has_convolution), least=0)), **changes,
     )  # fmt: skip
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture."""
+    return lfm2_config(model, "lfm2", "Lfm2ForCausalLM", block_auto_adjust_ff_dim=False)
 
 
 TENSORS = {

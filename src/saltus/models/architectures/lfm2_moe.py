@@ -4,6 +4,14 @@ from typing import Any
 
 from saltus.models.architectures import lfm2
 from saltus.models.decoder_description import MLP, DecoderDescription, Experts, mixture
+from saltus.models.gguf_architecture import (
+    SIGMOID,
+    GgufArchitecture,
+    GgufModel,
+    check_gates,
+    expert_counts,
+    expert_tensors,
+)
 
 CLASSES = {"Lfm2MoeForCausalLM"}
 
@@ -23,3 +31,18 @@ def mlp(config: Any, layer: int) -> MLP | Experts:
 def describe(config: Any) -> DecoderDescription:
     """See saltus.models.architectures."""
     return lfm2.decoder(config, mlp, angles="pos_emb")
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture; llama.cpp's weights of experts always have the sum 1."""
+    check_gates(model, SIGMOID)
+    return lfm2.lfm2_config(
+        model, "lfm2_moe", "Lfm2MoeForCausalLM", num_dense_layers=model.size("leading_dense_block_count", 0, least=0),
+        norm_topk_prob=True, routed_scaling_factor=model.number("expert_weights_scale", 0.0) or 1.0,
+        use_expert_bias=any(model.layers_with("exp_probs_b.bias")), **expert_counts(model),
+    )  # fmt: skip
+
+
+EXPERTS = expert_tensors("feed_forward.experts", "feed_forward.gate")
+TENSORS = {**lfm2.TENSORS, **EXPERTS, "exp_probs_b.bias": "feed_forward.expert_bias"}
+GGUF = GgufArchitecture("lfm2moe", gguf_config, TENSORS)

@@ -15,6 +15,15 @@ from saltus.models.decoder_description import (
     llama_mlp,
     mixture,
 )
+from saltus.models.gguf_architecture import (
+    GgufArchitecture,
+    GgufModel,
+    expert_counts,
+    expert_tensors,
+    llama_config,
+    num_layers,
+    shared_expert_tensors,
+)
 
 CLASSES = {"Llama4ForCausalLM"}
 ANGLES = Angles(layout="once")
@@ -53,3 +62,27 @@ def describe(config: Any) -> DecoderDescription:
         mlp = experts(config, layer) if is_sparse else llama_mlp(config, layer, "feed_forward")
         layers.append(llama_layer(config, layer, mixer=attention(config, layer), mlp=mlp))
     return llama_decoder(config, layers)
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture; what files leave out is that of Scout and Maverick, as in llama.cpp."""
+    counts = expert_counts(model, "num_local_experts")
+    in_chunks = model.size("attention.sliding_window", 1, least=0) > 0
+    has_experts = model.layers_with("ffn_gate_inp.weight")
+    return llama_config(
+        model, "llama4_text", "Llama4ForCausalLM", intermediate_size_mlp=model.size("feed_forward_length"),
+        intermediate_size=counts.pop("moe_intermediate_size"), use_qk_norm=counts["num_local_experts"] != MAVERICK,
+        moe_layers=[layer for layer, is_sparse in enumerate(has_experts) if is_sparse],
+        no_rope_layers=[int(not in_chunks or (layer + 1) % 4 > 0) for layer in range(num_layers(model))],
+        attention_chunk_size=8192 if in_chunks else None, attn_temperature_tuning=in_chunks, floor_scale=8192,
+        attn_scale=0.1, **counts,
+    )  # fmt: skip
+
+
+MAVERICK = 128  # experts of the model whose heads have no norms
+EXPERTS = expert_tensors("feed_forward.experts", "feed_forward.router")
+TENSORS = {
+    **EXPERTS, **shared_expert_tensors("feed_forward.shared_expert"),
+    **{f"ffn_{name}": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
+}  # fmt: skip
+GGUF = GgufArchitecture("llama4", gguf_config, TENSORS)
