@@ -105,6 +105,6 @@ def test_a_drafter_of_another_size_is_refused_in_a_line(folder):
 def test_a_drafter_of_no_form_is_refused_in_a_line(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"speculators_model_type": "medusa"}))
     with pytest.raises(
-        ValueError, match="no drafter that Saltus knows \\(medusa\\); the forms are dflash, dflash2, dspark, eagle3"
+        ValueError, match="no drafter that Saltus knows \\('medusa'\\); the forms are dflash, dflash2, dspark, eagle3"
     ):
         load(tmp_path)
