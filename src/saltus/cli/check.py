@@ -94,8 +94,8 @@ def check(
     else:
         if server_options != ServerOptions(api_key=server_options.api_key):
             raise ValueError("options of servers need a server; give --server URL")
-        settings = {"batch_invariant": batch_invariant, "max_new_tokens": max_new_tokens or MODEL_TOKENS}
-        report = _check_model(prompts, limit, model_options, method_options, sampling_options, settings)
+        tokens, options = max_new_tokens or MODEL_TOKENS, (model_options, method_options, sampling_options)
+        report = _check_model(prompts, limit, *options, batch_invariant, tokens)
     finish(report, json, out)
 
 
@@ -117,7 +117,8 @@ def _check_model(
     models: o.ModelOptions,
     methods: o.MethodOptions,
     sampling_options: o.SamplingOptions,
-    settings: dict[str, Any],
+    batch_invariant: bool,
+    max_new_tokens: int,
 ) -> dict[str, Any]:
     """The report on a method."""
     from saltus.engine.prompts import Prompt, read_prompts
@@ -125,14 +126,13 @@ def _check_model(
     inputs = read_prompts((), prompts, limit) if prompts else [Prompt((each,)) for each in DEFAULT_PROMPTS][:limit]
     from saltus.cli.open_engine import open_with_options
 
-    exact = settings.pop("batch_invariant")
-    engine, sampling = open_with_options(models, methods, sampling_options, exact=exact)
+    engine, sampling = open_with_options(models, methods, sampling_options, exact=batch_invariant)
     from saltus.cli.progress import progress_bar
     from saltus.engine.comparison import compare_with_plain
     from saltus.evaluation.audit.audit_run import make_report
     from saltus.evaluation.audit.method_verdicts import method_verdicts
 
-    settings |= sampling
+    settings = {**sampling, "max_new_tokens": max_new_tokens}
     with progress_bar(len(inputs), "comparing") as advance:
         result = compare_with_plain(engine, inputs, engine.method, settings, advance)
     facts = {"model": engine.target.name, "method": engine.method, "settings": settings, **result}

@@ -25,21 +25,22 @@ SKIPPED_FOLDERS = {"__pycache__", "node_modules"}  # and those whose names begin
 def load_corpus(paths: Sequence[str | Path], tokenizer: Any, progress: ProgressCallback = no_progress) -> NgramCorpus:
     """The corpus of some files, and of all text files below some folders, in a tokenizer's tokens.
 
-    It is sorted at its first use (seconds for a million tokens), and then mapped from the cache folder. Errors:
+    It is sorted at its first use (a second or two for a million tokens), and then mapped from the cache folder. Errors:
     ValueError for a path that does not exist or that holds no text, and where the cache cannot be written.
     """
     texts = [text for path in paths for text in texts_at(Path(path))]
+    if not any(texts):
+        raise ValueError(f"the corpus {', '.join(map(str, paths))} is empty; give files with a text")
     key = blake2b(VERSION + _identity(tokenizer).encode(), digest_size=12)
     for text in texts:
         key.update(blake2b(text.encode("utf-8", "surrogatepass")).digest())
     folder = cache_folder() / "corpora"
     files = [folder / f"{key.hexdigest()}-{name}.npy" for name in ("backwards", "places")]
     if not all(map(has_digest, files)):
-        corpus = NgramCorpus.of_texts(list(_tokens(texts, tokenizer, progress)))
-        if len(corpus) > MAX_TOKENS:
-            raise ValueError(
-                f"the corpus has {len(corpus):,} tokens, and {MAX_TOKENS:,} are the most; give fewer files"
-            )
+        tokens = list(_tokens(texts, tokenizer, progress))
+        if (count := sum(map(len, tokens))) > MAX_TOKENS:
+            raise ValueError(f"the corpus has {count:,} tokens, and {MAX_TOKENS:,} are the most; give fewer files")
+        corpus = NgramCorpus.of_texts(tokens)
         with disk_errors(folder, "a corpus"):
             for file, array in zip(files, (corpus.backwards, corpus.places), strict=True):
                 with new_file_with_digest(file) as made, made.open("wb") as opened:

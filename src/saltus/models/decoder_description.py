@@ -420,6 +420,11 @@ def deepseek_mixture(config: Any, layer: int, **changes: Any) -> Experts:
     return mixture(config, layer, **settings | changes)
 
 
+def deepseek_mlp(config: Any, layer: int, is_sparse: bool) -> MLP | Experts:
+    """DeepSeek V3's experts, or Llama's MLP in layers without."""
+    return deepseek_mixture(config, layer) if is_sparse else llama_mlp(config, layer)
+
+
 def sparse_layers(config: Any) -> list[bool]:
     """Which layers have experts, where some have a plain MLP (Qwen's architectures)."""
     dense, step = config.mlp_only_layers or (), config.decoder_sparse_step

@@ -201,7 +201,7 @@ def test_the_consistency_loss_can_be_divided_by_the_blocks_of_a_text():
     task = make_task(tiny("Llama"), gated=False)
     texts, generator = task.training_trajectories[:2], seeded_generator(0, "test")
     iterates = [task.noise.choose_iterates(one.iterates_by_block(), generator) for one in texts]
-    whole, divided = (replace(task, text_weight=0.0, over_blocks=over) for over in (False, True))
+    whole, divided = (replace(task, text_weight=0.0, divide_by_blocks=over) for over in (False, True))
     mean = sum(len(one.iterates_by_block()) for one in whole.training_trajectories) / len(whole.training_trajectories)
     assert mean > 1
     torch.testing.assert_close(divided.batch_loss(texts, iterates) * mean, whole.batch_loss(texts, iterates))

@@ -8,8 +8,6 @@ layers, of a draft token the layers' own output at the row before. The drafts of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +17,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from saltus.core.forward import ForwardInputs, ForwardOutputs
-from saltus.kernels.batch_invariant_ops import BatchInvariantMode
-from saltus.methods.published.eagle_model import EagleModel, load_eagle
+from saltus.methods.published.eagle_model import load_eagle
+from saltus.methods.published.eagle_network import EagleNetwork, causal_call
 from saltus.methods.shared.context_layers import ContextKVCache, unread_states
 from saltus.methods.shared.draft_tree import DraftOutputs
-from saltus.methods.shared.query_predictions import QueryPredictor, rows_linear
-from saltus.methods.shared.timed_outputs import timed_outputs
-from saltus.models.cpu.attention import AttentionCall, SequenceRows
+from saltus.methods.shared.query_predictions import rows_linear
 from saltus.models.cpu.torch_decoder import normed
 from saltus.models.protocols import TargetNetwork
 
 ARCHITECTURES = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"}
-UNREAD_STATES = 1024  # hidden states that are read at once
 
 
 def recognises(config: Mapping[str, Any]) -> bool:
@@ -46,32 +41,8 @@ def load_network(folder: Path, target: TargetNetwork, target_name: str) -> Eagle
     return Eagle3Network(model, target)
 
 
-@dataclass
-class Eagle3Network:
-    """An EAGLE-3 head as a network; its inputs carry the target's hidden states of the newly decided tokens."""
-
-    model: EagleModel
-    target: Any  # the network whose hidden states it reads
-    max_unread: int = UNREAD_STATES
-
-    def __post_init__(self) -> None:
-        self.device = self.model.tokens.device
-        self.predictor = QueryPredictor(self.model)
-
-    def new_kv_cache(self) -> ContextKVCache:
-        return ContextKVCache()
-
-    @torch.inference_mode()
-    def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
-        """Logits over the drafted tokens: of each query, given the likeliest tokens before it; row 0 repeats the first.
-
-        Queries cost a pass of one row each.
-        """
-        return timed_outputs(lambda: self._forward(batch, kv_caches), self.device)
-
-    def _forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
-        with BatchInvariantMode() if self.device.type == "cpu" else nullcontext():
-            return self._run(batch, kv_caches)
+class Eagle3Network(EagleNetwork):
+    """Logits of each query given the likeliest tokens before it; queries cost a pass of one row each."""
 
     def _run(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
         layers, read_layers = self.target.hidden_state_layers, self.model.shape.hidden_state_layers
@@ -130,15 +101,3 @@ class Eagle3Network:
         """The layers over new rows of texts, `counts` of them from the position `starts` on."""
         positions, call = causal_call(kv_caches, starts, counts, self.model.shape.layers)
         return self.model.rows(tokens, hidden, positions, call)
-
-
-def causal_call(
-    kv_caches: Sequence[ContextKVCache], starts: Sequence[int], counts: Sequence[int], layers: int
-) -> tuple[Int[Tensor, "rows"], AttentionCall]:
-    """Positions and attention of new rows, `counts` of each text from the position `starts` on, in their order."""
-    places = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
-    rows = [
-        SequenceRows(cache.kv_cache, start, positions, np.tri(len(positions), dtype=np.uint8))
-        for cache, start, positions in zip(kv_caches, starts, places, strict=True)
-    ]
-    return torch.from_numpy(np.concatenate(places)), AttentionCall(rows, layers)

@@ -8,7 +8,6 @@ token i + 1 places after the last decided one, without knowledge of the tokens i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from saltus.core.forward import ForwardInputs, ForwardOutputs
-from saltus.kernels.batch_invariant_ops import BatchInvariantMode
-from saltus.methods.published.eagle3 import UNREAD_STATES, causal_call
-from saltus.methods.published.eagle_model import EagleModel, load_eagle
+from saltus.methods.published.eagle_model import load_eagle
+from saltus.methods.published.eagle_network import EagleNetwork, causal_call
 from saltus.methods.shared.context_layers import ContextKVCache, unread_states
 from saltus.methods.shared.draft_tree import DraftOutputs
 from saltus.methods.shared.published_files import CONFIG_FILE, read_config
-from saltus.methods.shared.query_predictions import QueryPredictor, rows_linear
-from saltus.methods.shared.timed_outputs import timed_outputs
+from saltus.methods.shared.query_predictions import rows_linear
 from saltus.models.cpu.torch_decoder import normed
 from saltus.models.protocols import TargetNetwork
 
@@ -57,30 +54,11 @@ def load_network(folder: Path, target: TargetNetwork, target_name: str) -> PEagl
 
 
 @dataclass
-class PEagleNetwork:
-    """A P-EAGLE head as a network; its inputs carry the target's hidden states of the newly decided tokens."""
+class PEagleNetwork(EagleNetwork):
+    """Logits of all queries from one pass."""
 
-    model: EagleModel
-    target: Any  # the network whose hidden states it reads
     mask_token: int
     mask_state: Float[Tensor, "states"]  # in place of the target's hidden states
-    max_unread: int = UNREAD_STATES
-
-    def __post_init__(self) -> None:
-        self.device = self.model.tokens.device
-        self.predictor = QueryPredictor(self.model)
-
-    def new_kv_cache(self) -> ContextKVCache:
-        return ContextKVCache()
-
-    @torch.inference_mode()
-    def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
-        """Logits over the drafted tokens of each query; row 0 repeats the first."""
-        return timed_outputs(lambda: self._forward(batch, kv_caches), self.device)
-
-    def _forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
-        with BatchInvariantMode() if self.device.type == "cpu" else nullcontext():
-            return self._run(batch, kv_caches)
 
     def _run(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
         model, layers = self.model, self.target.hidden_state_layers

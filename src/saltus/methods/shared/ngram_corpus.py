@@ -43,7 +43,7 @@ class NgramCorpus:
 
     @classmethod
     def of_texts(cls, texts: Sequence[Sequence[int]]) -> NgramCorpus:
-        """Sort the places of texts; some seconds for a million tokens."""
+        """Sort the places of texts; a second or two for a million tokens."""
         parts = [np.array([*text, END_OF_TEXT], dtype=np.int64) for text in texts]
         tokens = np.concatenate([*parts, np.empty(0, np.int64)])
         return cls((tokens[::-1] + 1).astype(">u4"), sorted_places(tokens))

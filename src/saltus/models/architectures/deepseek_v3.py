@@ -4,11 +4,10 @@ from typing import Any
 
 from saltus.models.decoder_description import (
     DecoderDescription,
-    deepseek_mixture,
+    deepseek_mlp,
     latent_attention,
     llama_decoder,
     llama_layer,
-    llama_mlp,
 )
 from saltus.models.gguf_architecture import (
     SIGMOID,
@@ -29,7 +28,7 @@ def decoder(config: Any, has_experts: list[bool]) -> DecoderDescription:
     """Layers with latent attention, and with experts where it says so."""
     layers = []
     for layer, is_sparse in enumerate(has_experts):
-        mlp = deepseek_mixture(config, layer) if is_sparse else llama_mlp(config, layer)
+        mlp = deepseek_mlp(config, layer, is_sparse)
         layers.append(llama_layer(config, layer, mixer=latent_attention(config, layer), mlp=mlp))
     return llama_decoder(config, layers)
 

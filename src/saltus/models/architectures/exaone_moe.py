@@ -5,12 +5,11 @@ from typing import Any
 from saltus.models.decoder_description import (
     Angles,
     DecoderDescription,
-    deepseek_mixture,
+    deepseek_mlp,
     head_norms,
     llama_attention,
     llama_decoder,
     llama_layer,
-    llama_mlp,
 )
 
 CLASSES = {"ExaoneMoeForCausalLM"}
@@ -22,7 +21,6 @@ def describe(config: Any) -> DecoderDescription:
     for layer, kind in enumerate(config.layer_types):
         angles = Angles() if config.sliding_window is None or kind == "sliding_attention" else None
         attention = llama_attention(config, layer, angles=angles, **head_norms(config, layer))
-        is_sparse = config.mlp_layer_types[layer] == "sparse"
-        mlp = deepseek_mixture(config, layer) if is_sparse else llama_mlp(config, layer)
+        mlp = deepseek_mlp(config, layer, config.mlp_layer_types[layer] == "sparse")
         layers.append(llama_layer(config, layer, mixer=attention, mlp=mlp))
     return llama_decoder(config, layers)

@@ -5,12 +5,11 @@ from typing import Any
 from saltus.models.architectures.deepseek_v3 import deepseek_expert_counts
 from saltus.models.decoder_description import (
     DecoderDescription,
-    deepseek_mixture,
+    deepseek_mlp,
     head_norms,
     llama_attention,
     llama_decoder,
     llama_layer,
-    llama_mlp,
 )
 from saltus.models.gguf_architecture import (
     GgufArchitecture,
@@ -29,8 +28,7 @@ def describe(config: Any) -> DecoderDescription:
     layers = []
     for layer in range(config.num_hidden_layers):
         norms = head_norms(config, layer) if config.use_qk_norm else {}
-        is_sparse = layer >= config.first_k_dense_replace
-        mlp = deepseek_mixture(config, layer) if is_sparse else llama_mlp(config, layer)
+        mlp = deepseek_mlp(config, layer, layer >= config.first_k_dense_replace)
         layers.append(llama_layer(config, layer, mixer=llama_attention(config, layer, **norms), mlp=mlp))
     return llama_decoder(config, layers)
 

@@ -40,7 +40,7 @@ class JacobiTrainingTask(TrainingTask):
     """From an iterate of a block, predict the text (Eq. 8, 9).
 
     The loss is the mean of KL(text rows, detached ‖ iterate rows) over the counted iterate rows. Eq. 8 sums over the
-    blocks; the authors' code divides by their number, too, as `over_blocks` does. With a `gating` an adapter is
+    blocks; the authors' code divides by their number, too, as `divide_by_blocks` does. With a `gating` an adapter is
     trained, which acts on the iterate rows alone; the model is frozen, and verifies. Without it the model itself is
     trained, and a loss on its text, times `text_weight`, limits its drift: cross-entropy (`anchor` "text", Eq. 9), or
     the divergence from the initial model ("distributions", ours; it keeps a second copy of it). The recipe's `discount`
@@ -55,7 +55,7 @@ class JacobiTrainingTask(TrainingTask):
     loss_name: Literal["kl", "ce"] = "kl"
     text_weight: float = 1.0
     anchor: Literal["text", "distributions"] = "text"
-    over_blocks: bool = False
+    divide_by_blocks: bool = False
     window_settings: WindowSettings = field(default_factory=lambda: WindowSettings(batch_size=2, discount=1.0))
     name: str = "its model"
     recompute: bool = False
@@ -136,7 +136,7 @@ class JacobiTrainingTask(TrainingTask):
         targets = text_logits[counted[text_rows_used]].detach()
         row_losses = token_loss(iterate_logits, next_tokens[counted], targets, self.loss_name)
         total = self.processes.weighted_mean(row_losses, weights, floor=1e-9)
-        if self.over_blocks:
+        if self.divide_by_blocks:
             total = total / self._blocks_per_text
         if has_text_loss:
             text_losses = (

@@ -34,7 +34,7 @@ class JacobiForcingSettings:
         "attending"  # in the consistency loss: all that attend to wrong tokens, or to one of their block
     )
     loss: Literal["kl", "ce"] = "kl"
-    over_blocks: bool = False  # divide the consistency loss by the blocks of a text, as published
+    divide_by_blocks: bool = False  # divide the consistency loss by the blocks of a text, as published
     text_weight: float = 1.0  # of the loss that limits the drift of a trained model
     anchor: Literal["text", "distributions"] = (
         "text"  # that loss: cross-entropy of the text, or divergence from the model
@@ -91,7 +91,7 @@ class JacobiForcingObjective(Objective):
         trajectories = [sample for sample in inputs.samples if isinstance(sample, Trajectory)]
         return JacobiTrainingTask(
             inputs.network.model, trajectories, settings.gating,
-            settings.noise, settings.loss, settings.text_weight, settings.anchor, settings.over_blocks,
+            settings.noise, settings.loss, settings.text_weight, settings.anchor, settings.divide_by_blocks,
             inputs.recipe.data, inputs.model_name, settings.recompute, settings.autocast, inputs.tokenizer,
         )  # fmt: skip
 
