@@ -30,7 +30,7 @@ import torch
 import saltus
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
-from saltus.engine.engine import MAX_DRAFT_TOKENS
+from saltus.engine.decoder import MAX_DRAFT_TOKENS
 from saltus.evaluation.reports.environment import git_commit, machine_info
 
 PLAIN, RECYCLED = "plain", 4  # candidates

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from saltus.core.sampling import Sampling
-    from saltus.engine.engine import Engine, load
+    from saltus.engine.engine import Engine
     from saltus.engine.grammar import Grammar
     from saltus.engine.infill_template import InfillLayout, InfillTemplate
+    from saltus.engine.load import load
     from saltus.engine.request import CallRecord
     from saltus.engine.results import Chunk, Generation, Infilling, InfillStream, Settings, Statistics, Stream
     from saltus.integrations.transformers_generate import custom_generate
@@ -34,7 +35,7 @@ __all__ = [
 ]
 _MODULES = {
     "Engine": "engine.engine",
-    "load": "engine.engine",
+    "load": "engine.load",
     "CallRecord": "engine.request",
     "Grammar": "engine.grammar",
     "InfillLayout": "engine.infill_template",

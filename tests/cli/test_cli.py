@@ -216,7 +216,7 @@ def test_method_options_reach_the_method(folder, tmp_path, monkeypatch):
     made = {}
     drafter = tmp_path / "a=b"
     drafter.symlink_to(folder)
-    monkeypatch.setattr("saltus.engine.engine.load", lambda model, method, **settings: made.update(settings) or exit(0))
+    monkeypatch.setattr("saltus.engine.load.load", lambda model, method, **settings: made.update(settings) or exit(0))
     assigned = [
         "lookup.max_ngram_size=7",
         "jacobi.spawn_ratio=0.5",
@@ -419,7 +419,7 @@ def test_a_flip_in_a_later_turn_counts_the_tokens_of_the_turns_before(engine, fo
 
 def test_without_batch_invariance_the_model_is_loaded_without_equal_rounding(folder, monkeypatch):
     inputs = {}
-    monkeypatch.setattr("saltus.engine.engine.load", lambda *_, **settings: inputs.update(settings) or exit(0))
+    monkeypatch.setattr("saltus.engine.load.load", lambda *_, **settings: inputs.update(settings) or exit(0))
     saltus_("check", "-m", folder, "--no-batch-invariant")
     assert inputs["exact"] is False
     saltus_("check", "-m", folder)
@@ -522,7 +522,7 @@ def test_the_demo_leaps_with_the_default_model(model_folder):
 )
 def test_bad_input_is_one_line_with_the_cure_before_a_model_is_loaded(arguments, cure, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("saltus.engine.engine.load", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("saltus.engine.load.load", lambda *_, **__: pytest.fail("the model was loaded"))
     assert cure in complaint("generate", *arguments)
 
 
@@ -604,7 +604,7 @@ def test_a_fault_of_ours_is_one_line_and_a_traceback_only_where_it_is_asked_for(
     def fail(*_, **__):
         raise AssertionError("two and two\nare five")
 
-    monkeypatch.setattr("saltus.engine.engine.load", fail)
+    monkeypatch.setattr("saltus.engine.load.load", fail)
     said = saltus_("generate", "a", "-m", folder, code=70).stderr
     assert said.startswith("saltus: AssertionError: two and two are five (a fault of saltus")
     assert said.count("\n") == 1
@@ -616,7 +616,7 @@ def test_too_little_memory_is_told_with_a_cure(error, folder, monkeypatch):
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr("saltus.engine.engine.load", fail)
+    monkeypatch.setattr("saltus.engine.load.load", fail)
     assert "take a smaller model" in complaint("generate", "a", "-m", folder)
 
 

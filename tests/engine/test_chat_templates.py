@@ -93,7 +93,7 @@ def test_conversations_are_read_with_the_template_of_load(bare_folder, tmp_path)
     ],
 )
 def test_a_wrong_template_is_refused_in_a_line_before_a_model_is_loaded(content, said, tmp_path, monkeypatch):
-    monkeypatch.setattr("saltus.engine.engine.load_checkpoint", lambda *a: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("saltus.engine.load.load_checkpoint", lambda *a: pytest.fail("a model was loaded"))
     monkeypatch.setattr("saltus.cli.open_engine.resolve", lambda *a, **k: pytest.fail("a model was fetched"))
     name = "vicuno" if content is None else str(tmp_path / "mine.jinja")
     if content is not None:

@@ -12,9 +12,10 @@ from torch import nn
 from architectures import LLAMA_LIKE, VOCAB
 from saltus.kernels import native
 from saltus.models.architectures import gpt_oss
+from saltus.models.common_layers import deepseek_mixture, mixture
 from saltus.models.cpu.decoder_weights import Resolver
 from saltus.models.cpu.expert_ops import experts_struct
-from saltus.models.decoder_description import Experts, deepseek_mixture, mixture
+from saltus.models.decoder_description import Experts
 
 pytestmark = pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
 

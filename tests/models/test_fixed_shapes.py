@@ -13,7 +13,7 @@ import saltus
 from architectures import VOCAB, chain, random_tree, read, text, tiny
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
-from saltus.engine.engine import MAX_DRAFT_TOKENS
+from saltus.engine.decoder import MAX_DRAFT_TOKENS
 from saltus.models.causal import CausalNetwork
 from saltus.models.cuda import fixed_shape_attention, fixed_shape_calls
 from saltus.models.cuda.fixed_shape_calls import FixedShapeKVCache, FixedShapeSettings

@@ -217,7 +217,7 @@ def test_bad_prompts_and_settings_are_refused_before_loading(folder, prompts_fil
     out = "--out", tmp_path / "teacher"
     long = lines(tmp_path / "long.jsonl", {"prompt": "x" * 600})
     assert "reads 512" in complaint("collect", "text", "-f", long, *out, "-m", folder)
-    monkeypatch.setattr("saltus.engine.engine.load", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("saltus.engine.load.load", lambda *_, **__: pytest.fail("the model was loaded"))
     turns = lines(tmp_path / "turns.jsonl", {"prompt": "a"}, {"turns": ["a", "b"]})
     assert "prompt 1 of" in complaint("collect", "text", "-f", turns, *out)
     assert "there is no file" in complaint("collect", "text", "-f", tmp_path / "nowhere", *out)

@@ -60,7 +60,7 @@ def open_engine(
     shown = progress_bars() if live and settings.get("ngram_corpus") else nullcontext(no_progress)
     with note, shown as show:
         _silence_transformers()
-        from saltus.engine.engine import load
+        from saltus.engine.load import load
 
         engine = load(model, method, options=chosen, progress=show, **settings)
     if (weights := settings.get("weights", "file")) not in ("file", "bf16"):

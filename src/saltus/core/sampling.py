@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from saltus.core.penalties import penalised
 from saltus.core.truncation import min_p, top_k, top_p
 from saltus.kernels import native
 
@@ -131,11 +132,11 @@ class Sampling:
         )
 
     @cached_property
-    def _banned(self) -> np.ndarray:
+    def banned_ids(self) -> np.ndarray:
         return np.array(sorted(set(self.banned)), dtype=np.int64)
 
     @cached_property
-    def _ends(self) -> np.ndarray:
+    def end_ids(self) -> np.ndarray:
         return np.array(self.end_tokens, dtype=np.int64)
 
     @cached_property
@@ -231,7 +232,7 @@ def token_distribution(
     """
     if index in sampling._forced:
         return one_hot(sampling._forced[index])
-    scores = _penalised(float_row(logits), sampling, context, index)
+    scores = penalised(float_row(logits), sampling, context, index)
     if index in sampling._banned_at:
         scores = scores.copy()
         scores[sampling._banned_at[index]] = -np.inf
@@ -431,53 +432,3 @@ def float_row(logits: Tensor) -> np.ndarray:
     if logits.dtype == torch.bfloat16:
         return (logits.view(torch.int16).numpy().astype(np.int32) << 16).view(np.float32)
     return np.ascontiguousarray(logits.numpy(), dtype=np.float32)
-
-
-def _penalised(scores: np.ndarray, sampling: Sampling, context: np.ndarray | None, index: int) -> np.ndarray:
-    """OpenAI's bias and penalties; then RepetitionPenaltyLogitsProcessor (Keskar et al. 2019) and bans.
-
-    The bans are those of NoRepeatNGramLogitsProcessor, MinNewTokensLengthLogitsProcessor and
-    SuppressTokensLogitsProcessor.
-    """
-    if sampling.uses_context and context is None:
-        raise ValueError("penalties need the text so far; pass it as context")
-    if sampling.logit_bias:
-        scores = scores.copy()
-        known = [(token, bias) for token, bias in sampling.logit_bias if token < len(scores)]
-        with np.errstate(over="ignore"):  # less than a float32 is −∞
-            np.add.at(scores, [token for token, _ in known], np.array([bias for _, bias in known], np.float32))
-    if context is not None and (sampling.presence_penalty or sampling.frequency_penalty):
-        tokens, counts = np.unique(context[len(context) - index :], return_counts=True)
-        scores = scores.copy()
-        scores[tokens] -= np.float32(sampling.presence_penalty) + np.float32(
-            sampling.frequency_penalty
-        ) * counts.astype(np.float32)
-    if context is not None and sampling.repetition_penalty != 1:
-        seen, penalty = context[context >= 0], np.float32(sampling.repetition_penalty)
-        values = scores[seen]
-        scores = scores.copy()
-        scores[seen] = np.where(values < 0, values * penalty, values / penalty)
-    if context is not None and sampling.no_repeat_ngram_size:
-        scores = _without(scores, _completing_ngrams(context, sampling.no_repeat_ngram_size))
-    if sampling.banned:
-        scores = _without(scores, sampling._banned)
-    if index < sampling.min_new_tokens and len(sampling._ends):
-        longer = _without(scores, sampling._ends)
-        scores = longer if longer.max() > -np.inf else scores  # a grammar may leave the end alone
-    return scores
-
-
-def _without(scores: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """The scores, −∞ for some tokens."""
-    scores = scores.copy()
-    scores[tokens[tokens < len(scores)]] = -np.inf
-    return scores
-
-
-def _completing_ngrams(context: np.ndarray, size: int) -> np.ndarray:
-    """The tokens that would end an n-gram of the context once more."""
-    if len(context) < size:
-        return np.empty(0, dtype=np.int64)
-    windows = np.lib.stride_tricks.sliding_window_view(context, size)
-    repeated = (windows[:, :-1] == context[len(context) + 1 - size :]).all(1)
-    return windows[repeated, -1]

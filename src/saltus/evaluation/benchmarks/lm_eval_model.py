@@ -80,7 +80,8 @@ class SaltusLMBase:
         super().__init__()
         from saltus.core.noise import Noise
         from saltus.core.sampling import DEFAULT_COUPLING, Sampling
-        from saltus.engine.engine import Engine, load
+        from saltus.engine.engine import Engine
+        from saltus.engine.load import load
 
         Noise(seed)  # refuses a negative seed
         self.coupling = Sampling(coupling=coupling or DEFAULT_COUPLING).coupling

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from saltus.models.decoder_description import MLP, DecoderDescription, Weight, activation, llama_decoder, llama_layer
+from saltus.models.common_layers import activation, llama_decoder, llama_layer
+from saltus.models.decoder_description import MLP, DecoderDescription, Weight
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config
 
 CLASSES = {"ArceeForCausalLM"}

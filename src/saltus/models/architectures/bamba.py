@@ -3,14 +3,8 @@
 from typing import Any
 
 from saltus.models.architectures.granitemoehybrid import mamba
-from saltus.models.decoder_description import (
-    DecoderDescription,
-    Layer,
-    Norm,
-    NotDescribed,
-    llama_attention,
-    llama_mlp,
-)
+from saltus.models.common_layers import llama_attention, llama_mlp
+from saltus.models.decoder_description import DecoderDescription, Layer, Norm, NotDescribed
 
 CLASSES = {"BambaForCausalLM"}
 

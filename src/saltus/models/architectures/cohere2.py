@@ -2,14 +2,8 @@
 
 from typing import Any
 
-from saltus.models.decoder_description import (
-    Angles,
-    DecoderDescription,
-    Layer,
-    Norm,
-    llama_attention,
-    llama_mlp,
-)
+from saltus.models.common_layers import llama_attention, llama_mlp
+from saltus.models.decoder_description import Angles, DecoderDescription, Layer, Norm
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, decoder_config, layer_types
 
 CLASSES = {"Cohere2ForCausalLM"}

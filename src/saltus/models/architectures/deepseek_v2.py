@@ -2,15 +2,8 @@
 
 from typing import Any
 
-from saltus.models.decoder_description import (
-    Angles,
-    DecoderDescription,
-    latent_attention,
-    llama_decoder,
-    llama_layer,
-    llama_mlp,
-    mixture,
-)
+from saltus.models.common_layers import latent_attention, llama_decoder, llama_layer, llama_mlp, mixture
+from saltus.models.decoder_description import Angles, DecoderDescription
 
 CLASSES = {"DeepseekV2ForCausalLM"}
 

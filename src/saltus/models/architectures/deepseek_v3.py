@@ -2,13 +2,8 @@
 
 from typing import Any
 
-from saltus.models.decoder_description import (
-    DecoderDescription,
-    deepseek_mlp,
-    latent_attention,
-    llama_decoder,
-    llama_layer,
-)
+from saltus.models.common_layers import deepseek_mlp, latent_attention, llama_decoder, llama_layer
+from saltus.models.decoder_description import DecoderDescription
 from saltus.models.gguf_architecture import (
     SIGMOID,
     GgufArchitecture,

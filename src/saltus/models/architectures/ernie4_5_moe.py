@@ -2,15 +2,8 @@
 
 from typing import Any
 
-from saltus.models.decoder_description import (
-    DecoderDescription,
-    Experts,
-    llama_attention,
-    llama_decoder,
-    llama_layer,
-    llama_mlp,
-    mixture,
-)
+from saltus.models.common_layers import llama_attention, llama_decoder, llama_layer, llama_mlp, mixture
+from saltus.models.decoder_description import DecoderDescription, Experts
 from saltus.models.gguf_architecture import (
     SOFTMAX,
     GgufArchitecture,

@@ -2,15 +2,8 @@
 
 from typing import Any
 
-from saltus.models.decoder_description import (
-    Angles,
-    DecoderDescription,
-    Norm,
-    head_norms,
-    llama_attention,
-    llama_decoder,
-    llama_layer,
-)
+from saltus.models.common_layers import head_norms, llama_attention, llama_decoder, llama_layer
+from saltus.models.decoder_description import Angles, DecoderDescription, Norm
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, layer_types, llama_config
 
 CLASSES = {"Exaone4ForCausalLM"}

@@ -2,15 +2,8 @@
 
 from typing import Any
 
-from saltus.models.decoder_description import (
-    Angles,
-    DecoderDescription,
-    deepseek_mlp,
-    head_norms,
-    llama_attention,
-    llama_decoder,
-    llama_layer,
-)
+from saltus.models.common_layers import deepseek_mlp, head_norms, llama_attention, llama_decoder, llama_layer
+from saltus.models.decoder_description import Angles, DecoderDescription
 
 CLASSES = {"ExaoneMoeForCausalLM"}
 

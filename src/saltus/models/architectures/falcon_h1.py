@@ -3,6 +3,7 @@
 from typing import Any
 
 from saltus.models.architectures import mamba2
+from saltus.models.common_layers import activation, head_dim, llama_attention
 from saltus.models.decoder_description import (
     MLP,
     DecoderDescription,
@@ -12,9 +13,6 @@ from saltus.models.decoder_description import (
     NotDescribed,
     ParallelMixers,
     Weight,
-    activation,
-    head_dim,
-    llama_attention,
 )
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config
 

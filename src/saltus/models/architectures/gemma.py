@@ -3,7 +3,8 @@
 from typing import Any
 
 from saltus.models.architectures.gemma2 import decoder, norm
-from saltus.models.decoder_description import DecoderDescription, llama_layer
+from saltus.models.common_layers import llama_layer
+from saltus.models.decoder_description import DecoderDescription
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config
 
 CLASSES = {"GemmaForCausalLM"}

@@ -2,14 +2,8 @@
 
 from typing import Any
 
-from saltus.models.decoder_description import (
-    Attention,
-    DecoderDescription,
-    Layer,
-    Norm,
-    llama_attention,
-    llama_mlp,
-)
+from saltus.models.common_layers import llama_attention, llama_mlp
+from saltus.models.decoder_description import Attention, DecoderDescription, Layer, Norm
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, layer_types, llama_config
 
 CLASSES = {"Gemma2ForCausalLM"}

@@ -3,7 +3,8 @@
 from typing import Any
 
 from saltus.models.architectures import gemma2
-from saltus.models.decoder_description import Angles, DecoderDescription, head_norms, llama_attention
+from saltus.models.common_layers import head_norms, llama_attention
+from saltus.models.decoder_description import Angles, DecoderDescription
 from saltus.models.gguf_architecture import FULL, SLIDING, GgufArchitecture, GgufModel, layer_types, rope
 
 CLASSES = {"Gemma3ForCausalLM"}

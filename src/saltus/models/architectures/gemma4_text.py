@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from saltus.models.architectures import gemma2
+from saltus.models.common_layers import activation, head_norms, llama_attention, llama_mlp, mixture, sliding_window
 from saltus.models.decoder_description import (
     Angles,
     DecoderDescription,
@@ -13,12 +14,6 @@ from saltus.models.decoder_description import (
     PerLayerEmbeddings,
     PerLayerInput,
     Weight,
-    activation,
-    head_norms,
-    llama_attention,
-    llama_mlp,
-    mixture,
-    sliding_window,
 )
 from saltus.models.gguf_architecture import (
     FULL,

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from saltus.models.decoder_description import DecoderDescription, Norm, fused_mlp, llama_attention, llama_layer
+from saltus.models.common_layers import fused_mlp, llama_attention, llama_layer
+from saltus.models.decoder_description import DecoderDescription, Norm
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config, partial_rope
 
 CLASSES = {"Glm4ForCausalLM"}

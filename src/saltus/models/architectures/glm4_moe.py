@@ -3,14 +3,8 @@
 from typing import Any
 
 from saltus.models.architectures.deepseek_v3 import deepseek_expert_counts
-from saltus.models.decoder_description import (
-    DecoderDescription,
-    deepseek_mlp,
-    head_norms,
-    llama_attention,
-    llama_decoder,
-    llama_layer,
-)
+from saltus.models.common_layers import deepseek_mlp, head_norms, llama_attention, llama_decoder, llama_layer
+from saltus.models.decoder_description import DecoderDescription
 from saltus.models.gguf_architecture import (
     GgufArchitecture,
     GgufModel,

@@ -2,14 +2,8 @@
 
 from typing import Any
 
-from saltus.models.decoder_description import (
-    Angles,
-    DecoderDescription,
-    Experts,
-    llama_attention,
-    llama_decoder,
-    llama_layer,
-)
+from saltus.models.common_layers import llama_attention, llama_decoder, llama_layer
+from saltus.models.decoder_description import Angles, DecoderDescription, Experts
 from saltus.models.gguf_architecture import (
     FULL,
     SLIDING,

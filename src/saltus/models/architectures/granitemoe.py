@@ -4,7 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from saltus.models.architectures import granite, granitemoehybrid
-from saltus.models.decoder_description import DecoderDescription, mixture
+from saltus.models.common_layers import mixture
+from saltus.models.decoder_description import DecoderDescription
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel
 
 CLASSES = {"GraniteMoeForCausalLM"}

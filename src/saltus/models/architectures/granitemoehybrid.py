@@ -4,15 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from saltus.models.architectures import granite, mamba2
-from saltus.models.decoder_description import (
-    MLP,
-    DecoderDescription,
-    Mamba2,
-    Weight,
-    activation,
-    llama_attention,
-    mixture,
-)
+from saltus.models.common_layers import activation, llama_attention, mixture
+from saltus.models.decoder_description import MLP, DecoderDescription, Mamba2, Weight
 from saltus.models.gguf_architecture import FULL, GgufArchitecture, GgufModel, TensorPart, expert_tensors
 
 CLASSES = {"GraniteMoeHybridForCausalLM"}

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from saltus.models.decoder_description import DecoderDescription, Norm, llama_attention, llama_decoder, llama_layer
+from saltus.models.common_layers import llama_attention, llama_decoder, llama_layer
+from saltus.models.decoder_description import DecoderDescription, Norm
 
 CLASSES = {"HeliumForCausalLM"}
 

@@ -2,14 +2,8 @@
 
 from typing import Any
 
-from saltus.models.decoder_description import (
-    Attention,
-    DecoderDescription,
-    Norm,
-    llama_attention,
-    llama_decoder,
-    llama_layer,
-)
+from saltus.models.common_layers import llama_attention, llama_decoder, llama_layer
+from saltus.models.decoder_description import Attention, DecoderDescription, Norm
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config
 
 CLASSES = {"HunYuanDenseV1ForCausalLM"}

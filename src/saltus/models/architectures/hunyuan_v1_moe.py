@@ -3,7 +3,8 @@
 from typing import Any
 
 from saltus.models.architectures import hunyuan_v1_dense
-from saltus.models.decoder_description import DecoderDescription, llama_decoder, llama_layer, llama_mlp, mixture
+from saltus.models.common_layers import llama_decoder, llama_layer, llama_mlp, mixture
+from saltus.models.decoder_description import DecoderDescription
 from saltus.models.gguf_architecture import (
     SOFTMAX,
     GgufArchitecture,

@@ -3,17 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from saltus.models.decoder_description import (
-    MLP,
-    Angles,
-    DecoderDescription,
-    Experts,
-    Norm,
-    ShortConvolution,
-    Weight,
-    llama_attention,
-    llama_layer,
-)
+from saltus.models.common_layers import llama_attention, llama_layer
+from saltus.models.decoder_description import MLP, Angles, DecoderDescription, Experts, Norm, ShortConvolution, Weight
 from saltus.models.gguf_architecture import FULL, GgufArchitecture, GgufModel, TensorPart, decoder_config
 
 CLASSES = {"Lfm2ForCausalLM"}

@@ -3,7 +3,8 @@
 from typing import Any
 
 from saltus.models.architectures import lfm2
-from saltus.models.decoder_description import MLP, DecoderDescription, Experts, mixture
+from saltus.models.common_layers import mixture
+from saltus.models.decoder_description import MLP, DecoderDescription, Experts
 from saltus.models.gguf_architecture import (
     SIGMOID,
     GgufArchitecture,

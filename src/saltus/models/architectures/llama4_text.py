@@ -3,18 +3,8 @@
 from typing import Any
 
 from saltus.models.attention_span import Chunks
-from saltus.models.decoder_description import (
-    Angles,
-    Attention,
-    DecoderDescription,
-    Experts,
-    Norm,
-    llama_attention,
-    llama_decoder,
-    llama_layer,
-    llama_mlp,
-    mixture,
-)
+from saltus.models.common_layers import llama_attention, llama_decoder, llama_layer, llama_mlp, mixture
+from saltus.models.decoder_description import Angles, Attention, DecoderDescription, Experts, Norm
 from saltus.models.gguf_architecture import (
     GgufArchitecture,
     GgufModel,

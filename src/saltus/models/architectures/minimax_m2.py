@@ -2,14 +2,8 @@
 
 from typing import Any
 
-from saltus.models.decoder_description import (
-    DecoderDescription,
-    head_norms,
-    llama_attention,
-    llama_decoder,
-    llama_layer,
-    mixture,
-)
+from saltus.models.common_layers import head_norms, llama_attention, llama_decoder, llama_layer, mixture
+from saltus.models.decoder_description import DecoderDescription
 from saltus.models.gguf_architecture import (
     SIGMOID,
     GgufArchitecture,

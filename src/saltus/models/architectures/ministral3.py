@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from saltus.models.decoder_description import Angles, DecoderDescription, llama_attention, llama_decoder, llama_layer
+from saltus.models.common_layers import llama_attention, llama_decoder, llama_layer
+from saltus.models.decoder_description import Angles, DecoderDescription
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config, rope
 
 CLASSES = {"Ministral3ForCausalLM"}

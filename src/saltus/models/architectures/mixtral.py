@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from saltus.models.decoder_description import DecoderDescription, llama_decoder, llama_layer, mixture
+from saltus.models.common_layers import llama_decoder, llama_layer, mixture
+from saltus.models.decoder_description import DecoderDescription
 
 CLASSES = {"MixtralForCausalLM"}
 

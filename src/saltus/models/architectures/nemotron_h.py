@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from saltus.models.common_layers import activation, deepseek_mixture, llama_attention
 from saltus.models.decoder_description import (
     MLP,
     DecoderDescription,
@@ -11,9 +12,6 @@ from saltus.models.decoder_description import (
     Norm,
     NotDescribed,
     Weight,
-    activation,
-    deepseek_mixture,
-    llama_attention,
 )
 
 CLASSES = {"NemotronHForCausalLM"}

@@ -2,15 +2,8 @@
 
 from typing import Any
 
-from saltus.models.decoder_description import (
-    Attention,
-    DecoderDescription,
-    Layer,
-    Norm,
-    head_norms,
-    llama_attention,
-    llama_mlp,
-)
+from saltus.models.common_layers import head_norms, llama_attention, llama_mlp
+from saltus.models.decoder_description import Attention, DecoderDescription, Layer, Norm
 from saltus.models.gguf_architecture import FULL, SLIDING, GgufArchitecture, GgufModel, layer_types, llama_config, rope
 
 CLASSES = {"Olmo2ForCausalLM"}

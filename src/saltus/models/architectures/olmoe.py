@@ -2,15 +2,8 @@
 
 from typing import Any
 
-from saltus.models.decoder_description import (
-    DecoderDescription,
-    NotDescribed,
-    head_norms,
-    llama_attention,
-    llama_decoder,
-    llama_layer,
-    mixture,
-)
+from saltus.models.common_layers import head_norms, llama_attention, llama_decoder, llama_layer, mixture
+from saltus.models.decoder_description import DecoderDescription, NotDescribed
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, expert_counts, expert_tensors, llama_config
 
 CLASSES = {"OlmoeForCausalLM"}

@@ -2,13 +2,8 @@
 
 from typing import Any
 
-from saltus.models.decoder_description import (
-    DecoderDescription,
-    fused_attention,
-    fused_mlp,
-    llama_decoder,
-    llama_layer,
-)
+from saltus.models.common_layers import fused_attention, fused_mlp, llama_decoder, llama_layer
+from saltus.models.decoder_description import DecoderDescription
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config, original_length, partial_rope
 
 CLASSES = {"Phi3ForCausalLM"}

@@ -2,16 +2,8 @@
 
 from typing import Any
 
-from saltus.models.decoder_description import (
-    DecoderDescription,
-    Experts,
-    Weight,
-    llama_decoder,
-    llama_layer,
-    llama_mlp,
-    mixture,
-    sparse_layers,
-)
+from saltus.models.common_layers import llama_decoder, llama_layer, llama_mlp, mixture, sparse_layers
+from saltus.models.decoder_description import DecoderDescription, Experts, Weight
 from saltus.models.gguf_architecture import (
     GgufArchitecture,
     GgufModel,

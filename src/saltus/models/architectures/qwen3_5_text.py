@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from saltus.models.architectures import qwen3_next
-from saltus.models.decoder_description import DecoderDescription, DeltaNet, Weight, llama_mlp
+from saltus.models.common_layers import llama_mlp
+from saltus.models.decoder_description import DecoderDescription, DeltaNet, Weight
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, Rows, llama_config
 
 CLASSES = {"Qwen3_5ForCausalLM"}

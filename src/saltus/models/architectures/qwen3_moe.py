@@ -3,8 +3,7 @@
 from typing import Any
 
 from saltus.models.architectures.qwen2_moe import qwen_moe_config
-from saltus.models.decoder_description import (
-    DecoderDescription,
+from saltus.models.common_layers import (
     head_norms,
     llama_attention,
     llama_decoder,
@@ -13,6 +12,7 @@ from saltus.models.decoder_description import (
     mixture,
     sparse_layers,
 )
+from saltus.models.decoder_description import DecoderDescription
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, expert_tensors
 
 CLASSES = {"Qwen3MoeForCausalLM"}

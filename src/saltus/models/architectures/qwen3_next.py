@@ -5,20 +5,8 @@ from typing import Any
 
 from saltus.models.architectures import qwen2_moe
 from saltus.models.architectures.qwen2_moe import experts
-from saltus.models.decoder_description import (
-    MLP,
-    DecoderDescription,
-    DeltaNet,
-    Experts,
-    Norm,
-    NotDescribed,
-    Weight,
-    head_norms,
-    llama_attention,
-    llama_layer,
-    llama_mlp,
-    sparse_layers,
-)
+from saltus.models.common_layers import head_norms, llama_attention, llama_layer, llama_mlp, sparse_layers
+from saltus.models.decoder_description import MLP, DecoderDescription, DeltaNet, Experts, Norm, NotDescribed, Weight
 from saltus.models.gguf_architecture import (
     FULL,
     GgufArchitecture,

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from saltus.models.decoder_description import MLP, DecoderDescription, Norm, Weight, activation, llama_layer
+from saltus.models.common_layers import activation, llama_layer
+from saltus.models.decoder_description import MLP, DecoderDescription, Norm, Weight
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, decoder_config
 
 CLASSES = {"Starcoder2ForCausalLM"}

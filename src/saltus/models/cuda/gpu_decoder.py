@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saltus.models.common_layers import sliding_window
 from saltus.models.cpu.native_decoder import STATIC_ROPE_TYPES, is_unmodified_decoder
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.fixed_shape_calls import KVPagePool
-from saltus.models.decoder_description import LLAMA_DECODERS, sliding_window
+from saltus.models.decoder_description import LLAMA_DECODERS
 from saltus.models.packed_decoder import PackedDecoder
 
 KERNEL_DTYPES = {torch.bfloat16, torch.float16}

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from saltus.engine.checkpoints import first_line
-from saltus.engine.engine import Engine, load
+from saltus.engine.engine import Engine
+from saltus.engine.load import load
 from saltus.training.data.teacher_texts import CollectionPlan, write_shard
 
 

@@ -1,0 +1,131 @@
+"""Load a model with what decodes it: the way in for Python and for the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from saltus import methods
+from saltus.engine.chat_template import read_chat_template
+from saltus.engine.checkpoints import Checkpoint, load_checkpoint, require_same_vocabulary
+from saltus.engine.corpus_files import load_corpus
+from saltus.engine.decoder import (
+    MAX_DRAFT_TOKENS,
+    Decoder,
+    check_max_draft_tokens,
+    check_rule,
+    default_max_draft_tokens,
+)
+from saltus.engine.engine import Engine
+from saltus.engine.method_options import with_draft_model
+from saltus.engine.tuned_settings import TunedSettings, find_tuned_settings, machine_name
+from saltus.loading.model_identity import model_fingerprint
+from saltus.loading.progress import ProgressCallback, no_progress
+from saltus.loading.sources import DEFAULT_MODEL
+from saltus.models.protocols import TargetNetwork
+
+
+def load(
+    model: str = DEFAULT_MODEL,
+    method: str | None = None,
+    *,
+    draft_model: str | None = None,
+    num_draft_tokens: int | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    rule: str = "match",
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    max_draft_tokens: int | None = None,
+    adaptive: bool = True,
+    exact: bool = True,
+    batch_size: int = 16,
+    weights: str = "file",
+    arithmetic: str = "auto",
+    chat_template: str | None = None,
+    ngram_corpus: Sequence[str | Path] = (),
+    progress: ProgressCallback | None = None,
+    tuned_settings: bool = True,
+) -> Engine:
+    """Load a model and decode it with a method. Errors: ValueError of one line (SourceError if it cannot be found).
+
+    Args:
+        model: a short name, a local folder, a GGUF file, a hub id (`owner/name`), or a GGUF file on a hub
+            (`owner/name:file.gguf`).
+        method: how to draft. "auto", the default unless a draft model is given, is "lookup" and, where it pays on this
+            machine, the drafter that comes with Saltus for the model. Several joined by + draft together.
+        draft_model: a smaller model of the same vocabulary, which drafts (method "small_model").
+        num_draft_tokens: how many tokens it drafts for a call, at most.
+        device: "auto", "cpu" or "cuda".
+        dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
+        rule: how drafts are verified: "match" (the text does not depend on the method) or "reject" (rejection
+            sampling: the same distribution, other tokens).
+        options: fields of methods, such as {"lookup": {"max_ngram_size": 5}}.
+        max_draft_tokens: draft tokens that a call may verify, at most 384; by default 31, 16 where their number is not
+            chosen (without `adaptive`, or by the rule "reject"), or num_draft_tokens if that is more.
+        adaptive: choose by measured costs and acceptance how many draft tokens pay.
+        exact: False uses attention whose rounding depends on the shapes of calls; texts may then differ by method.
+        batch_size: texts decoded at once.
+        weights: "file" keeps them as the checkpoint stores them, packed ones too; "bf16" expands packed ones; "q8_0",
+            "q5_1", "q5_0", "q4_1" and "q4_0" pack those of a Hugging Face model, which makes another model of it.
+        arithmetic: how packed weights are multiplied on the CPU: "int8" (with "auto"), their integers by activations of
+            8 bits, fast, and the same on every processor; "bf16", in bfloat16. The text depends on it.
+        chat_template: how messages become a text, in place of the model's own: "vicuna", "chatml", "llama-2",
+            "alpaca", or a Jinja file.
+        ngram_corpus: files and folders of texts, such as a code base, that `lookup` also copies from.
+        progress: called while files are downloaded, and while a corpus is read.
+        tuned_settings: use the settings that `saltus tune` saved for jacobi, if no options of jacobi are given.
+    """
+    method, options = with_draft_model(method, options or {}, draft_model, num_draft_tokens)
+    check_rule(rule)
+    if max_draft_tokens is not None:
+        check_max_draft_tokens(max_draft_tokens)
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}, but must be 1 or more")
+    methods.require_draft_models(methods.make_methods(method, options))  # before anything is loaded
+    template = None if chat_template is None else read_chat_template(chat_template)
+    nodes = max_draft_tokens
+    if nodes is None:
+        nodes = max(default_max_draft_tokens(adaptive, rule), num_draft_tokens or 0)
+
+    @lru_cache
+    def checkpoint(name: str) -> Checkpoint:
+        return load_checkpoint(
+            name, device, dtype, exact, progress, nodes, weights if name == model else "file", arithmetic
+        )
+
+    target = checkpoint(model)
+    if template is not None:
+        target.tokenizer.chat_template = template
+
+    def load_draft_model(name: str) -> Checkpoint:
+        require_same_vocabulary(target, checkpoint(name))
+        return checkpoint(name)
+
+    tuned = _find_tuned_settings(model, target.network, options, max_draft_tokens) if tuned_settings else None
+    decoder = Decoder(target.network, target.name, load_draft_model, options, rule, nodes, adaptive, batch_size, tuned)
+    if ngram_corpus:
+        decoder.corpus = load_corpus(ngram_corpus, target.tokenizer, progress or no_progress)
+    return Engine(target, decoder.chosen_method(method), decoder)
+
+
+def _find_tuned_settings(
+    model: str, network: TargetNetwork, options: Mapping[str, Mapping[str, Any]], max_draft_tokens: int | None
+) -> TunedSettings | None:
+    """What `saltus tune` found for jacobi, unless options of jacobi are given (its adapter may be).
+
+    Where call shapes are fixed, its `max_draft_tokens` is cut to theirs, since a text depends on them.
+    """
+    given = options.get("jacobi", {})
+    if set(given) - {"model"}:
+        return None
+    machine = machine_name(network.model.device)
+    tuned = find_tuned_settings("jacobi", model, machine, given.get("model", ""))
+    if tuned is None or tuned.fingerprint != model_fingerprint(network.model):
+        return None
+    limit = MAX_DRAFT_TOKENS if network.max_draft_tokens is None else network.max_draft_tokens
+    if max_draft_tokens is None:
+        max_draft_tokens = min(tuned.max_draft_tokens, limit)
+    return replace(tuned, max_draft_tokens=max_draft_tokens)
