@@ -51,6 +51,7 @@ class Recorded:
     """A network that writes a given text: its likeliest token after a node is the text's, where the path is."""
 
     text: np.ndarray
+    vocabulary: int
     calls: int = field(default=0, init=False)
 
     def new_kv_cache(self) -> None:
@@ -62,9 +63,9 @@ class Recorded:
             self.calls += 1
             start = len(inputs.canvas.decided_prefix)
             depths = np.array([0, *(depth + 1 for depth in inputs.depths)])
-            likeliest = self.text[np.minimum(start + depths, len(self.text) - 1)]
-            logits = torch.zeros(len(depths), 1)  # not read where the likeliest tokens are known
-            outputs.append(ForwardOutputs(logits, num_rows=len(depths), likeliest=likeliest))
+            logits = torch.zeros(len(depths), self.vocabulary)
+            logits[range(len(depths)), self.text[np.minimum(start + depths, len(self.text) - 1)]] = 1.0
+            outputs.append(ForwardOutputs(logits, num_rows=len(depths)))
         return outputs
 
 
@@ -91,15 +92,20 @@ def calls_to_write(engine: saltus.Engine, prompt: str, text: str, corpus: NgramC
     """(tokens, calls) of writing a text after a prompt."""
     before, after = (np.array(engine.tokenizer(part, add_special_tokens=False).input_ids) for part in (prompt, text))
     after = after[:MAX_TOKENS]
-    network = Recorded(np.concatenate([before, after]))
+    network = Recorded(np.concatenate([before, after]), len(engine.tokenizer))
     drafter = Lookup().drafter(Noise(0), Sampling(), match)
     assert isinstance(drafter, LookupDrafter)
     drafter.corpus = corpus
     controller = Controller(nodes, adaptive=False)
     canvas = continuation(before, len(after))
-    writing = speculate(canvas, Noise(0), Sampling(), [drafter], lambda step: None, match, controller)
+    written: list[int] = []
+    writing = speculate(
+        canvas, Noise(0), Sampling(), [drafter], lambda step: written.extend(step.tokens), match, controller
+    )  # fmt: skip
     for _ in run_batch([SequenceState(writing)], {"target": network}):
         pass
+    if written != after.tolist():
+        raise SystemExit("the replay wrote another text than the recorded one")
     return np.array([len(after), network.calls])
 
 
