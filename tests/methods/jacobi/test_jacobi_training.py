@@ -188,7 +188,7 @@ def test_a_block_takes_the_iterate_whose_share_of_wrong_tokens_is_nearest():
 def test_rows_of_the_loss_attend_to_wrong_tokens_of_any_block_or_of_their_own():
     iterate, text = [1, 9, 3, 4, 6, 9], [1, 2, 3, 4, 6, 7]
     counted = {
-        rows: pack_blocks([[5]], [text], [iterate], 2, BlockNoise(mask="noisy", window=2, rows=rows))
+        rows: pack_blocks([[5]], [text], [iterate], 2, BlockNoise(mask="noisy", window=2, loss_rows=rows))
         .counted[0]
         .tolist()
         for rows in ("attending", "block")

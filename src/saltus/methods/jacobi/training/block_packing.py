@@ -46,14 +46,14 @@ class BlockNoise:
     mask: BlockMask = "noisy"
     window: int = 8  # blocks
     measure: NoiseMeasure = "wrong"
-    rows: CountedRows = "attending"
+    loss_rows: CountedRows = "attending"
 
     def __post_init__(self) -> None:
         for name, given, known in (
             ("schedule", self.schedule, get_args(NoiseSchedule)),
             ("mask", self.mask, get_args(BlockMask)),
             ("measure", self.measure, get_args(NoiseMeasure)),
-            ("rows", self.rows, get_args(CountedRows)),
+            ("loss_rows", self.loss_rows, get_args(CountedRows)),
         ):
             if given not in known:
                 raise ValueError(f"the noise's {name} is {given!r}, but must be one of {', '.join(known)}")
@@ -140,7 +140,7 @@ def pack_blocks(
     rows = torch.arange(batch)[:, None] * (context + slots)
     packed = pack_rows(texts, mask, iterate_ids, positions, num_windows=1, window_size=slots)
     wrong = (iterate_ids != tokens) & (places < sizes[:, None])
-    sees = same_block & (places[:, None] >= places) if noise.rows == "block" else sees_iterate
+    sees = same_block & (places[:, None] >= places) if noise.loss_rows == "block" else sees_iterate
     return PackedBlocks(
         packed=packed,
         text_rows=rows + positions.clamp_max(context - 1),

@@ -30,7 +30,7 @@ class JacobiForcingSettings:
     mask: BlockMask = "noisy"  # noisy (NC), window (NC-IC), large, clean
     window: int = 8  # blocks in which the noise rises
     noise_measure: NoiseMeasure = "wrong"  # of an iterate: its share of wrong tokens, or of those from the first one on
-    rows: CountedRows = (
+    loss_rows: CountedRows = (
         "attending"  # in the consistency loss: all that attend to wrong tokens, or to one of their block
     )
     loss: Literal["kl", "ce"] = "kl"
@@ -57,7 +57,7 @@ class JacobiForcingSettings:
 
     @property
     def noise(self) -> BlockNoise:
-        return BlockNoise(self.noise_schedule, self.mask, self.window, self.noise_measure, self.rows)
+        return BlockNoise(self.noise_schedule, self.mask, self.window, self.noise_measure, self.loss_rows)
 
 
 class JacobiForcingObjective(Objective):
