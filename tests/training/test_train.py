@@ -542,8 +542,9 @@ def test_shipped_recipes_are_valid_and_listed():
 
 
 def test_all_objectives_have_one_interface():
-    assert OBJECTIVES.keys() == {"drafter", "adapter", "dflash", "heads", "jacobi", "any-subset"}
-    assert {objective.method for objective in OBJECTIVES.values()} == {"ptp", "mtpc", "jacobi", "assd"}
+    own = {kind: each for kind, each in OBJECTIVES.items() if type(each).__module__.startswith("saltus.")}
+    assert own.keys() == {"drafter", "adapter", "dflash", "heads", "jacobi", "any-subset"}  # others may be installed
+    assert {objective.method for objective in own.values()} == {"ptp", "mtpc", "jacobi", "assd"}
     tasks = DrafterTrainingTask, DFlashTrainingTask, HeadsTrainingTask, AdapterTrainingTask, JacobiTrainingTask
     for task in (*tasks, AnySubsetTrainingTask, PairwiseCorrectionTrainingTask):
         assert issubclass(task, TrainingTask)
