@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 PYTHON ?=
-KERNEL_TESTS := $(wildcard tests/kernels/test_[ekmpi]*.py) $(patsubst %,tests/%.py,models/test_network core/test_coupling core/test_noise)
+KERNEL_TESTS := $(wildcard tests/kernels/test_[ekmpi]*.py) $(patsubst %,tests/%.py,models/test_network models/test_kv_cache core/test_coupling core/test_noise core/test_native_tree methods/test_lookup)
 WORKERS := -n auto --maxprocesses=8 --dist=worksteal  # test processes, one kernel thread each
 
 .DEFAULT_GOAL := help

@@ -63,7 +63,7 @@ def test_texts_are_the_same_before_during_and_after_a_replacement(drafting, capl
                 for seed in range(offset, 8, 2):
                     found.append((seed, ask(url, seed)))
 
-        end = time.monotonic() + 120
+        end = time.monotonic() + 400  # two replacements can take two minutes on a busy machine
         threads = [threading.Thread(target=client, args=(offset,)) for offset in (0, 1)]
         for thread in threads:
             thread.start()
