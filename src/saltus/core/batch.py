@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from saltus.core.distributions import DecodeGenerator
-from saltus.core.forward import ForwardInputs, ForwardOutputs
-from saltus.core.protocols import Network
+from saltus.core.forward import TARGET, ForwardInputs, ForwardOutputs
+from saltus.core.protocols import Network, ReadsTargetKVCache
 
 
 @dataclass
@@ -51,11 +51,12 @@ def _run_round(sequences: list[SequenceState], networks: Mapping[str, Network]) 
         waiting = [one for one in sequences if one.pending is not None and one.pending.network_name == name]
         if not waiting:
             continue
+        owner = TARGET if isinstance(network, ReadsTargetKVCache) else name
         for one in waiting:
-            if name not in one.kv_caches:
-                one.kv_caches[name] = network.new_kv_cache()
+            if owner not in one.kv_caches:
+                one.kv_caches[owner] = networks[owner].new_kv_cache()
         batch = [one.pending for one in waiting if one.pending is not None]
-        batch_outputs = network.forward(batch, [one.kv_caches[name] for one in waiting])
+        batch_outputs = network.forward(batch, [one.kv_caches[owner] for one in waiting])
         for one, outputs in zip(waiting, batch_outputs, strict=True):
             one.advance(outputs)
 

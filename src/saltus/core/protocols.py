@@ -95,6 +95,16 @@ class Network(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadsTargetKVCache(Protocol):
+    """A draft network that reads the target's KV caches and has none of its own: `forward` gets the target's.
+
+    It must not write to them. They may lack the last decided tokens.
+    """
+
+    reads_target_kv_cache: bool
+
+
 StopCondition = Callable[[Canvas, np.ndarray], int | None]
 """Given the canvas and the tokens just decided: how many of them to keep if the text ends there, else None.
 

@@ -144,6 +144,15 @@ class CausalNetwork:
         return KVCache() if self.fixed_shape_runner is None else self.fixed_shape_runner.new_kv_cache()
 
     @property
+    def keeps_keys_and_values(self) -> bool:
+        """See KeepsKeysAndValues."""
+        return self.fixed_shape_runner is None and self.state_sizes is None
+
+    def num_tokens_in_cache(self, kv_cache: KVCache, tokens: np.ndarray) -> int:
+        """See KeepsKeysAndValues."""
+        return kv_cache.reuse_prefix(tokens)
+
+    @property
     def query_start(self) -> QueryStart:
         """Of the attached adapter."""
         return self.adapter.settings.query_start if self.adapter else "blank"

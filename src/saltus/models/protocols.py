@@ -48,6 +48,23 @@ class DrafterHost(Protocol):
 
 
 @runtime_checkable
+class KeepsKeysAndValues(Protocol):
+    """A target network whose keys and values a draft network can read (`ReadsTargetKVCache`)."""
+
+    @property
+    def keeps_keys_and_values(self) -> bool:
+        """False where they lie in pages of a GPU."""
+        ...
+
+    def num_tokens_in_cache(self, kv_cache: Any, tokens: Any) -> int:
+        """How many of the decided `tokens` the cache has, at its beginning: all but the last ones.
+
+        Those of the last call that were accepted are moved there, as the target's next call would.
+        """
+        ...
+
+
+@runtime_checkable
 class ReadsHiddenStates(Protocol):
     """A draft network that reads more of the target's hidden states at once than a drafter keeps by default."""
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from reference_dflash import WINDOWS, block_drafter
 from reference_eagle import published_head
+from reference_gemma4_assistant import published_assistant
 from safetensors.torch import load_file, save_file
 from starlette.testclient import TestClient
 from test_dflash import published_folder
@@ -30,6 +31,7 @@ EXAMPLES: dict[str, Callable[[Path], object]] = {
     "dflash2": lambda folder: block_drafter(folder, "dflash2", WINDOWS),
     "dspark": lambda folder: block_drafter(folder, "dspark"),
     "eagle3": lambda folder: published_head(folder),
+    "gemma4_assistant": lambda folder: published_assistant(folder),
     "peagle": lambda folder: published_head(folder, "peagle"),
 }
 TEXTS = ["the cat", "a dog " * 30]

@@ -16,10 +16,12 @@ import numpy as np
 
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 
-# What the protocols TargetNetwork, FillsHoles and DrafterHost have besides `forward` and `new_kv_cache`.
+# What protocols of networks have besides `forward` and `new_kv_cache`: TargetNetwork, FillsHoles, DrafterHost,
+# KeepsKeysAndValues and ReadsTargetKVCache.
 MEMBERS_OF_PROTOCOLS = (
     "model", "batch_invariant", "any_subset", "accepts_drafters", "compute_path", "max_draft_tokens", "blank_token",
     "adapter", "hidden_state_layers", "attach_adapter", "add_hidden_state_layers",
+    "keeps_keys_and_values", "num_tokens_in_cache", "reads_target_kv_cache",
 )  # fmt: skip
 
 

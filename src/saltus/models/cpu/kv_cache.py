@@ -58,6 +58,16 @@ class KVCache:
         pairs = [(self.keys, self.values), *self.odd_layers.values()]
         return sum(each.nbytes // each.shape[-2] for pair in pairs for each in pair if each is not None)
 
+    def of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values of a layer [kv_heads, slots, dim], to be read only; slots after the text hold anything.
+
+        Keys are rotated by their positions.
+        """
+        if layer in self.odd_layers:
+            return self.odd_layers[layer]
+        assert self.keys is not None and self.values is not None
+        return self.keys[layer], self.values[layer]
+
     def _keep_accepted(self, nodes: list[int]) -> None:
         """Move the accepted nodes to the slots after the text, unless they are there already."""
         moves = [(slot, node) for slot, node in enumerate(nodes) if slot != node]
