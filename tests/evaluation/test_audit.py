@@ -1,6 +1,7 @@
 """`saltus check --server`: every planted fault is found, and none on an honest server with rounding noise."""
 
 import json
+import shlex
 from dataclasses import replace
 
 import numpy as np
@@ -11,12 +12,12 @@ from audit_server import FAULTS as ALL_FAULTS
 from audit_server import audited_server
 from saltus.evaluation.audit.audit_run import run_checks
 from saltus.evaluation.audit.checks import CHECKS
-from saltus.evaluation.audit.client import Side, Token
+from saltus.evaluation.audit.client import Side, Token, post
 from saltus.evaluation.audit.context import Audit, AuditSettings, GradedSuite
 from saltus.evaluation.audit.features import connect, find_features
 from saltus.evaluation.audit.prompts import default_prompts
 from saltus.evaluation.audit.statistics import exchangeability_test, holm, mcnemar, rate_interval
-from saltus.evaluation.audit.text_comparison import gap_in_reference
+from saltus.evaluation.audit.text_comparison import gap_in_reference, rounding_tolerance, token_differences
 from saltus.evaluation.benchmarks.suites import find_grader, load_tasks
 
 SWITCH = '{"speculative": false}'
@@ -47,6 +48,7 @@ FAULTS = {  # the check that finds it, the beginning of its verdict's name, and 
     "sampling biased": ("seeds", "sampled distribution", 4),
     "wrong logprobs": ("logprobs", "logprobs of both sides", 8),
     "split characters": ("streams", "streams with speculation", 4),
+    "no likeliest tokens": ("logprobs", "logprobs with speculation", 4),
     "no end of streams": ("streams", "streams with speculation", 4),
     "stop dropped": ("limits", "stop strings with speculation", 4),
     "one token too many": ("limits", "max_tokens and usage with speculation", 4),
@@ -77,6 +79,35 @@ def test_a_planted_fault_is_found(fault):
 def test_an_honest_server_with_rounding_noise_has_no_finding(seed):
     with audited_server(seed=seed, noise=0.003 if seed % 2 else 0.01) as url:
         assert findings(url, prompts=4, max_tokens=32) == []
+
+
+def test_what_a_setting_explains_on_both_sides_is_a_note():
+    with audited_server(noise=0.0, penalty=2.0) as url:
+        verdicts = {one.check: one for one in run_checks(audit_of(url, prompts=4), ["logprobs"])}
+    for side in ("with speculation", "without"):
+        verdict = verdicts[f"logprobs {side}"]
+        assert verdict.status == "note"
+        assert "a greedy token has log-probability" in verdict.line
+
+
+def test_a_near_tie_is_as_wide_as_the_largest_noise():
+    assert rounding_tolerance([0.0] * 20 + [0.1]) == 0.2
+    assert rounding_tolerance([0.0] * 20) == 0.05
+    given, bare = Token(b"a", -0.6, {b"a": -0.6}), Token(b"a", 0.0)
+    assert token_differences([given, bare], [given, given]) == [0.0]
+
+
+def test_a_finding_names_a_command_that_repeats_it(tmp_path):
+    with audited_server("wrong usage") as url:
+        few = "--limit", 2, "-n", 8, "--clients", 4, "--api-key", "secret", "--out", tmp_path
+        shown = saltus_("check", "--server", url, "--off", SWITCH, *few, code=1).stdout
+        (command,) = [line for line in shown.splitlines() if '"max_tokens": 5' in line]
+        words = shlex.split(command)
+        again = post(Side("", url), "/v1/chat/completions", json.loads(words[-1]))
+    assert words[:3] == ["curl", "-s", f"{url}/v1/chat/completions"]
+    assert again.completion_tokens == 8
+    assert "secret" not in shown + (tmp_path / "report.json").read_text()
+    assert command in (tmp_path / "report.md").read_text()
 
 
 def test_what_a_server_does_not_understand_is_named():
