@@ -6,7 +6,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -195,8 +195,18 @@ GrowPaths = Callable[[Sequence[int], Chooser], Sequence[PathNode] | None]
 """`grown_nodes` for the last two tokens of a text; None if it does not know the chooser."""
 
 
+TreeGrowth = Literal["nodes", "families"]
+"""What is added to a draft tree next. nodes: the likeliest node (DDTree). families: all offered children of the
+likeliest node that has none yet, however unlikely they are (JetSpec's `accum_logp`)."""
+
+
 def likely_paths(
-    predictions: DraftPredictions, text: Sequence[int], choose: Chooser, source: str, max_nodes: int = MAX_NODES
+    predictions: DraftPredictions,
+    text: Sequence[int],
+    choose: Chooser,
+    source: str,
+    max_nodes: int = MAX_NODES,
+    growth: TreeGrowth = "nodes",
 ) -> list[DraftNodes]:
     """The likeliest paths, grown best first, of `max_nodes` in all.
 
@@ -205,9 +215,10 @@ def likely_paths(
     """
     if isinstance(predictions, PositionPredictions) and predictions.confidence is not None:
         choose = _confident(choose, predictions.confidence)
-    grow = predictions.grow if max_nodes == MAX_NODES else None  # the kernel has room for that many
+    has_kernel = max_nodes == MAX_NODES and growth == "nodes"  # it has room for that many
+    grow = predictions.grow if has_kernel else None
     nodes = None if grow is None else grow(text[-2:], choose)
-    nodes = grown_nodes(predictions, text[-2:], choose, max_nodes) if nodes is None else nodes
+    nodes = grown_nodes(predictions, text[-2:], choose, max_nodes, growth) if nodes is None else nodes
     if not nodes:
         return []
     parents, tokens, chances = zip(*nodes, strict=True)
@@ -229,26 +240,36 @@ def _confident(choose: Chooser, confidence: Callable[[int, int], float]) -> Choo
 
 
 def grown_nodes(
-    predictions: DraftPredictions, text: Sequence[int], choose: Chooser, max_nodes: int = MAX_NODES
+    predictions: DraftPredictions,
+    text: Sequence[int],
+    choose: Chooser,
+    max_nodes: int = MAX_NODES,
+    growth: TreeGrowth = "nodes",
 ) -> list[PathNode]:
-    """The nodes of the likeliest paths, the likeliest first; more of them may be less likely."""
-    least = MIN_PATH_PROBABILITY * min(MAX_NODES / max_nodes, 1.0)
+    """The nodes of the likeliest paths, in the order in which they are added; more of them may be less likely."""
+    least = MIN_PATH_PROBABILITY * min(MAX_NODES / max_nodes, 1.0) if growth == "nodes" else 0.0
     nodes: list[PathNode] = []
-    queue: list[tuple[float, int, int, int, float]] = []  # -probability, number, parent, token, chance
+    queue: list[tuple[float, int, PathNode, int]] = []  # -probability, number, node, its place in `nodes` or −1
     paths = [tuple(text)]  # the tokens before each node's children, from the text on
 
-    def expand(parent: int, reached: float, path: tuple[int, ...]) -> None:
-        depth = len(path) - len(text)
-        if depth < predictions.num_positions:
-            for token, chance in choose(predictions, depth, path):
-                if reached * chance >= least:
-                    heapq.heappush(queue, (-reached * chance, len(nodes) + len(queue), parent, token, chance))
+    def add(node: PathNode) -> int:
+        nodes.append(node)
+        paths.append((*paths[node[0] + 1], node[1]))
+        return len(nodes) - 1
 
-    expand(-1, 1.0, paths[0])
+    def expand(parent: int, reached: float) -> None:
+        path = paths[parent + 1]
+        depth = len(path) - len(text)
+        if depth >= predictions.num_positions or len(nodes) >= max_nodes:
+            return
+        for token, chance in choose(predictions, depth, path):
+            if reached * chance >= least and len(nodes) < max_nodes:
+                node, number = (parent, token, chance), len(nodes) + len(queue)
+                place = add(node) if growth == "families" else -1
+                heapq.heappush(queue, (-reached * chance, number, node, place))
+
+    expand(-1, 1.0)
     while queue and len(nodes) < max_nodes:
-        reached, _, parent, token, chance = heapq.heappop(queue)
-        nodes.append((parent, token, chance))
-        paths.append((*paths[parent + 1], token))
-        if len(nodes) < max_nodes:
-            expand(len(nodes) - 1, -reached, paths[-1])
+        reached, _, node, place = heapq.heappop(queue)
+        expand(add(node) if place < 0 else place, -reached)
     return nodes
