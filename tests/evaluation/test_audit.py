@@ -141,6 +141,14 @@ def test_graded_suites_are_compared_by_pairs(tmp_path):
     assert verdict.figures["only_without"] > 10 > verdict.figures["only_with"] == 0
 
 
+def test_a_server_that_counts_no_drafts_makes_none():
+    with audited_server() as url, audited_server(missing=["draft counts"]) as plain:
+        on, off = connect(Side("with speculation", url)), connect(Side("without", plain))
+        audit = Audit(on, off, find_features(off), default_prompts(2), AuditSettings(max_tokens=8, clients=2))
+        verdicts = {one.check: one for one in run_checks(audit, ["speed"])}
+    assert verdicts["speculation is off where it should be"].status == "ok"
+
+
 def test_a_header_switches_speculation_off():
     with audited_server("wrong finish_reason") as url:
         given = "--server", url, "--off-header", "X-Speculative: off", "--limit", 2, "-n", 8, "--clients", 4, "--json"
