@@ -201,6 +201,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/version":
             return self._send(200, {"version": "0.1"})
         if self.path == "/metrics" and "metrics" not in state.missing:
+            if "draft counts" in state.missing:  # as of vLLM without speculation
+                return self._send(200, "vllm:generation_tokens_total 9.0\n")
             lines = {"drafts": state.accepted, "draft_tokens": state.drafted, "accepted_tokens": state.accepted}
             text = "".join(
                 f'vllm:spec_decode_num_{name}_total{{model_name="tiny"}} {n}.0\n' for name, n in lines.items()

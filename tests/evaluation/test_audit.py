@@ -97,6 +97,15 @@ def test_a_near_tie_is_as_wide_as_the_largest_noise():
     assert token_differences([given, bare], [given, given]) == [0.0]
 
 
+def test_a_check_can_be_made_alone():
+    with audited_server() as url:
+        few = "--limit", 2, "-n", 8, "--clients", 4, "--json"
+        said = json.loads(saltus_("check", "--server", url, "--off", SWITCH, "--only", "limits", *few).stdout)
+    assert {one["check"].removesuffix(" without").removesuffix(" with speculation") for one in said["verdicts"]} == {
+        "stop strings", "max_tokens and usage", "usage counts the tokens", "counts of both sides"
+    }  # fmt: skip
+
+
 def test_a_finding_names_a_command_that_repeats_it(tmp_path):
     with audited_server("wrong usage") as url:
         few = "--limit", 2, "-n", 8, "--clients", 4, "--api-key", "secret", "--out", tmp_path
@@ -132,6 +141,14 @@ def test_graded_suites_are_compared_by_pairs(tmp_path):
     assert verdict.figures["only_without"] > 10 > verdict.figures["only_with"] == 0
 
 
+def test_a_server_that_counts_no_drafts_makes_none():
+    with audited_server() as url, audited_server(missing=["draft counts"]) as plain:
+        on, off = connect(Side("with speculation", url)), connect(Side("without", plain))
+        audit = Audit(on, off, find_features(off), default_prompts(2), AuditSettings(max_tokens=8, clients=2))
+        verdicts = {one.check: one for one in run_checks(audit, ["speed"])}
+    assert verdicts["speculation is off where it should be"].status == "ok"
+
+
 def test_a_header_switches_speculation_off():
     with audited_server("wrong finish_reason") as url:
         given = "--server", url, "--off-header", "X-Speculative: off", "--limit", 2, "-n", 8, "--clients", 4, "--json"
@@ -162,8 +179,9 @@ def test_a_gap_is_read_where_two_texts_part():
 def test_two_servers_are_compared_from_the_command_line(tmp_path):
     few = "--limit", 4, "-n", 24, "--clients", 8
     with audited_server(noise=0.0) as honest, audited_server("one prompt changed", noise=0.0) as wrong:
-        said = json.loads(saltus_("check", "--server", honest, "--off", SWITCH, *few, "--json").stdout)
-        assert said["findings"] == 0
+        ran = saltus_("check", "--server", honest, "--off", SWITCH, *few, "--json")
+        assert json.loads(ran.stdout)["findings"] == 0
+        assert "about 1 min" in ran.stderr
         shown = saltus_("check", "--server", wrong, "--against", honest, *few, "--out", tmp_path, code=1).stdout
     assert "not rounding" in " ".join(shown.split())
     page, kept = (tmp_path / "page.html").read_text(), json.loads((tmp_path / "report.json").read_text())
@@ -179,4 +197,5 @@ def test_a_wrong_command_line_is_refused_with_the_cure():
     assert "NAME: VALUE" in complaint("check", "--server", "http://localhost:9", "--off-header", "no")
     assert "http://localhost:8000" in complaint("check", "--server", "localhost:9", "--off", SWITCH)
     assert "--server" in complaint("check", "--off", SWITCH)
+    assert "take texts" in complaint("check", "--server", "http://localhost:9", "--off", SWITCH, "--only", "text")
     assert "leave the others out" in complaint("check", "--server", "http://x", "--off", SWITCH, "--method", "lookup")

@@ -79,6 +79,12 @@ def find_features(side: Side) -> Features:
     return Features(program, version, missing)
 
 
+def measure_rate(side: Side) -> float:
+    """Tokens a second of one answer. Errors: ServerError."""
+    reply = answer(side, Ask(PROBE, max_tokens=24))
+    return (reply.completion_tokens or max(1, len(reply.text) // 4)) / max(reply.seconds, 1e-3)
+
+
 def identify(side: Side) -> tuple[str, str]:
     """The program and its version, as far as routes tell."""
     models = get_json(side, "/v1/models")
