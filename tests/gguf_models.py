@@ -258,7 +258,11 @@ def write(
     num_later = len({name.split(".")[2] for name in later or ()})
     names = gguf.get_tensor_name_map(architecture, layers + num_later)
     if num_later:
-        out.kv_data[0][f"{case.name}.block_count"].value = layers + num_later
+        settings = out.kv_data[0]
+        settings[f"{case.name}.block_count"].value = layers + num_later
+        for key in ("attention.head_count_kv", "feed_forward_length"):
+            if isinstance(by_layer := settings[f"{case.name}.{key}"].value, list):
+                by_layer.extend([0] * num_later)
         out.add_nextn_predict_layers(num_later)
     at = 0
     stored = model.state_dict().keys()
