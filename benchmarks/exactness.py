@@ -1,16 +1,17 @@
-"""Count texts equal to those of plain decoding, over methods, temperatures and dtypes.
+"""Count texts equal to those of plain decoding, over methods, temperatures and kinds of arithmetic.
 
     python benchmarks/exactness.py --prompts spec_bench.jsonl --every 12 --drafter path/to/a/smaller/model
 
-Plain decoding answers each prompt alone, with expanded weights if those of the file are packed; every method answers
-all prompts as a batch with a fixed number of draft tokens, so that trees are large and calls are shared. Exits with
-1 if any text differs.
+Plain decoding answers each prompt alone, with expanded weights where products are in bfloat16; every method answers all
+prompts as a batch with a fixed number of draft tokens, so that trees are large and calls are shared. Kinds: `int8`, the
+default for packed weights; `bf16`, packed weights multiplied in bfloat16; `float32`. Exits with 1 if any text differs.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 from prompt_options import add_prompt_options, first_turns
 
@@ -22,7 +23,7 @@ def main() -> None:
     add_prompt_options(options)
     options.add_argument("--drafter", help="a smaller model with the same vocabulary: small_model joins")
     options.add_argument("--methods", default="plain,lookup,jacobi,jacobi+lookup,ptp,ptp+lookup,mtpc")
-    options.add_argument("--dtypes", default="bfloat16,float32")
+    options.add_argument("--kinds", default="int8,bf16,float32")
     options.add_argument("--max-new-tokens", type=int, default=64)
     args = options.parse_args()
     prompts = first_turns(options, args)
@@ -30,14 +31,15 @@ def main() -> None:
     methods += ["small_model", "small_model+lookup"] if args.drafter else []
     drafter = {"small_model": {"model": args.drafter}} if args.drafter else {}
     differing = 0
-    for dtype in args.dtypes.split(","):
-        engine = saltus.load(
-            args.model, dtype=dtype, method="plain", adaptive=False, max_draft_tokens=8, options=drafter
+    for kind in args.kinds.split(","):
+        how: dict[str, Any] = {"dtype": "float32"} if kind == "float32" else {"dtype": "bfloat16", "arithmetic": kind}
+        engine = saltus.load(args.model, method="plain", adaptive=False, max_draft_tokens=8, options=drafter, **how)
+        baseline = (
+            saltus.load(args.model, method="plain", weights="bf16", dtype="bfloat16") if kind == "bf16" else engine
         )
-        expanded = saltus.load(args.model, dtype=dtype, method="plain", weights="bf16")
         for temperature in (0.0, 0.8):
             settings = {"max_new_tokens": args.max_new_tokens, "temperature": temperature, "seed": 1}
-            alone = [expanded.generate(prompt, **settings).tokens for prompt in prompts]
+            alone = [baseline.generate(prompt, **settings).tokens for prompt in prompts]
             for method in methods:
                 engine.decoder.prefix_tree.clear()
                 written = engine.generate(prompts, method=method, **settings)
@@ -45,7 +47,7 @@ def main() -> None:
                 differing += len(prompts) - same
                 rate = sum(len(one.tokens) for one in written) / sum(one.statistics.calls for one in written)
                 print(
-                    f"{dtype:9} T={temperature}  {method:20} {same}/{len(prompts)} same  {rate:.2f} tokens a call",
+                    f"{kind:9} T={temperature}  {method:20} {same}/{len(prompts)} same  {rate:.2f} tokens a call",
                     flush=True,
                 )
     sys.exit(differing > 0)

@@ -25,7 +25,7 @@ FAULTS_OF_SPECULATION = (
     "changed tokens", "stop dropped", "chunk repeated", "one token too many", "wrong usage", "wrong logprobs",
     "split characters", "invalid JSON under load", "invalid calls", "garbage after a prefix hit", "seed ignored",
     "sampling biased", "wrong finish_reason", "worse answers", "texts mixed up under load", "one prompt changed",
-    "no end of streams",
+    "no end of streams", "no likeliest tokens",
 )  # fmt: skip
 FAULTS = (*FAULTS_OF_SPECULATION, "switch ignored")
 PREFIX = 200
@@ -59,8 +59,8 @@ class Model:
 class AuditedServer:
     """State of one server: its faults, and how many requests are open."""
 
-    def __init__(self, faults=(), noise=0.003, seed=0, missing=(), strict=False):
-        self.faults, self.missing, self.strict = set(faults), set(missing), strict
+    def __init__(self, faults=(), noise=0.003, seed=0, missing=(), strict=False, penalty=0.0):
+        self.faults, self.missing, self.strict, self.penalty = set(faults), set(missing), strict, penalty
         self.model, self.lock = Model(noise), threading.Lock()
         self.seeds = np.random.default_rng(seed)
         self.open, self.drafted, self.accepted, self.prefixes, self.last = 0, 0, 0, set(), ""
@@ -138,6 +138,7 @@ class AuditedServer:
             logits = self.model.logits(prompt, ids, salt if len(ids) > 4 else 0, chance)
             scores = logits if temperature == 0 else logits / temperature + np.random.default_rng(
                 _hash(seed, len(ids))).gumbel(size=len(logits))  # fmt: skip
+            scores = scores - self.penalty * np.isin(np.arange(len(scores)), ids)  # llama-cpp-python has one by default
             chosen = int(scores.argmax())
             whole = VOCABULARY[chosen] not in LEADS and not (ids and VOCABULARY[ids[-1]] in LEADS)
             if "changed tokens" in faults and chance.random() < 0.01 and whole:
@@ -148,6 +149,8 @@ class AuditedServer:
             if "wrong logprobs" in faults:
                 top = top / 2
             listed = {VOCABULARY[i]: float(top[i]) for i in np.argsort(-top)[:20] if np.isfinite(top[i])}
+            if "no likeliest tokens" in faults and chance.random() < 0.3:  # of accepted drafts, as in llama.cpp 11434
+                top[chosen], listed = 0.0, {}
             ids.append(chosen)
             made.append((VOCABULARY[chosen], float(max(top[chosen], -99)), listed))
         return made, "length"
@@ -198,6 +201,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/version":
             return self._send(200, {"version": "0.1"})
         if self.path == "/metrics" and "metrics" not in state.missing:
+            if "draft counts" in state.missing:  # as of vLLM without speculation
+                return self._send(200, "vllm:generation_tokens_total 9.0\n")
             lines = {"drafts": state.accepted, "draft_tokens": state.drafted, "accepted_tokens": state.accepted}
             text = "".join(
                 f'vllm:spec_decode_num_{name}_total{{model_name="tiny"}} {n}.0\n' for name, n in lines.items()

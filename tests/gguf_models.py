@@ -20,7 +20,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gguf_conversions import convert
-from gguf_settings import add_experts, add_states, heads_of_keys
+from gguf_settings import add_experts, add_states, heads_of_keys, widths_of_mlps
 
 VOCAB = 300
 SIZES = {
@@ -49,6 +49,9 @@ GRANITE = {
 GRANITE_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 96}
 MIXED = ["linear_attention", FULL, "linear_attention"]
 MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_head": 32, "mamba_expand": 1}
+NEMOTRON = {
+    "mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 16, "head_dim": 32,
+}  # fmt: skip
 DELTA_NET = {
     "num_hidden_layers": 3, "layer_types": MIXED, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 32, "linear_value_head_dim": 64,
@@ -183,6 +186,14 @@ CASES = {
         "moe_layer_start_index": 1, "num_hidden_layers": 3}, tied=True),
     "lfm2moe": Case("lfm2_moe", "lfm2moe", EXPERTS | {
         "num_hidden_layers": 3, "layer_types": ["conv", FULL, "conv"], "num_dense_layers": 1}, tied=True),
+    "nemotron_h": Case("nemotron_h", "nemotron_h", NEMOTRON | {
+        "layers_block_type": ["linear_attention", "mlp", FULL, "mlp", "linear_attention"]}),
+    "nemotron_h_moe": Case("nemotron_h", "nemotron_h_moe", NEMOTRON | DEEPSEEK_EXPERTS | {
+        "layers_block_type": ["linear_attention", "moe", FULL, "moe"], "n_group": 1, "topk_group": 1,
+        "n_shared_experts": 1, "moe_shared_expert_intermediate_size": 96}),
+    "exaone-moe": Case("exaone_moe", "exaone-moe", EXPERTS | {
+        "head_dim": 32, "num_hidden_layers": 4, "sliding_window": 8, "sliding_window_pattern": 4,
+        "num_shared_experts": 2}),
     "hunyuan-dense": Case("hunyuan_v1_dense", "hunyuan-dense", {"head_dim": 32}, tied=True),
     "hunyuan-moe": Case("hunyuan_v1_moe", "hunyuan-moe", {"head_dim": 32, "num_experts": 4, "moe_topk": [2, 2]}),
     "gemma4, experts": Case("gemma4_text", "gemma4", GEMMA4 | {
@@ -190,6 +201,7 @@ CASES = {
         "hidden_size_per_layer_input": 0}, tied=True),
 }  # fmt: skip
 INTERLEAVED = {"llama", "granite", "smollm3", "arcee", "granitemoe", "granitehybrid", "mistral3"}
+NEMOTRONS = ("nemotron_h", "nemotron_h_moe")
 MORE_IN_NORMS = {"gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe"}
 PLAIN = (
     r"_norm(_[12])?(\.weight)?$|ffn_gate_inp|exp_probs_b|\.ssm_(a|d|conv1d|norm)|shortconv\.conv"  # always in float32
@@ -202,14 +214,14 @@ def tiny(case: Case) -> Any:
     rope = {"rope_theta": 10000.0 if case.name in MORE_IN_NORMS else 5000.0, "rope_type": "default"}
     if case.model_type == "glm4":
         rope["partial_rotary_factor"] = 0.5
-    rope = {} if case.name in ("gemma4", "mamba2") else {"rope_parameters": rope}
+    rope = {} if case.name in ("gemma4", "mamba2", *NEMOTRONS) else {"rope_parameters": rope}
     settings = SIZES | {"tie_word_embeddings": case.tied} | rope | case.settings
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(case.model_type, **settings), dtype=torch.bfloat16)
     for name, weight in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
             is_whole = name.endswith("weight") and case.name not in MORE_IN_NORMS
             weight.data = torch.rand_like(weight) + (0.5 if is_whole else -0.5)
-        if name.endswith((".mlp.gate.weight", "router.weight")):
+        if name.endswith((".mlp.gate.weight", "mixer.gate.weight", "router.weight")):
             weight.data *= 8  # so that rounding to bfloat16 seldom chooses other experts
         if name.endswith(("A_log", "e_score_correction_bias", "sinks", "dt_bias", ".D")):
             weight.data = torch.rand_like(weight)
@@ -246,7 +258,11 @@ def write(
     num_later = len({name.split(".")[2] for name in later or ()})
     names = gguf.get_tensor_name_map(architecture, layers + num_later)
     if num_later:
-        out.kv_data[0][f"{case.name}.block_count"].value = layers + num_later
+        settings = out.kv_data[0]
+        settings[f"{case.name}.block_count"].value = layers + num_later
+        for key in ("attention.head_count_kv", "feed_forward_length"):
+            if isinstance(by_layer := settings[f"{case.name}.{key}"].value, list):
+                by_layer.extend([0] * num_later)
         out.add_nextn_predict_layers(num_later)
     at = 0
     stored = model.state_dict().keys()
@@ -294,7 +310,9 @@ def _file_name(names: Any, name: str) -> str:
     for key, found in direct.items():
         if name.startswith("model.layers.") and name.removesuffix(".weight").endswith(f".{key}"):
             return f"blk.{name.split('.')[2]}.{found}"
+    name = name.replace(".mixer.experts.", ".mlp.experts.")
     target = names.get_name(name, (".weight", ".bias"))
+    target = target or names.get_name(name.replace("model.", "backbone.", 1), (".weight", ".bias"))
     target = target or names.get_name(
         name.replace("block_sparse_moe.experts", "mlp.experts").replace("feed_forward.experts", "mlp.experts"),
         (".weight", ".bias"),
@@ -309,8 +327,10 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
     out.add_embedding_length(config.hidden_size)
     if hasattr(config, "rms_norm_eps"):
         out.add_layer_norm_rms_eps(config.rms_norm_eps)
-    elif case.name in ("mamba2", "lfm2", "lfm2moe"):
-        out.add_layer_norm_rms_eps(config.layer_norm_epsilon if case.name == "mamba2" else config.norm_eps)
+    elif case.name in ("lfm2", "lfm2moe"):
+        out.add_layer_norm_rms_eps(config.norm_eps)
+    elif case.name in ("mamba2", *NEMOTRONS):
+        out.add_layer_norm_rms_eps(config.layer_norm_epsilon)
     else:
         out.add_layer_norm_eps(getattr(config, "layer_norm_eps", None) or config.norm_epsilon)
     add_states(out, config, case.name)
@@ -318,14 +338,14 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
         out.add_feed_forward_length(0)
         out.add_head_count(0)
         return
-    out.add_feed_forward_length(getattr(config, "intermediate_size_mlp", config.intermediate_size))
+    out.add_feed_forward_length(widths_of_mlps(config, case.name))
     out.add_head_count(config.num_attention_heads)
     out.add_head_count_kv(heads_of_keys(config, case.name))
     add_experts(out, config, case.name)
     if "head_dim" in case.settings:
         out.add_key_length(config.head_dim)
         out.add_value_length(config.head_dim)
-    if case.name not in ("gemma", "gemma2"):
+    if case.name not in ("gemma", "gemma2", *NEMOTRONS):
         _add_rope(out, config.rope_parameters)
     if window := getattr(config, "sliding_window", None):
         out.add_sliding_window(window)
@@ -349,7 +369,7 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
     if case.model_type in ("cohere", "cohere2"):
         out.add_logit_scale(config.logit_scale)
         out.add_rope_scaling_type(RopeScalingType.NONE)
-    if case.model_type in ("olmo3", "exaone4"):
+    if case.model_type in ("olmo3", "exaone4", "exaone_moe"):
         out.add_sliding_window_pattern([kind == SLIDING for kind in config.layer_types])
     if case.name == "gemma4":
         _add_gemma4(out, config, case)

@@ -12,9 +12,17 @@ def heads_of_keys(config: Any, name: str) -> int | list[int]:
     """One number, or one for each layer where some have no attention."""
     if name == "deepseek2":
         return 1
-    if name in ("lfm2", "lfm2moe", "granitehybrid"):
+    if name in ("lfm2", "lfm2moe", "granitehybrid", "nemotron_h", "nemotron_h_moe"):
         return [config.num_key_value_heads * (kind == "full_attention") for kind in config.layer_types]
     return config.num_key_value_heads
+
+
+def widths_of_mlps(config: Any, name: str) -> int | list[int]:
+    """One number, or one for each layer where a layer may be something else."""
+    if name in ("nemotron_h", "nemotron_h_moe"):
+        widths = {"mlp": config.intermediate_size, "moe": config.moe_intermediate_size}
+        return [widths.get(kind, 0) for kind in config.layers_block_type]
+    return getattr(config, "intermediate_size_mlp", config.intermediate_size)
 
 
 def add_experts(out: gguf.GGUFWriter, config: Any, name: str) -> None:
@@ -23,6 +31,8 @@ def add_experts(out: gguf.GGUFWriter, config: Any, name: str) -> None:
         "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "top_k_experts",
         "num_dense_layers",
         "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")}  # fmt: skip
+    if name == "nemotron_h":
+        return  # of the defaults of its configuration
     if count := values["num_experts"] or values["num_local_experts"] or values["n_routed_experts"]:
         out.add_expert_count(count)
         used = values["num_experts_per_tok"] or values["top_k_experts"]
@@ -55,6 +65,10 @@ def add_experts(out: gguf.GGUFWriter, config: Any, name: str) -> None:
         out.add_expert_group_used_count(config.topk_group)
         is_softmax = config.model_type == "deepseek_v2"
         out.add_expert_gating_func(ExpertGatingFuncType.SOFTMAX if is_softmax else ExpertGatingFuncType.SIGMOID)
+    if name in ("exaone-moe", "nemotron_h_moe"):
+        out.add_expert_shared_count(getattr(config, "num_shared_experts", 1))
+        out.add_expert_weights_scale(config.routed_scaling_factor)
+        out.add_expert_weights_norm(config.norm_topk_prob)
     if name == "deepseek2":
         rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
         if config.q_lora_rank:
@@ -83,6 +97,11 @@ def add_states(out: gguf.GGUFWriter, config: Any, name: str) -> None:
     if name == "mamba2":
         heads = config.num_heads
         _add_sizes(out, config.conv_kernel, config.state_size, config.n_groups, heads, heads * config.head_dim)
+    if name in ("nemotron_h", "nemotron_h_moe"):
+        heads = config.mamba_num_heads
+        _add_sizes(
+            out, config.conv_kernel, config.ssm_state_size, config.n_groups, heads, heads * config.mamba_head_dim
+        )
     if name in ("falcon-h1", "granitehybrid"):
         heads = config.mamba_n_heads
         _add_sizes(

@@ -19,7 +19,7 @@ from saltus.core.rules import match
 from saltus.core.sampling import Sampling
 from saltus.methods import available_methods
 from saltus.models import architectures
-from saltus.models.architectures import find_architecture, gguf_architectures
+from saltus.models.architectures import find_architecture, gguf_architectures, gguf_of
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -57,7 +57,7 @@ def test_the_table_of_architectures_says_what_the_code_has():
         described = {name: find_architecture(name) for name in names}
         assert all(described.values()) == row[3].startswith("kernels"), names
         assert ("G" in row[6].split(", ")) == bool(gguf), names
-        assert {module.GGUF.name for module in described.values() if module and hasattr(module, "GGUF")} <= gguf, names
+        assert {each.name for module in described.values() if module for each in gguf_of(module)} <= gguf, names
         found |= names
         in_files |= gguf
     assert found >= {module.name for module in iter_modules(architectures.__path__)}

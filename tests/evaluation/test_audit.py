@@ -1,6 +1,7 @@
 """`saltus check --server`: every planted fault is found, and none on an honest server with rounding noise."""
 
 import json
+import shlex
 from dataclasses import replace
 
 import numpy as np
@@ -11,12 +12,12 @@ from audit_server import FAULTS as ALL_FAULTS
 from audit_server import audited_server
 from saltus.evaluation.audit.audit_run import run_checks
 from saltus.evaluation.audit.checks import CHECKS
-from saltus.evaluation.audit.client import Side, Token
+from saltus.evaluation.audit.client import Side, Token, post
 from saltus.evaluation.audit.context import Audit, AuditSettings, GradedSuite
 from saltus.evaluation.audit.features import connect, find_features
 from saltus.evaluation.audit.prompts import default_prompts
 from saltus.evaluation.audit.statistics import exchangeability_test, holm, mcnemar, rate_interval
-from saltus.evaluation.audit.text_comparison import gap_in_reference
+from saltus.evaluation.audit.text_comparison import gap_in_reference, rounding_tolerance, token_differences
 from saltus.evaluation.benchmarks.suites import find_grader, load_tasks
 
 SWITCH = '{"speculative": false}'
@@ -47,6 +48,7 @@ FAULTS = {  # the check that finds it, the beginning of its verdict's name, and 
     "sampling biased": ("seeds", "sampled distribution", 4),
     "wrong logprobs": ("logprobs", "logprobs of both sides", 8),
     "split characters": ("streams", "streams with speculation", 4),
+    "no likeliest tokens": ("logprobs", "logprobs with speculation", 4),
     "no end of streams": ("streams", "streams with speculation", 4),
     "stop dropped": ("limits", "stop strings with speculation", 4),
     "one token too many": ("limits", "max_tokens and usage with speculation", 4),
@@ -79,6 +81,44 @@ def test_an_honest_server_with_rounding_noise_has_no_finding(seed):
         assert findings(url, prompts=4, max_tokens=32) == []
 
 
+def test_what_a_setting_explains_on_both_sides_is_a_note():
+    with audited_server(noise=0.0, penalty=2.0) as url:
+        verdicts = {one.check: one for one in run_checks(audit_of(url, prompts=4), ["logprobs"])}
+    for side in ("with speculation", "without"):
+        verdict = verdicts[f"logprobs {side}"]
+        assert verdict.status == "note"
+        assert "a greedy token has log-probability" in verdict.line
+
+
+def test_a_near_tie_is_as_wide_as_the_largest_noise():
+    assert rounding_tolerance([0.0] * 20 + [0.1]) == 0.2
+    assert rounding_tolerance([0.0] * 20) == 0.05
+    given, bare = Token(b"a", -0.6, {b"a": -0.6}), Token(b"a", 0.0)
+    assert token_differences([given, bare], [given, given]) == [0.0]
+
+
+def test_a_check_can_be_made_alone():
+    with audited_server() as url:
+        few = "--limit", 2, "-n", 8, "--clients", 4, "--json"
+        said = json.loads(saltus_("check", "--server", url, "--off", SWITCH, "--only", "limits", *few).stdout)
+    assert {one["check"].removesuffix(" without").removesuffix(" with speculation") for one in said["verdicts"]} == {
+        "stop strings", "max_tokens and usage", "usage counts the tokens", "counts of both sides"
+    }  # fmt: skip
+
+
+def test_a_finding_names_a_command_that_repeats_it(tmp_path):
+    with audited_server("wrong usage") as url:
+        few = "--limit", 2, "-n", 8, "--clients", 4, "--api-key", "secret", "--out", tmp_path
+        shown = saltus_("check", "--server", url, "--off", SWITCH, *few, code=1).stdout
+        (command,) = [line for line in shown.splitlines() if '"max_tokens": 5' in line]
+        words = shlex.split(command)
+        again = post(Side("", url), "/v1/chat/completions", json.loads(words[-1]))
+    assert words[:3] == ["curl", "-s", f"{url}/v1/chat/completions"]
+    assert again.completion_tokens == 8
+    assert "secret" not in shown + (tmp_path / "report.json").read_text()
+    assert command in (tmp_path / "report.md").read_text()
+
+
 def test_what_a_server_does_not_understand_is_named():
     with audited_server(missing=("logprobs", "tools", "metrics", "JSON schemas", "seed")) as url:
         verdicts = run_checks(audit_of(url, prompts=2, max_tokens=12), [n for n in CHECKS if n != "texts"])
@@ -99,6 +139,14 @@ def test_graded_suites_are_compared_by_pairs(tmp_path):
             (verdict,) = run_checks(audit, ["graded suites"])
         assert verdict.status == expected
     assert verdict.figures["only_without"] > 10 > verdict.figures["only_with"] == 0
+
+
+def test_a_server_that_counts_no_drafts_makes_none():
+    with audited_server() as url, audited_server(missing=["draft counts"]) as plain:
+        on, off = connect(Side("with speculation", url)), connect(Side("without", plain))
+        audit = Audit(on, off, find_features(off), default_prompts(2), AuditSettings(max_tokens=8, clients=2))
+        verdicts = {one.check: one for one in run_checks(audit, ["speed"])}
+    assert verdicts["speculation is off where it should be"].status == "ok"
 
 
 def test_a_header_switches_speculation_off():
@@ -131,8 +179,9 @@ def test_a_gap_is_read_where_two_texts_part():
 def test_two_servers_are_compared_from_the_command_line(tmp_path):
     few = "--limit", 4, "-n", 24, "--clients", 8
     with audited_server(noise=0.0) as honest, audited_server("one prompt changed", noise=0.0) as wrong:
-        said = json.loads(saltus_("check", "--server", honest, "--off", SWITCH, *few, "--json").stdout)
-        assert said["findings"] == 0
+        ran = saltus_("check", "--server", honest, "--off", SWITCH, *few, "--json")
+        assert json.loads(ran.stdout)["findings"] == 0
+        assert "about 1 min" in ran.stderr
         shown = saltus_("check", "--server", wrong, "--against", honest, *few, "--out", tmp_path, code=1).stdout
     assert "not rounding" in " ".join(shown.split())
     page, kept = (tmp_path / "page.html").read_text(), json.loads((tmp_path / "report.json").read_text())
@@ -148,4 +197,5 @@ def test_a_wrong_command_line_is_refused_with_the_cure():
     assert "NAME: VALUE" in complaint("check", "--server", "http://localhost:9", "--off-header", "no")
     assert "http://localhost:8000" in complaint("check", "--server", "localhost:9", "--off", SWITCH)
     assert "--server" in complaint("check", "--off", SWITCH)
+    assert "take texts" in complaint("check", "--server", "http://localhost:9", "--off", SWITCH, "--only", "text")
     assert "leave the others out" in complaint("check", "--server", "http://x", "--off", SWITCH, "--method", "lookup")

@@ -40,6 +40,27 @@ def test_heads_are_measured_beside_plain_decoding_with_a_ceiling(run, tiny_folde
     assert all(row["ceiling"] > 0 for row in rows[1:])
 
 
+def test_heads_are_compared_on_the_same_held_out_windows(run, tiny_folder, tmp_path):
+    folder = tiny_folder()
+    texts = lines(tmp_path / "texts.jsonl", *({"prompt": f"the cat sat {number} times"} for number in range(8)))
+    saltus_("collect", "text", "-f", texts, "-m", folder, "-n", 24, "--out", tmp_path / "teacher")
+    for circuit in ("ff", "cp"):
+        saltus_(
+            "train", "mtpc", "-m", folder, "--teacher", tmp_path / "teacher", "--set", f"circuit={circuit}",
+            "--steps", 2, "--set", "validation_fraction=0.5", "--set", "vocabulary=40",
+            "--work", tmp_path / f"work-{circuit}", "--out", tmp_path / circuit,
+        )  # fmt: skip
+    run(
+        "experiments/head_windows.py", "--model", folder, "--states", tmp_path / "work-cp/states", "--windows", 3,
+        "--heads", tmp_path / "ff", tmp_path / "cp", tmp_path / "ff", "--out", tmp_path / "found.json",
+    )  # fmt: skip
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert [row["heads"] for row in rows] == ["ff"] * 2 + ["cp"] * 2 + ["ff"] * 2
+    assert [row["texts"] for row in rows[:2]] == ["greedy", "sampled"]
+    assert all(row["over_first"] == [1.0, 1.0, 1.0] for row in (*rows[:2], *rows[4:])), "the same heads, same windows"
+    assert all(row["tokens_per_call"][0] >= 1 for row in rows)
+
+
 def test_what_an_adapter_makes_of_uniforms_is_told_of_every_query(run, tiny_folder, tmp_path):
     """The first query too, which makes no draft, and where it starts from the last token."""
     folder = tiny_folder()

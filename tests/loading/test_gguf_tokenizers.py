@@ -1,13 +1,14 @@
 """Tokenizers of GGUF files are those that Transformers makes of the same vocabulary."""
 
 import json
+import unicodedata
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import CohereTokenizer, GemmaTokenizer, GPT2Tokenizer, Qwen2Tokenizer
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
-from saltus.loading.gguf_tokenizers import KINDS, TURN_ENDS, end_tokens, make_tokenizer
+from saltus.loading.gguf_tokenizers import CASED_LETTERS, KINDS, TURN_ENDS, end_tokens, make_tokenizer
 
 TEXTS = [
     "It's 1234 apples, isn't it?  No: 12,345!\n\n\nNext   line\t\ttabs", "naïve café — 漢字とかな 😀 ‘quoted’ ½ Ⅷ",
@@ -61,6 +62,16 @@ WORDS = {  # of "HTTPServer's cafés 12345 x();\n\n  y हि"
     "gpt-4o": ["HTTPServer's", "Ġcaf", "Ġ", "123", "45", "Ġx", "();ĊĊ"],
     "tiny_aya": ["HTTPServer's", "Ġcaf", "Ġ", "12", "345", "Ġx", "();ĊĊ"],
     "deepseek-v3": ["HTTPServer", "'s", "Ġcaf", "Ġ", "123", "45", "Ġx", "();ĊĊ"],
+    "deepseek-llm": ["HTTPServer", "'", "s", "Ġcaf", "Ġ", "12345", "Ġx", "();", "Ċ", "Ċ"],
+    "deepseek-coder": ["HTTPServer", "'", "s", "Ġcaf", "Ġ", "1", "2", "3", "4", "5", "Ġx", "();", "Ċ", "Ċ"],
+    "seed-coder": ["HTTPServer", "'s", "Ġcaf", "Ġ", "1", "2", "3", "4", "5", "Ġx", "();", "ĊĊ"],
+    "exaone-moe": ["HTTPServer", "'s", "Ġcaf", "Ġ", "1", "2", "3", "4", "5", "Ġx", "();Ċ", "Ċ"],
+    "bailingmoe": ["HTTPServer", "'s", "Ġcaf", "Ġ", "1", "2", "3", "4", "5", "Ġx", "();ĊĊ"],
+    "kimi-k2": ["HTTPServer's", "Ġcaf", "Ġ", "123", "45", "Ġx", "();ĊĊ"],
+    "minicpm5": ["HTTPServer", "'s", "Ġcaf", "Ġ", "123", "45", "Ġx", "();ĊĊ"],
+    "youtu": ["HTTPServer's", "Ġcaf", "Ġ", "1", "2", "3", "4", "5", "Ġx", "();ĊĊ"],
+    "ufakzeka": ["HTTPServer", "'s", "Ġcaf", "Ġ", "1", "2", "3", "4", "5", "Ġx", "();ĊĊ"],
+    "laguna": ["HTTPServer", "'s", "Ġcaf", "Ġ", "1", "2", "3", "4", "5", "Ġx", "();", "ĊĊ"],
 }
 
 
@@ -81,6 +92,58 @@ def test_cases_and_scripts_split_as_newer_tokenizers_do(trained):
     assert [words(kind, "camelCase") for kind in ("dbrx", "tekken", "gpt-4o")] == [1, 2, 2]
     assert [words(kind, "हि") for kind in ("qwen2", "qwen35", "gpt-4o", "deepseek-v3")] == [2, 1, 1, 1]
     assert [words(kind, "漢字abc") for kind in ("dbrx", "deepseek-v3")] == [1, 2]
+
+
+# The pre-tokenizers of published tokenizer.json files: how each expression of a text's pieces is cut out.
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+HAN_LESS = r"[{}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]"
+UPPER, LOWER = HAN_LESS.format(r"\p{Lu}\p{Lt}"), HAN_LESS.format(r"\p{Ll}")
+PUBLISHED = {
+    "deepseek-coder": [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}"],
+    "seed-coder": [
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+"
+    ],
+    "exaone-moe": [
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+    ],
+    "bailingmoe": [
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+    ],
+    "kimi-k2": [
+        "|".join([
+            r"[\p{Han}]+", rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{CONTRACTIONS}?",
+            rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{CONTRACTIONS}?", r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+            r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+",
+        ])
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_texts_are_split_as_the_published_tokenizer_does(kind, trained):
+    splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in PUBLISHED[kind]]
+    expected = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    made = make_tokenizer(metadata_of(trained, model="gpt2", pre=kind), "x.gguf")
+    for text in [*TEXTS, "a b c d ef g", "漢字abc ABCdef漢", "don't DON'T", "한국어 テスト", "  \n \r\n x/y//\n\n"]:
+        assert made.pre_tokenizer.pre_tokenize_str(text) == expected.pre_tokenize_str(text), text
+
+
+def test_words_of_deepseek_llm_are_of_cased_letters(trained):
+    """Letters without cases stay with what no expression cuts out; its punctuation has a-z, so Ü is cut off."""
+    made = make_tokenizer(metadata_of(trained, model="gpt2", pre="deepseek-llm"), "x.gguf")
+
+    def pieces(text: str) -> list[str]:
+        return [text[start:end] for _, (start, end) in made.pre_tokenizer.pre_tokenize_str(text)]
+
+    assert pieces("Übung Σίσυφος, Ж 12漢字 か！x ") == [
+        "Ü", "bung", " Σίσυφος", ",", " Ж", " ", "12", "漢字", " ", "か", "！", "x", " ",
+    ]  # fmt: skip
+    for each in CASED_LETTERS.split():
+        first, last = (int(end, 16) for end in (each if "-" in each else f"{each}-{each}").split("-"))
+        assert {unicodedata.category(chr(point)) for point in range(first, last + 1)} <= {"Lu", "Ll", "Lt", "Cn"}, each
+        assert all(unicodedata.category(chr(end)) != "Cn" for end in (first, last))
 
 
 @pytest.mark.parametrize("kind", KINDS)

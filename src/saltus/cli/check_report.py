@@ -35,6 +35,7 @@ def _show(report: Mapping[str, Any]) -> None:
     from rich.text import Text
 
     from saltus.cli.coloured_text import VISIBLE_CONTROL_CHARACTERS, terminal
+    from saltus.evaluation.audit.report import findings_to_repeat
 
     console = terminal(soft_wrap=False)
     table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
@@ -49,4 +50,12 @@ def _show(report: Mapping[str, Any]) -> None:
         table.add_row(verdict["check"], Text(verdict["status"], style), words)
     console.print(table)
     console.print()
+    commands = list(findings_to_repeat(report))
+    if commands:
+        console.print("Send requests of these findings again:")
+    for check, command in commands:
+        console.print(Text(f"{check}:", "dim"))
+        console.print(Text(command.translate(VISIBLE_CONTROL_CHARACTERS)), soft_wrap=True)
+    if commands:
+        console.print()
     console.print(Text(report["summary"], "bold red" if report["findings"] else "bold green"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,6 +62,16 @@ Suites = Annotated[
 Tasks = Annotated[
     int, in_panel(SERVER_PANEL, "--tasks", metavar="N", min=1, help="Tasks of each suite, evenly spread.")
 ]
+Only = Annotated[
+    list[str] | None,
+    in_panel(
+        SERVER_PANEL,
+        "--only",
+        metavar="CHECK",
+        help="Make this check alone: texts, seeds, logprobs, streams, limits, 'structured output' or speed; may be"
+        " repeated.",
+    ),
+]
 Clients = Annotated[int, in_panel(SERVER_PANEL, "--clients", metavar="N", min=2, help="Requests at once, under load.")]
 
 
@@ -73,6 +84,7 @@ class ServerOptions:
     off: Off = None
     off_header: OffHeader = None
     api_key: ApiKey = ""
+    only: Only = None
     suite: Suites = None
     tasks: Tasks = DEFAULT_TASKS
     clients: Clients = 16
@@ -82,16 +94,18 @@ def check_server(
     options: ServerOptions, model: str, prompts: Path | None, limit: int | None, max_tokens: int, seed: int
 ) -> dict[str, Any]:
     """The report on a server. Errors: ValueError of one line."""
+    from saltus.cli.answers import print_note
     from saltus.cli.progress import progress_meter
     from saltus.evaluation.audit.audit_run import describe_side, make_report, run_checks
-    from saltus.evaluation.audit.checks import CHECKS
     from saltus.evaluation.audit.context import Audit, AuditSettings
     from saltus.evaluation.audit.features import describe_features, find_features
 
+    names = _check_names(options.only or (), bool(options.suite))
     suites = [_graded_suite(name, options.tasks) for name in options.suite or ()]
     on, off = _sides(options, model)
     inputs = _prompts(prompts, limit or DEFAULT_PROMPTS)
-    with progress_meter(len(CHECKS) + 1, "checking") as update:
+    print_note(_duration(off, len(inputs), max_tokens) if not options.only else f"only {', '.join(names)}")
+    with progress_meter(len(names) + 1, "checking") as update:
         state = {"done": -1, "answers": 0, "name": "what the server understands"}
 
         def show() -> None:
@@ -109,7 +123,6 @@ def check_server(
         features = find_features(off)
         settings = AuditSettings(max_tokens=max_tokens, clients=options.clients, seed=seed)
         audit = Audit(on, off, features, inputs, settings, suites, count_answer)
-        names = [name for name in CHECKS if name != "graded suites" or options.suite]
         verdicts = run_checks(audit, names, next_check)
     servers = {off.name: describe_features(features)}
     if on.url != off.url:
@@ -125,6 +138,29 @@ def check_server(
             },
         },
     )  # fmt: skip
+
+
+def _check_names(only: Sequence[str], graded: bool) -> list[str]:
+    """The checks to make. Errors: ValueError for a name that there is not."""
+    from saltus.evaluation.audit.checks import CHECKS
+
+    names = [name for name in CHECKS if name != "graded suites"]
+    if unknown := next((name for name in only if name not in names), None):
+        raise ValueError(f"--only {unknown}: take {', '.join(names)}")
+    chosen = {*(only or names), *(["graded suites"] if graded else [])}
+    return [name for name in CHECKS if name in chosen]
+
+
+def _duration(side: Any, prompts: int, max_tokens: int) -> str:
+    """About how long the checks take, by the speed of one answer."""
+    from saltus.evaluation.audit.audit_run import planned_tokens
+    from saltus.evaluation.audit.features import measure_rate
+
+    rate, tokens = measure_rate(side), 2 * planned_tokens(prompts, max_tokens)
+    return (
+        f"about {math.ceil(tokens / rate / 60)} min: {tokens:,} tokens, and one answer is written at {rate:.0f}"
+        " tokens a second; shorter with --limit N, -n N or --only CHECK"
+    )
 
 
 def _sides(options: ServerOptions, model: str) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from saltus.core.distributions import DecodeGenerator
 from saltus.core.forward import TARGET, ForwardInputs, ForwardOutputs
-from saltus.core.protocols import Network, ReadsTargetKVCache
+from saltus.core.protocols import Network
 
 
 @dataclass
@@ -51,7 +51,8 @@ def _run_round(sequences: list[SequenceState], networks: Mapping[str, Network]) 
         waiting = [one for one in sequences if one.pending is not None and one.pending.network_name == name]
         if not waiting:
             continue
-        owner = TARGET if isinstance(network, ReadsTargetKVCache) else name
+        # a `ReadsTargetKVCache`; isinstance takes long in every round
+        owner = TARGET if getattr(network, "reads_target_kv_cache", False) else name
         for one in waiting:
             if owner not in one.kv_caches:
                 one.kv_caches[owner] = networks[owner].new_kv_cache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,36 @@ DEEPSEEK_V3_SPLITS = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )  # fmt: skip
+SEED_CODER_SPLIT = QWEN2_SPLIT.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+")
+BAILING_SPLIT = QWEN2_SPLIT.replace(r"|\s*[\r\n]+", r"|\s*[\r\n]")
+UFAKZEKA_SPLIT = QWEN2_SPLIT.removeprefix(f"{CONTRACTIONS}|")
+EXAONE_MOE_SPLIT = (  # single letters behind single spaces belong to a word
+    rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+KIMI_SPLIT = r"\p{Han}+|" + GPT4O_SPLIT.replace(r"[\r\n/]*", r"[\r\n]*").replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]")
+EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+DEEPSEEK_CODER_SPLITS = r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", EAST_ASIAN, r"\p{N}"
+# Letters that have cases, as code points; not those that came with later versions of Unicode.
+CASED_LETTERS = (
+    "41-5A 61-7A B5 C0-D6 D8-F6 F8-1BA 1BC-1BF 1C4-293 295-2AF 370-373 376 377 37B-37D 37F 386 388-38A 38C 38E-3A1"
+    " 3A3-3F5 3F7-481 48A-52F 531-556 10A0-10C5 13A0-13F5 13F8-13FD 1C90-1CBA 1CBD-1CBF 1D00-1D2B 1D6B-1D77 1D79-1D9A"
+    " 1E00-1F15 1F18-1F1D 1F20-1F45 1F48-1F4D 1F50-1F57 1F59 1F5B 1F5D 1F5F-1F7D 1F80-1FB4 1FB6-1FBC 1FBE 1FC2-1FC4"
+    " 1FC6-1FCC 1FD0-1FD3 1FD6-1FDB 1FE0-1FEC 1FF2-1FF4 1FF6-1FFC 2102 2107 210A-2113 2115 2119-211D 2124 2126 2128"
+    " 212A-212D 212F-2134 2139 213C-213F 2145-2149 214E 2183 2184 2C00-2C7B 2C7E-2CE4 2CEB-2CEE 2CF2 2CF3 A640-A66D"
+    " A680-A69B A722-A76F A771-A787 A78B-A78E AB70-ABBF FB00-FB06 FB13-FB17 FF21-FF3A FF41-FF5A 10400-1044F 104B0-104D3"
+    " 104D8-104FB 10C80-10CB2 10CC0-10CF2 118A0-118DF 1E900-1E943"
+)
+DEEPSEEK_LLM_SPLITS = (
+    r"[\r\n]", rf"\s?[{re.sub('[0-9A-F]+', lambda point: chr(int(point[0], 16)), CASED_LETTERS).replace(' ', '')}]+",
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+", r"\s+$", EAST_ASIAN, r"\p{N}+",
+)  # fmt: skip
+YOUTU_SPLITS = (
+    "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
+    "|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    GPT4O_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}"),
+)
+MINICPM5_SPLITS = r"\p{N}{1,3}", LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}+")
 
 
 @dataclass(frozen=True)
@@ -68,13 +99,23 @@ KINDS = {  # by GGUF's names
         ),
         "smaug-bpe": ByteLevelKind((LLAMA3_SPLIT,), prefers_words=True),
         "dbrx chatglm-bpe glm4": ByteLevelKind((LLAMA3_SPLIT,)),
-        "qwen2 deepseek-r1-qwen": ByteLevelKind((QWEN2_SPLIT,), composes=True),
+        "qwen2 deepseek-r1-qwen f2llmv2": ByteLevelKind((QWEN2_SPLIT,), composes=True),
         "stablelm2 megrez hunyuan solar-open grok-2 kormo": ByteLevelKind((QWEN2_SPLIT,)),
         "qwen35": ByteLevelKind((QWEN35_SPLIT,), composes=True),
         "tekken": ByteLevelKind((TEKKEN_SPLIT,), prefers_words=True, adds_bos=True),
-        "gpt-4o llama4 kanana2 minimax-m2": ByteLevelKind((GPT4O_SPLIT,)),
+        "gpt-4o llama4 kanana2 minimax-m2 talkie": ByteLevelKind((GPT4O_SPLIT,)),
         "tiny_aya cohere2moe": ByteLevelKind((r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O_SPLIT)),
         "deepseek-v3 hunyuan-dense joyai-llm": ByteLevelKind(DEEPSEEK_V3_SPLITS),
+        "deepseek-llm": ByteLevelKind(DEEPSEEK_LLM_SPLITS),
+        "deepseek-coder": ByteLevelKind(DEEPSEEK_CODER_SPLITS),
+        "seed-coder": ByteLevelKind((SEED_CODER_SPLIT,)),
+        "exaone-moe": ByteLevelKind((EXAONE_MOE_SPLIT,)),
+        "bailingmoe bailingmoe2 llada-moe": ByteLevelKind((BAILING_SPLIT,)),
+        "kimi-k2": ByteLevelKind((KIMI_SPLIT,)),
+        "minicpm5": ByteLevelKind(MINICPM5_SPLITS, prefers_words=True),
+        "youtu": ByteLevelKind(YOUTU_SPLITS, prefers_words=True),
+        "ufakzeka": ByteLevelKind((UFAKZEKA_SPLIT,)),
+        "laguna": ByteLevelKind((r"[^\n]+|[\n]+", QWEN2_SPLIT)),
     }.items()
     for name in names.split()
 }

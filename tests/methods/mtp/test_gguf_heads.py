@@ -151,3 +151,18 @@ def test_heads_that_are_not_whole_are_refused_but_not_their_model(tmp_path):
     gguf_models.write(gguf_models.tiny(CASES["deepseek2"]), CASES["deepseek2"], file, [Q.Q8_0])
     with pytest.raises(ValueError, match="has no heads"):
         saltus.load(str(file), "mtp", device="cpu")
+
+
+def test_heads_of_another_kind_leave_the_model_as_it_is(tmp_path):
+    """Nemotron 3's converter folds two layers into one block."""
+    model = gguf_models.tiny(CASES["nemotron_h_moe"])
+    number, hidden = model.config.num_hidden_layers, model.config.hidden_size
+    shapes = {"eh_proj": (hidden, 2 * hidden), "enorm": (hidden,), "hnorm": (hidden,), "shared_head.norm": (hidden,)}
+    heads = {f"model.layers.{number}.{name}.weight": torch.ones(shape) for name, shape in shapes.items()}
+    file = tmp_path / "tiny.gguf"
+    gguf_models.write(model, CASES["nemotron_h_moe"], file, [Q.Q8_0], later=heads)
+    engine = saltus.load(str(file), device="cpu")
+    texts = [engine.generate("one two", raw=True, max_new_tokens=8, method=each).tokens for each in ("auto", "plain")]
+    assert texts[0] == texts[1]
+    with pytest.raises(ValueError, match="nemotron_h are not supported; take another method"):
+        engine.generate("one two", raw=True, max_new_tokens=8, method="mtp")

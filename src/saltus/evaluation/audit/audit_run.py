@@ -27,6 +27,15 @@ def run_checks(
     return judge(verdicts)
 
 
+def planned_tokens(prompts: int, max_tokens: int) -> int:
+    """About how many tokens one side writes, without graded suites.
+
+    Whole answers to each prompt, the short ones of `limits`, and 3,500 tokens of samples, structured output and probes.
+    """
+    whole = 12 + 4 + 2 + 3 + 2 + 2  # texts, seeds, logprobs, streams, stop strings, speed
+    return prompts * (whole * max_tokens + 43) + 3500
+
+
 def make_report(verdicts: Sequence[Verdict], facts: Mapping[str, Any]) -> dict[str, Any]:
     """What `--json` prints and pages show: a summary, the verdicts, and `facts` about the run."""
     findings = [verdict for verdict in verdicts if verdict.status == FINDING]

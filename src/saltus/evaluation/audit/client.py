@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 import urllib.error
 import urllib.request
@@ -17,11 +18,11 @@ REPLACEMENT = "\ufffd"
 
 
 class ServerError(ValueError):
-    """A server that refuses (`status`) or does not answer (`status` is None)."""
+    """A server that refuses (`status`, with what it `said`) or does not answer (`status` is None)."""
 
-    def __init__(self, line: str, status: int | None = None) -> None:
+    def __init__(self, line: str, status: int | None = None, said: str = "") -> None:
         super().__init__(line)
-        self.status = status
+        self.status, self.said = status, said
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,23 @@ def request_body(side: Side, ask: Ask) -> dict[str, Any]:
     return body | dict(ask.more) | dict(side.body)
 
 
+def curl_line(side: Side, ask: Ask) -> str:
+    """A command that sends this request, without keys and the values of headers."""
+    parts = ["curl", "-s", side.url + _route(side), "-H", "Content-Type: application/json"]
+    if side.api_key:
+        parts += ["-H", "Authorization: Bearer KEY"]
+    for name in side.headers:
+        parts += ["-H", f"{name}: VALUE"]
+    return shlex.join([*parts, "-d", json.dumps(request_body(side, ask), ensure_ascii=False)])
+
+
+def _route(side: Side) -> str:
+    return "/v1/chat/completions" if side.chat else "/v1/completions"
+
+
 def answer(side: Side, ask: Ask) -> Reply:
     """Ask, and read the whole answer. Errors: ServerError."""
-    route = "/v1/chat/completions" if side.chat else "/v1/completions"
-    return post(side, route, request_body(side, ask))
+    return post(side, _route(side), request_body(side, ask))
 
 
 def post(side: Side, route: str, body: Mapping[str, Any]) -> Reply:
@@ -166,7 +180,7 @@ def open_url(side: Side, path: str, body: Mapping[str, Any] | None) -> Any:
     except urllib.error.HTTPError as error:
         said = " ".join(error.read(300).decode(errors="replace").split())
         hint = "; give --api-key" if error.code in (401, 403) else ""
-        raise ServerError(f"{side.url}{path} refuses ({error.code}): {said}{hint}", error.code) from None
+        raise ServerError(f"{side.url}{path} refuses ({error.code}): {said}{hint}", error.code, said) from None
     except (OSError, ValueError, HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise ServerError(f"{side.url} does not answer ({reason}); is the server running?") from None

@@ -73,10 +73,16 @@ def find_features(side: Side) -> Features:
         except ServerError as error:
             if error.status is None:
                 raise
-            reason = f"the server refuses it ({error.status})"
+            reason = f"the server refuses it ({error.status}): {error.said[:160]}"
         if reason:
             missing[name] = reason
     return Features(program, version, missing)
+
+
+def measure_rate(side: Side) -> float:
+    """Tokens a second of one answer. Errors: ServerError."""
+    reply = answer(side, Ask(PROBE, max_tokens=24))
+    return (reply.completion_tokens or max(1, len(reply.text) // 4)) / max(reply.seconds, 1e-3)
 
 
 def identify(side: Side) -> tuple[str, str]:
@@ -147,7 +153,9 @@ def _tools(side: Side) -> str | None:
     if not side.chat:
         return "the server has no chat completions for this model"
     reply = answer(side, Ask("Save Jane Austen, born 1775.", 128, more=TOOL_FIELDS))
-    return None if reply.tool_calls or reply.finish_reason == "length" else "answers bring no call"
+    if reply.tool_calls or reply.finish_reason == "length":
+        return None
+    return "an answer has no call, which the request demands; perhaps the model's chat template knows no tools"
 
 
 def _ignore_eos(side: Side) -> str | None:

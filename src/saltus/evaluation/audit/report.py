@@ -28,8 +28,17 @@ def _markdown_lines(report: Mapping[str, Any]) -> Iterator[str]:
         shown = f"**{status}**" if status == "finding" else status
         yield f"| {verdict['check']} | {shown} | {verdict['line'].replace('|', chr(92) + '|')} |"
     yield ""
+    for check, command in findings_to_repeat(report):
+        yield f"A request of the finding {check}:\n\n```\n{command}\n```\n"
     for name, value in run_facts(report):
         yield f"- {name}: {value}"
+
+
+def findings_to_repeat(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The names of findings, and commands that send one of their requests again."""
+    for verdict in report["verdicts"]:
+        if verdict["status"] == "finding":
+            yield from ((verdict["check"], command) for command in verdict["repeat"])
 
 
 def run_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

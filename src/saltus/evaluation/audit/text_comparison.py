@@ -11,7 +11,8 @@ from saltus.evaluation.audit.client import Ask, Reply, ServerError, Side, Token,
 from saltus.evaluation.audit.statistics import Differences, exchangeability_test
 
 MIN_TOLERANCE, MAX_TOLERANCE = 0.05, 0.5  # nats: a gap of log-probabilities that rounding may flip
-NOISE_FACTOR = 10  # a near tie is within so many times the noise of single log-probabilities
+NOISE_FACTOR = 10  # a near tie is within so many times the 90 % quantile of the noise of log-probabilities,
+LARGEST_FACTOR = 2  # or so many times the largest: two log-probabilities may move so far towards each other
 ATTEMPTS = 3  # at a reference whose text goes the common way as far as the difference
 
 
@@ -171,20 +172,26 @@ class Comparison:
         ranked = sorted(self.across, key=lambda pair: (self.is_rounding(pair[1]), -(pair[1].gap or 0.0)))
         return [f"{name(number)}, {one.describe()}" for number, one in ranked[:5]]
 
+    def example_ask(self) -> Ask:
+        """The request of a largest difference, whole. There is one."""
+        largest = max(self.across, key=lambda pair: (not self.is_rounding(pair[1]), pair[1].gap or 0.0))
+        return replace(self.asks[largest[0]], stream=False)
+
 
 def rounding_tolerance(noise: Sequence[float]) -> float:
     """The largest gap that counts as a near tie, of absolute differences of log-probabilities of the same tokens."""
     if not len(noise):
         return MIN_TOLERANCE
-    typical = float(np.quantile(np.asarray(noise), 0.9))
-    return min(MAX_TOLERANCE, max(MIN_TOLERANCE, NOISE_FACTOR * typical))
+    typical, largest = np.quantile(np.asarray(noise), (0.9, 1.0))
+    return float(min(MAX_TOLERANCE, max(MIN_TOLERANCE, NOISE_FACTOR * typical, LARGEST_FACTOR * largest)))
 
 
 def token_differences(first: Sequence[Token], second: Sequence[Token]) -> list[float]:
-    """Absolute differences of log-probabilities on the tokens that two answers begin with."""
+    """Absolute differences of log-probabilities on the tokens that two answers begin with, where both are given."""
     found = []
     for one, other in zip(first, second, strict=False):
         if one.text != other.text:
             break
-        found.append(abs(one.logprob - other.logprob))
+        if one.top and other.top:
+            found.append(abs(one.logprob - other.logprob))
     return found

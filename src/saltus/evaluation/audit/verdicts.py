@@ -23,6 +23,7 @@ class Verdict:
     alarm: str = ""
     figures: Mapping[str, Any] = field(default_factory=dict)
     examples: Sequence[str] = ()
+    repeat: Sequence[str] = ()  # commands that send an example's request again
 
     def as_json(self) -> dict[str, Any]:
         """The fields that a report shows."""

@@ -313,7 +313,7 @@ class DraftPaths(ctypes.Structure):
     _fields_ = [
         *((name, POINTER) for name in ("columns", "logits", "counts", "rests", "ids", "right", "left", "second_left")),
         *((name, POINTER) for name in ("states", "text_left", "text_second_left", "text_before", "keys", "holes")),
-        *((name, INTEGER) for name in ("positions", "rank", "choices", "nodes")),
+        *((name, INTEGER) for name in ("last_column", "column_before", "positions", "rank", "choices", "nodes")),
         *((name, REAL) for name in ("temperature", "error", "gap", "least")),
         *((name, POINTER) for name in ("parents", "tokens", "chances")),
     ]

@@ -34,10 +34,11 @@ typedef struct {
   // the correction, SiLU(A e(left) + B e(second left) + G h) − SiLU(G h); `right` NULL: there is none
   const uint16_t *right, *left, *second_left;  // [vocab, rank], bfloat16: of the columns
   const float *states;                         // [positions, rank]: G h
-  const float *text_left, *text_second_left;   // [rank]: A e and B e of the last token of the text, or NULL
-  const float *text_before;                    // [rank]: B e of the token before it, or NULL
+  const float *text_left, *text_second_left;   // [rank]: A e and B e of the text's last token, if it is of no column, or NULL
+  const float *text_before;                    // [rank]: the same of B e and the token before it
   const uint64_t *keys;                        // [positions, 2] of the Gumbel noise; NULL: drafts are the likeliest
   const Holes *holes;                          // NULL: candidates are those above; else they and their correction are unused
+  int64_t last_column, column_before;          // of these two tokens; −1: of none
   int64_t positions, rank, choices, nodes;
   float temperature, error, gap, least;  // gap: see NearGreatest; nodes that are reached with a smaller probability are not offered
   // of each node: its parent, −1 for none, its token, and its probability of acceptance if its parent is accepted
@@ -62,20 +63,25 @@ typedef struct {
 static void hole_candidates(const DraftPaths *a, int64_t position, const OpenPath *nodes, int64_t node, Candidates *found);
 static inline int64_t token_of(const DraftPaths *a, int64_t column) { return a->ids ? a->ids[column] : column; }
 
+static inline lanes text_vector(const uint16_t *table, int64_t column, const float *vector, int64_t rank, int64_t k) {
+  return column >= 0 ? load_bf16(table + column * rank + k) : vector ? load_f32(vector + k) : (lanes){};
+}
+
 // The logits of a position's candidates after a node; NAN in the first if they are not finite.
 static void correct_logits(const DraftPaths *a, int64_t position, const OpenPath *nodes, int64_t node, float *logits) {
   const int64_t count = a->counts[position], rank = a->rank;
   memcpy(logits, a->logits + position * MOST_CANDIDATES, count * sizeof *logits);
-  if (!a->right || (node < 0 && !a->text_left)) return;
+  if (!a->right || (node < 0 && !a->text_left && a->last_column < 0)) return;
   float vector[rank];
   const int64_t parent = node < 0 ? -1 : nodes[node].parent;
   const float *state = a->states + position * rank;
   for (int64_t k = 0; k < rank; k += LANES) {
     const lanes own = load_f32(state + k);
-    lanes sum = own + (node < 0 ? load_f32(a->text_left + k) : load_bf16(a->left + nodes[node].column * rank + k));
-    if (node < 0) sum = a->text_before ? sum + load_f32(a->text_before + k) : sum;
+    lanes sum = own + (node < 0 ? text_vector(a->left, a->last_column, a->text_left, rank, k)
+                                : load_bf16(a->left + nodes[node].column * rank + k));
+    if (node < 0) sum = sum + text_vector(a->second_left, a->column_before, a->text_before, rank, k);
     else if (parent >= 0) sum = sum + load_bf16(a->second_left + nodes[parent].column * rank + k);
-    else if (a->text_second_left) sum = sum + load_f32(a->text_second_left + k);
+    else sum = sum + text_vector(a->second_left, a->last_column, a->text_second_left, rank, k);
     store_f32(vector + k, silu(sum) - silu(own));
   }
   for (int64_t i = 0; i < count; i++) {

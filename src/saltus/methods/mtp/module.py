@@ -22,13 +22,18 @@ from saltus.models.packed_decoder import PackedDecoder, RMSNorm
 class MtpModule(nn.Module):
     """projection [embedding_norm(e); state_norm(h)], the layer, the norm and the output layer; weights on "meta".
 
-    Embeddings, output layer and rotary embeddings are the target's, unless `load` gets others.
+    Embeddings, output layer and rotary embeddings are the target's, unless `load` gets others. Errors: ValueError for a
+    target whose layers are named in another way.
     """
 
     def __init__(self, target: Any, has_experts: bool, state_first: bool, has_norm: bool) -> None:
         super().__init__()
         self.target, self.state_first, self.has_norm = [target], state_first, has_norm  # in a list: no submodule
-        norm = decoder_of(target).norm
+        norm = getattr(decoder_of(target), "norm", None)
+        if norm is None:
+            raise ValueError(
+                f"heads in checkpoints of {target.config.model_type} are not supported; take another method"
+            )
         hidden = norm.weight.shape[0]
         with torch.device("meta"):
             self.projection = nn.Linear(2 * hidden, hidden, bias=False)

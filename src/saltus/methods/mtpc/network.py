@@ -115,11 +115,10 @@ class HeadNetwork:
                 tokens, rest = self.tokens, 0.0
                 logits = _float_array(self.model.logits(parameters, position))
             else:
-                columns = candidates.columns[position, : candidates.counts[position]]
-                tokens, rest = self.tokens[columns], float(candidates.rests[position])
-                logits = candidates.logits[None, position, : len(columns)]
+                likely = candidates[position]
+                tokens, rest, logits = self.tokens[likely.columns], likely.rest, likely.logits[None]
                 if self.direction_logits is not None and kv_cache.state_codes is not None:
-                    logits = logits + kv_cache.state_codes[position] @ self.direction_logits[:, columns]
+                    logits = logits + kv_cache.state_codes[position] @ self.direction_logits[:, likely.columns]
             greatest = logits.max(-1, keepdims=True, initial=0.0)
             total = np.exp(logits - greatest).sum(-1, keepdims=True) + rest * np.exp(-greatest)
             positions.append(StateDistributions(tokens, logits - greatest - np.log(np.maximum(total, TINY))))

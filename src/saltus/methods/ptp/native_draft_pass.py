@@ -21,6 +21,7 @@ from saltus.methods.shared.hidden_state_correction import RMS_EPSILON
 from saltus.methods.shared.row_candidates import RowCandidates
 from saltus.models.cpu.decoder_weights import linear_struct
 from saltus.models.cpu.native_decoder import DecoderCall, raise_if_failed
+from saltus.models.cpu.prepared_call import MAX_ROWS, PreparedRows
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class NativeDraftPass:
         )  # fmt: skip
         if state is not None:
             self.constants.project = linear_struct(self.ones, [(state, None)])
+        self.of_one_text = PreparedDraftPass(self) if PreparedRows.supports(decoder) else None
 
     @staticmethod
     def supports(model: Any, layers: ContextLayers) -> bool:
@@ -68,12 +70,14 @@ class NativeDraftPass:
 
     def __call__(self, texts: Sequence[DraftRows]) -> list[DraftedRows]:
         """The pass over texts, in calls of limited rows. A row rounds as if it were alone. Errors: MemoryError."""
+        if self.of_one_text is not None and len(texts) == 1 and texts[0].num_rows <= MAX_ROWS:
+            return [self.of_one_text(texts[0])]
         return run_in_passes(texts, self._evaluate, self._evaluate)
 
     def _evaluate(self, texts: Sequence[DraftRows]) -> list[DraftedRows]:
         positions, attention, kept = plan_pass(texts, self.decoder.num_layers)
         call = self.decoder.prepare(len(positions), positions, attention, kept)
-        candidates = RowCandidates.empty(len(kept))
+        candidates = RowCandidates(len(kept))
         projected = np.empty((len(kept), self.rank), dtype=np.float32)
         self._run(texts, call, candidates, projected)
         ends = list(accumulate(text.num_outputs for text in texts))
@@ -100,3 +104,40 @@ class NativeDraftPass:
         struct.likely.x = call.logits.data_ptr()
         candidates.point(struct.likely)
         raise_if_failed(self.kernel(ctypes.byref(struct)), struct.vocab)
+
+
+class PreparedDraftPass:
+    """The same for few rows of one text: the arguments are made once, and only what changes is written."""
+
+    def __init__(self, draft_pass: NativeDraftPass) -> None:
+        self.decoder, self.kernel, self.rank = draft_pass.decoder, draft_pass.kernel, draft_pass.rank
+        self.struct = struct = native.DraftPass.from_buffer_copy(draft_pass.constants)
+        struct.decoder = self.decoder.constants
+        self.set_rows = PreparedRows(self.decoder, struct.decoder)
+        self.embedding, self.likely = struct.embedding, struct.likely
+        self.states, self.queries = ((native.POINTER * 1)() for _ in range(2))
+        self.counts, self.query_counts = ((native.INTEGER * 1)() for _ in range(2))
+        self.tokens = (native.INTEGER * MAX_ROWS)()
+        self.embedding.rows = ctypes.addressof(self.tokens)
+        struct.states, struct.vectors = ctypes.addressof(self.states), ctypes.addressof(self.queries)
+        struct.contexts, struct.queries = ctypes.addressof(self.counts), ctypes.addressof(self.query_counts)
+        self.state_size, self.size, self.vocab = draft_pass.state_size, len(draft_pass.ones), struct.likely.size
+
+    def __call__(self, text: DraftRows) -> DraftedRows:
+        made, outputs, contexts = self.set_rows, text.num_outputs, len(text.tokens)
+        assert contexts == len(text.states) > 0 and text.states.is_contiguous()
+        assert text.states.shape[1] == self.state_size
+        made(text.kv_cache.kv_cache, text.past_length, text.num_rows, (), outputs)
+        logits = text.states.new_empty(outputs, self.vocab)
+        states = text.states.new_empty(outputs, self.size)
+        projected = np.empty((outputs, self.rank), dtype=np.float32)
+        candidates = RowCandidates(outputs)
+        candidates.point(self.likely)
+        self.tokens[:contexts] = text.tokens.tolist()
+        self.states[0], self.queries[0] = text.states.data_ptr(), text.queries.data_ptr()
+        self.counts[0], self.query_counts[0] = contexts, outputs - 1
+        made.norm.out = states.data_ptr()
+        made.head_out[0] = self.likely.x = logits.data_ptr()
+        self.struct.projected = native.address(projected) if self.rank else None
+        raise_if_failed(self.kernel(ctypes.byref(self.struct)), self.struct.vocab)
+        return DraftedRows(logits, states, candidates, projected)

@@ -9,16 +9,17 @@ frequent tokens, gives the logits.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from saltus.core.forward import ForwardInputs, ForwardOutputs
+from saltus.kernels import native
 from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
 from saltus.methods.ptp.native_draft_pass import NativeDraftPass
 from saltus.methods.shared.context_layers import (
@@ -201,10 +202,12 @@ class DraftNetwork:
         constant = not self.model.shape.reads_uniforms or all(map(math.isnan, uniforms))
         if constant and key in self.query_vectors:
             return self.query_vectors[key]
-        u = torch.tensor(uniforms, dtype=torch.float64, device=self.device)
-        zeros = torch.zeros(len(u), self.model.shape.hidden, dtype=self.model.query.dtype, device=self.device)
-        depths = torch.arange(len(u), device=self.device)
-        vectors = self.model.query_inputs(zeros, u, torch.full_like(u, temperature), depths)
+        with torch.inference_mode():
+            u = torch.tensor(uniforms, dtype=torch.float64, device=self.device)
+            zeros = torch.zeros(len(u), self.model.shape.hidden, dtype=self.model.query.dtype, device=self.device)
+            depths = torch.arange(len(u), device=self.device)
+            vectors = self.model.query_inputs(zeros, u, torch.full_like(u, temperature), depths)
+            vectors = vectors.to(self.model.fuse.weight.dtype)
         if constant:
             if len(self.query_vectors) >= MAX_QUERY_VECTORS:
                 self.query_vectors.clear()
@@ -215,13 +218,18 @@ class DraftNetwork:
         whole_pass = self.whole_pass
         return ContextKVCache(whole_pass.new_kv_cache) if isinstance(whole_pass, GPUDraftPass) else ContextKVCache()
 
-    @torch.inference_mode()
     def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
         """Logits over the drafted tokens after the decided text, and of each query.
 
         Queries beyond the window of training get no logits.
         """
-        return timed_outputs(lambda: self._forward(batch, kv_caches), self.device)
+        if len(batch) == 1 and isinstance(self.whole_pass, NativeDraftPass):
+            started = time.perf_counter()
+            native.share_threads()
+            outputs = self._forward(batch, kv_caches)
+            return [replace(outputs[0], seconds=time.perf_counter() - started)]
+        with torch.inference_mode():
+            return timed_outputs(lambda: self._forward(batch, kv_caches), self.device)
 
     def _forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
         """The rows of all texts in one pass; their drafts are predicted one after another."""
@@ -249,10 +257,10 @@ class DraftNetwork:
         decided, layers = inputs.canvas.decided_prefix, (*self.model.shape.hidden_state_layers, None)
         states = unread_states(inputs, kv_cache, self.target.hidden_state_layers, layers)
         queries = self._query_vectors(inputs.uniforms[: self.model.shape.window], inputs.temperature)
-        dtype = self.model.fuse.weight.dtype
+        if states.dtype is not queries.dtype:
+            states = states.to(queries.dtype)
         past = len(decided) - len(states) - kv_cache.first_position
-        tokens = np.ascontiguousarray(decided[-len(states) :], dtype=np.int64)
-        return DraftRows(states.to(dtype), tokens, queries.to(dtype), kv_cache, past)
+        return DraftRows(states, decided[-len(states) :], queries, kv_cache, past)
 
     def _run(self, texts: Sequence[DraftRows]) -> list[tuple[Tensor, Tensor]]:
         """The logits and last hidden states of each text's last context position and queries, piece by piece."""

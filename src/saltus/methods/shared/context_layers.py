@@ -44,8 +44,9 @@ class ContextKVCache:
         At least one position is recomputed. Where positions in between are missing, the cache starts anew.
         """
         known = self.tokens[: max(len(tokens) - self.first_position, 0)]
-        differs = np.flatnonzero(known != tokens[self.first_position : self.first_position + len(known)])
-        shared = self.first_position + (int(differs[0]) if len(differs) else len(known))
+        given = tokens[self.first_position : self.first_position + len(known)]
+        same = len(known) if known.tobytes() == given.tobytes() else int((known != given).argmax())
+        shared = self.first_position + same
         past = min(shared, len(tokens) - 1)
         if past < first_given_position:
             self.first_position, self.kv_cache, past = first_given_position, self.new_kv_cache(), first_given_position

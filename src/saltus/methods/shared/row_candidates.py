@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import overload
 
 import numpy as np
@@ -30,33 +32,37 @@ from saltus.methods.shared.draft_tree import (
 from saltus.methods.shared.logit_correction import NonlinearCorrection
 
 
-@dataclass(frozen=True, eq=False)
 class RowCandidates(Sequence[LikelyTokens]):
-    """The likely tokens of several positions, as the kernels read and write them."""
+    """The likely tokens of several positions, as the kernels read and write them.
 
-    columns: Int[np.ndarray, "positions candidates"]  # int32
-    logits: Float[np.ndarray, "positions candidates"]
-    counts: Int[np.ndarray, "positions"]
-    rests: Float[np.ndarray, "positions"]
+    Not in arrays of NumPy, whose functions take long just after a call of the target.
+    """
 
-    @classmethod
-    def empty(cls, rows: int) -> RowCandidates:
-        """Room for the kernel to write to."""
-        return cls(
-            np.empty((rows, MAX_CANDIDATES), dtype=np.int32),
-            np.empty((rows, MAX_CANDIDATES), dtype=np.float32),
-            np.empty(rows, dtype=np.int64),
-            np.empty(rows, dtype=np.float32),
+    def __init__(self, rows: int) -> None:
+        size = rows * MAX_CANDIDATES
+        self.columns, self.logits = (ctypes.c_int32 * size)(), (ctypes.c_float * size)()  # [rows, MAX_CANDIDATES]
+        self.counts, self.rests = (native.INTEGER * rows)(), (ctypes.c_float * rows)()
+        self.rows = range(rows)  # of these arrays: the positions
+
+    def addresses(self) -> tuple[int, int, int, int]:
+        """Where the columns, logits, counts and rests of the first position are."""
+        start = self.rows.start
+        places = (
+            (self.columns, 4 * MAX_CANDIDATES),
+            (self.logits, 4 * MAX_CANDIDATES),
+            (self.counts, 8),
+            (self.rests, 4),
         )
+        columns, logits, counts, rests = (ctypes.addressof(array) + start * size for array, size in places)
+        return columns, logits, counts, rests
 
     def point(self, struct: native.NearGreatest) -> None:
         """Let the kernel write here, as much as there is room for."""
-        struct.places, struct.values = native.address(self.columns), native.address(self.logits)
-        struct.counts, struct.rests = native.address(self.counts), native.address(self.rests)
-        (struct.rows, struct.most), struct.gap = self.columns.shape, MAX_GAP
+        struct.places, struct.values, struct.counts, struct.rests = self.addresses()
+        struct.rows, struct.most, struct.gap = len(self), MAX_CANDIDATES, MAX_GAP
 
     def __len__(self) -> int:
-        return len(self.counts)
+        return len(self.rows)
 
     @overload
     def __getitem__(self, index: int) -> LikelyTokens: ...
@@ -64,10 +70,15 @@ class RowCandidates(Sequence[LikelyTokens]):
     def __getitem__(self, index: slice) -> RowCandidates: ...
     def __getitem__(self, index: int | slice) -> LikelyTokens | RowCandidates:
         if isinstance(index, slice):
-            return RowCandidates(self.columns[index], self.logits[index], self.counts[index], self.rests[index])
-        count = int(self.counts[index])
-        columns = self.columns[index, :count].astype(np.int64)
-        return LikelyTokens(columns, self.logits[index, :count], float(self.rests[index]))
+            part = copy(self)
+            part.rows = self.rows[index]
+            assert part.rows.step == 1
+            return part
+        row = self.rows[index]
+        start = row * MAX_CANDIDATES
+        found = slice(start, start + self.counts[row])
+        columns, logits = np.array(self.columns[found], dtype=np.int64), np.array(self.logits[found], dtype=np.float32)
+        return LikelyTokens(columns, logits, self.rests[row])
 
 
 def row_candidates(logits: Float[Tensor, "positions vocab"]) -> RowCandidates | None:
@@ -77,7 +88,7 @@ def row_candidates(logits: Float[Tensor, "positions vocab"]) -> RowCandidates | 
         return None
     logits = logits.contiguous()
     rows, vocab = logits.shape
-    candidates = RowCandidates.empty(rows)
+    candidates = RowCandidates(rows)
     struct = native.NearGreatest(x=logits.data_ptr(), size=vocab)
     candidates.point(struct)
     kernel(ctypes.byref(struct))
@@ -104,22 +115,31 @@ class PathKernel:
         """The nodes; None for a chooser that the kernel does not know. `states` are the correction's inputs."""
         if not knows_chooser(choose):
             return None
-        fields: dict[str, int] = {
-            "columns": native.address(candidates.columns), "logits": native.address(candidates.logits),
-            "counts": native.address(candidates.counts), "rests": native.address(candidates.rests),
-            "ids": native.address(self.token_ids),
-        }  # fmt: skip
+        fields: dict[str, int] = {"ids": native.address(self.token_ids)}
+        fields |= zip(("columns", "logits", "counts", "rests"), candidates.addresses(), strict=True)
         if self.correction is not None:
             fields |= {"rank": states.shape[1], "states": native.address(states)}
             fields |= zip(("right", "left", "second_left"), (table.data_ptr() for table in self.tables), strict=True)
-            vectors = [self.correction.token_vectors_of(token) for token in text]
-            if vectors:
-                fields |= zip(
-                    ("text_left", "text_second_left"), (native.address(vector) for vector in vectors[-1]), strict=True
-                )
-            if len(vectors) > 1:
-                fields["text_before"] = native.address(vectors[-2][1])
-        return grow_natively(choose, len(candidates.counts), fields)
+            fields |= self._text_fields(text)
+        return grow_natively(choose, len(candidates), fields)
+
+    def _text_fields(self, text: Sequence[int]) -> dict[str, int]:
+        """What the correction needs of the last two tokens of a text: their columns in the tables, or their vectors."""
+        assert self.correction is not None
+        fields = {"last_column": -1, "column_before": -1}
+        places = ("last_column", "text_left", "text_second_left"), ("column_before", "", "text_before")
+        for token, (column, left, second_left) in zip(reversed(text), places, strict=False):
+            fields[column] = self.column_of.get(token, -1)
+            if fields[column] < 0:
+                vectors = self.correction.token_vectors_of(token)
+                fields |= {
+                    name: native.address(x) for name, x in zip((left, second_left), vectors, strict=True) if name
+                }
+        return fields
+
+    @cached_property
+    def column_of(self) -> dict[int, int]:
+        return {token: column for column, token in enumerate(self.token_ids.tolist())}
 
 
 def knows_chooser(choose: Chooser) -> bool:
@@ -135,11 +155,12 @@ def grow_natively(choose: Chooser, positions: int, fields: Mapping[str, int]) ->
     """
     kernels = native.load_kernels()
     assert kernels is not None and isinstance(choose, Likeliest | SharedNoise)
-    parents, tokens, chances = (np.empty(MAX_NODES, dtype=each) for each in (np.int64, np.int64, np.float32))
+    parents, tokens = ((native.INTEGER * MAX_NODES)() for _ in range(2))
+    chances = (ctypes.c_float * MAX_NODES)()
     struct = native.DraftPaths(
         **fields, positions=positions, choices=choose.top_k, nodes=MAX_NODES, least=MIN_PATH_PROBABILITY,
-        error=PARALLEL_ERROR, gap=MAX_GAP, parents=native.address(parents), tokens=native.address(tokens),
-        chances=native.address(chances),
+        error=PARALLEL_ERROR, gap=MAX_GAP, parents=ctypes.addressof(parents), tokens=ctypes.addressof(tokens),
+        chances=ctypes.addressof(chances),
     )  # fmt: skip
     if isinstance(choose, SharedNoise):
         keys = choose.noise.keys_of_tokens("text", choose.positions[:positions])
@@ -149,7 +170,7 @@ def grow_natively(choose: Chooser, positions: int, fields: Mapping[str, int]) ->
     count = kernels.saltus_draft_paths(ctypes.byref(struct))
     if count < 0:
         return None
-    return list(zip(parents[:count].tolist(), tokens[:count].tolist(), chances[:count].tolist(), strict=True))
+    return list(zip(parents[:count], tokens[:count], chances[:count], strict=True))
 
 
 def path_kernel(

@@ -1,7 +1,8 @@
 """One file for each `model_type` whose decoder runs on our kernels: it describes the decoder of a configuration.
 
 A file has `CLASSES`, the names of the Transformers classes that it is for, and `describe(config)`, which returns a
-DecoderDescription or raises NotDescribed. If llama.cpp writes such models, it has `GGUF`, a GgufArchitecture.
+DecoderDescription or raises NotDescribed. If llama.cpp writes such models, it has `GGUF`, a GgufArchitecture, or a
+tuple of them where llama.cpp has several.
 """
 
 from __future__ import annotations
@@ -38,5 +39,10 @@ def describe_decoder(model: Any) -> DecoderDescription | None:
 def gguf_architectures() -> dict[str, GgufArchitecture]:
     """What GGUF files have of each architecture, by its name there."""
     modules = [import_module(f"{__name__}.{found.name}") for found in iter_modules(__path__)]
-    found = [module.GGUF for module in modules if hasattr(module, "GGUF")]
-    return {architecture.name: architecture for architecture in found}
+    return {architecture.name: architecture for module in modules for architecture in gguf_of(module)}
+
+
+def gguf_of(module: ModuleType) -> tuple[GgufArchitecture, ...]:
+    """What GGUF files have of the architecture of a file here; nothing if llama.cpp does not write it."""
+    found = getattr(module, "GGUF", ())
+    return found if isinstance(found, tuple) else (found,)

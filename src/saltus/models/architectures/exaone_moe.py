@@ -2,8 +2,19 @@
 
 from typing import Any
 
+from saltus.models.architectures.deepseek_v3 import deepseek_expert_counts
 from saltus.models.common_layers import deepseek_mlp, head_norms, llama_attention, llama_decoder, llama_layer
 from saltus.models.decoder_description import Angles, DecoderDescription
+from saltus.models.gguf_architecture import (
+    SIGMOID,
+    GgufArchitecture,
+    GgufModel,
+    check_gates,
+    expert_tensors,
+    layer_types,
+    llama_config,
+    shared_expert_tensors,
+)
 
 CLASSES = {"ExaoneMoeForCausalLM"}
 
@@ -17,3 +28,19 @@ def describe(config: Any) -> DecoderDescription:
         mlp = deepseek_mlp(config, layer, config.mlp_layer_types[layer] == "sparse")
         layers.append(llama_layer(config, layer, mixer=attention, mlp=mlp))
     return llama_decoder(config, layers)
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture."""
+    check_gates(model, SIGMOID)
+    window = model.size("attention.sliding_window", 0, least=0)
+    counts = deepseek_expert_counts(model)
+    return llama_config(
+        model, "exaone_moe", "ExaoneMoeForCausalLM", sliding_window=window or None, sliding_window_pattern=4,
+        layer_types=layer_types(model, 4 if window else 1),
+        mlp_layer_types=["sparse" if has else "dense" for has in model.layers_with("ffn_gate_inp.weight")],
+        num_experts=counts.pop("n_routed_experts"), num_shared_experts=counts.pop("n_shared_experts"), **counts,
+    )  # fmt: skip
+
+
+GGUF = GgufArchitecture("exaone-moe", gguf_config, expert_tensors() | shared_expert_tensors("mlp.shared_experts"))

@@ -19,7 +19,7 @@ from saltus.models.cpu.decoder_ops import DecoderOps
 from saltus.models.cpu.decoder_weights import Resolver, linear_struct
 from saltus.models.cpu.hybrid_kv_cache import HybridKVCache, RecurrentCall
 from saltus.models.cpu.kv_cache import KVCache
-from saltus.models.cpu.prepared_call import PreparedCall
+from saltus.models.cpu.prepared_call import PreparedCall, PreparedRows
 from saltus.models.decoder_description import Angles, router_weights
 from saltus.models.decoder_of import decoder_of
 from saltus.models.gated_lora import Adapter, Gate
@@ -110,7 +110,7 @@ class NativeDecoder:
         self.constants = self._constants(weights)
         self.angles = (native.Angles * len(self.tables))()
         self.no_layers_kept = (native.POINTER * self.num_layers)()
-        self.prepared_call = PreparedCall(self) if PreparedCall.supports(self) else None
+        self.prepared_call = PreparedCall(self) if PreparedRows.supports(self) else None
 
     def _constants(self, weights: Resolver) -> native.Decoder:
         """The kernel arguments that are the same in every call."""

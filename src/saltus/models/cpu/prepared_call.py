@@ -22,19 +22,16 @@ if TYPE_CHECKING:
 MAX_ROWS = 64  # of a prepared call
 
 
-class PreparedCall:
-    """The arguments of a decoder's calls for the tree of one text."""
+class PreparedRows:
+    """The arguments of a decoder's calls that say which rows of one text it evaluates, written into a given struct."""
 
-    def __init__(self, decoder: NativeDecoder) -> None:
+    def __init__(self, decoder: NativeDecoder, struct: native.Decoder) -> None:
         kernels, layers = native.load_kernels(), decoder.layers
         assert kernels is not None
-        self.decoder, self.kernels = decoder, kernels
-        self.size, self.item = decoder.hidden.shape[1], decoder.hidden.element_size()
+        self.decoder, self.kernels, self.struct = decoder, kernels, struct
         self.num_layers, self.new_rows = layers.num_main_layers, layers.main_rows
-        self.struct = struct = native.Decoder.from_buffer_copy(decoder.constants)
-        self.tokens, self.parents, self.positions, self.numbers = (
-            (native.INTEGER * MAX_ROWS)(*range(MAX_ROWS)) for _ in range(4)
-        )
+        self.parents, self.positions = ((native.INTEGER * MAX_ROWS)() for _ in range(2))
+        self.numbers = (native.INTEGER * MAX_ROWS)(*range(MAX_ROWS))
         self.visible = (ctypes.c_uint8 * MAX_ROWS**2)()
         self.attentions, self.key_steps, self.value_steps = layers.new_attention_structs(1)
         self.structs = list(self.attentions)
@@ -44,13 +41,11 @@ class PreparedCall:
         self.tables: list[object] = [None] * len(decoder.tables)  # as they were in the last call
         self.num_positions = 0  # of these
         self.kept = (native.POINTER * decoder.num_layers)()
-        self.norm, self.embedding, self.head_out = struct.norm, struct.embedding, struct.head.out
+        self.norm, self.head_out = struct.norm, struct.head.out
         self.first_number = ctypes.addressof(self.numbers)
-        struct.texts, struct.tokens = 1, ctypes.addressof(self.tokens)
-        self.embedding.rows, struct.angles = struct.tokens, ctypes.addressof(self.angles)
+        struct.texts, struct.angles = 1, ctypes.addressof(self.angles)
         struct.attentions, struct.kept = ctypes.addressof(self.attentions), ctypes.addressof(self.kept)
         struct.key_step, struct.value_step = ctypes.addressof(self.key_steps), ctypes.addressof(self.value_steps)
-        self.vocab = struct.head.outs[0]
 
     @staticmethod
     def supports(decoder: NativeDecoder) -> bool:
@@ -64,51 +59,22 @@ class PreparedCall:
         )
 
     def __call__(
-        self,
-        kv_cache: KVCache,
-        past_length: int,
-        tokens: Sequence[int],
-        parents: Sequence[int],
-        output_hidden_states: bool,
-        hidden_state_layers: Sequence[int],
-    ) -> tuple[Tensor, Tensor]:
-        """The logits of the last decided token and of all nodes, and hidden states, as those of `NativeDecoder`.
+        self, kv_cache: KVCache, past_length: int, rows: int, parents: Sequence[int], num_selected: int
+    ) -> None:
+        """Set the rows: decided tokens after the `past_length` in the cache, then nodes with these parents.
 
-        `tokens` are the decided ones after the `past_length` in the cache, then those of nodes, whose `parents` are
-        numbers of nodes.
+        The last decided token has logits, and so have `num_selected` − 1 rows after it or, without nodes, before it.
         """
-        decoder, struct, rows, nodes = self.decoder, self.struct, len(tokens), len(parents)
-        decided, selected = rows - nodes, nodes + 1
-        self.tokens[:rows], self.parents[:nodes] = tokens, parents
+        struct, nodes = self.struct, len(parents)
+        decided = rows - nodes
+        self.parents[:nodes] = parents
         self.kernels.saltus_tree_rows(self.parents, nodes, decided, past_length, self.positions, self.visible)
         self._point_to_angles(past_length + rows)
         self._point_to_keys(kv_cache, past_length, rows)
-        decoder.set_gated_rows(None, rows)
-        layers = hidden_state_layers if output_hidden_states else ()
-        num_states = rows if output_hidden_states else selected
-        states = decoder.hidden.new_empty((1 + len(layers)) * num_states, self.size)
-        logits = decoder.hidden.new_empty(selected, self.vocab)
-        place, part = states.data_ptr(), num_states * self.size * self.item
-        for layer in layers:
-            self.kept[layer] = place
-            place += part
-        self.norm.out, self.norm.rows = place, rows
-        self.head_out[0], self.embedding.count = logits.data_ptr(), rows
-        struct.rows, struct.num_selected, struct.all_states = rows, selected, output_hidden_states
-        struct.selected = self.first_number + 8 * (decided - 1)
-        struct.seconds = None if decoder.seconds is None else ctypes.addressof(decoder.seconds)
-        code = decoder.decode(ctypes.byref(struct))
-        for layer in layers:
-            self.kept[layer] = None
-        if code:
-            decoder.raise_failure(code)
-        if layers:
-            beside = decoder.hidden.new_empty(rows, (1 + len(layers)) * self.size)
-            self.kernels.saltus_set_beside(
-                states.data_ptr(), 1 + len(layers), rows, self.size * self.item, beside.data_ptr()
-            )
-            states = beside
-        return logits, states
+        self.decoder.set_gated_rows(None, rows)
+        self.norm.rows, struct.rows, struct.num_selected = rows, rows, num_selected
+        struct.selected = self.first_number + 8 * (rows - num_selected)
+        struct.seconds = None if self.decoder.seconds is None else ctypes.addressof(self.decoder.seconds)
 
     def _point_to_angles(self, num_positions: int) -> None:
         known = self.tables
@@ -126,3 +92,56 @@ class PreparedCall:
         self.key_steps[0], self.value_steps[0] = key_step, value_step
         for each in self.structs:
             each.keys, each.values, each.capacity, each.rows, each.past = keys, values, capacity, rows, past_length
+
+
+class PreparedCall:
+    """The arguments of a decoder's calls for the tree of one text."""
+
+    def __init__(self, decoder: NativeDecoder) -> None:
+        self.decoder = decoder
+        self.size, self.item = decoder.hidden.shape[1], decoder.hidden.element_size()
+        self.struct = struct = native.Decoder.from_buffer_copy(decoder.constants)
+        self.set_rows = PreparedRows(decoder, struct)
+        self.tokens = (native.INTEGER * MAX_ROWS)()
+        self.embedding = struct.embedding
+        struct.tokens = self.embedding.rows = ctypes.addressof(self.tokens)
+        self.vocab = struct.head.outs[0]
+
+    def __call__(
+        self,
+        kv_cache: KVCache,
+        past_length: int,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        output_hidden_states: bool,
+        hidden_state_layers: Sequence[int],
+    ) -> tuple[Tensor, Tensor]:
+        """The logits of the last decided token and of all nodes, and hidden states, as those of `NativeDecoder`.
+
+        `tokens` are the decided ones after the `past_length` in the cache, then those of nodes, whose `parents` are
+        numbers of nodes.
+        """
+        decoder, made, rows, selected = self.decoder, self.set_rows, len(tokens), len(parents) + 1
+        self.tokens[:rows], self.embedding.count = tokens, rows
+        made(kv_cache, past_length, rows, parents, selected)
+        layers = hidden_state_layers if output_hidden_states else ()
+        num_states = rows if output_hidden_states else selected
+        states = decoder.hidden.new_empty((1 + len(layers)) * num_states, self.size)
+        logits = decoder.hidden.new_empty(selected, self.vocab)
+        place, part = states.data_ptr(), num_states * self.size * self.item
+        for layer in layers:
+            made.kept[layer] = place
+            place += part
+        made.norm.out, made.head_out[0], self.struct.all_states = place, logits.data_ptr(), output_hidden_states
+        code = decoder.decode(ctypes.byref(self.struct))
+        for layer in layers:
+            made.kept[layer] = None
+        if code:
+            decoder.raise_failure(code)
+        if layers:
+            beside = decoder.hidden.new_empty(rows, (1 + len(layers)) * self.size)
+            made.kernels.saltus_set_beside(
+                states.data_ptr(), 1 + len(layers), rows, self.size * self.item, beside.data_ptr()
+            )
+            states = beside
+        return logits, states

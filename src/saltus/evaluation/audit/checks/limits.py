@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from saltus.evaluation.audit.client import Ask, Reply, Side
+from saltus.evaluation.audit.client import Ask, Reply, Side, curl_line
 from saltus.evaluation.audit.context import Audit
 from saltus.evaluation.audit.verdicts import FINDING, SAME, Verdict, not_checked
 
@@ -14,15 +14,15 @@ REASONS = {"stop", "length", "tool_calls", "function_call", "content_filter"}
 
 def run(audit: Audit) -> Iterator[Verdict]:
     """Stop strings, limits and counts, a line a side; then counts across sides."""
-    counted: list[dict[tuple[str, int], Reply]] = []
+    counted: list[Sequence[Reply]] = []
+    asks = [Ask(prompt, limit) for prompt in audit.prompts for limit in LIMITS]
     for side in audit.sides:
         yield _stop_strings(audit, side)
-        asks = [Ask(prompt, limit) for prompt in audit.prompts for limit in LIMITS]
         replies = audit.answers(side, asks, audit.settings.clients)
         yield _limits(side, asks, replies)
-        counted.append({(ask.prompt, ask.max_tokens): reply for ask, reply in zip(asks, replies, strict=True)})
+        counted.append(replies)
         yield _token_counts(audit, side)
-    yield _counts_across(counted)
+    yield _counts_across(audit, asks, *counted)
 
 
 def _stop_strings(audit: Audit, side: Side) -> Verdict:
@@ -51,10 +51,10 @@ def _stop_strings(audit: Audit, side: Side) -> Verdict:
     ):
         stop = ask.more["stop"][0]
         if stop in reply.text:
-            found.append(f"{stop!r} is in the answer that it should end")
+            found.append((ask, f"{stop!r} is in the answer that it should end"))
         elif reply.finish_reason != "stop" and before.text.startswith(reply.text):
-            found.append(f"finish_reason is {reply.finish_reason!r} after the stop string {stop!r}")
-    return _verdict(name, f"{len(chosen)} answers end before their stop string", len(chosen), found)
+            found.append((ask, f"finish_reason is {reply.finish_reason!r} after the stop string {stop!r}"))
+    return _verdict(name, f"{len(chosen)} answers end before their stop string", len(chosen), found, [side])
 
 
 def _limits(side: Side, asks: Sequence[Ask], replies: Sequence[Reply]) -> Verdict:
@@ -62,17 +62,18 @@ def _limits(side: Side, asks: Sequence[Ask], replies: Sequence[Reply]) -> Verdic
     for ask, reply in zip(asks, replies, strict=True):
         count = reply.completion_tokens
         if reply.finish_reason not in REASONS:
-            found.append(f"finish_reason is {reply.finish_reason!r}")
+            found.append((ask, f"finish_reason is {reply.finish_reason!r}"))
         if count is None:
             continue
         if count > ask.max_tokens:
-            found.append(f"{count} tokens for max_tokens {ask.max_tokens}")
+            found.append((ask, f"{count} tokens for max_tokens {ask.max_tokens}"))
         elif reply.finish_reason == "length" and count != ask.max_tokens:
-            found.append(f"finish_reason is length after {count} of {ask.max_tokens} tokens")
+            found.append((ask, f"finish_reason is length after {count} of {ask.max_tokens} tokens"))
         prompt, total = reply.usage.get("prompt_tokens"), reply.usage.get("total_tokens")
         if prompt is not None and total is not None and prompt + count != total:
-            found.append(f"total_tokens is {total}, not {prompt} + {count}")
-    return _verdict(f"max_tokens and usage {side.name}", f"{len(asks)} answers keep their limit", len(asks), found)
+            found.append((ask, f"total_tokens is {total}, not {prompt} + {count}"))
+    name = f"max_tokens and usage {side.name}"
+    return _verdict(name, f"{len(asks)} answers keep their limit", len(asks), found, [side])
 
 
 def _token_counts(audit: Audit, side: Side) -> Verdict:
@@ -87,37 +88,41 @@ def _token_counts(audit: Audit, side: Side) -> Verdict:
             continue
         slack = 1 if reply.finish_reason == "stop" else 0
         if abs(len(reply.tokens) - reply.completion_tokens) > slack:
-            found.append(f"usage says {reply.completion_tokens} tokens, logprobs have {len(reply.tokens)}")
+            found.append((ask, f"usage says {reply.completion_tokens} tokens, logprobs have {len(reply.tokens)}"))
         if reply.finish_reason == "stop" and len(reply.tokens) == ask.max_tokens:
-            found.append(f"finish_reason is stop at the limit of {ask.max_tokens} tokens")
-    if len([one for one in found if one.startswith("finish")]) < len(asks) / 2:
-        found = [one for one in found if not one.startswith("finish")]  # a text may end just there
-    return _verdict(name, f"{len(asks)} answers have as many tokens as usage says", len(asks), found)
+            found.append((ask, f"finish_reason is stop at the limit of {ask.max_tokens} tokens"))
+    if len([words for _, words in found if words.startswith("finish")]) < len(asks) / 2:
+        found = [one for one in found if not one[1].startswith("finish")]  # a text may end just there
+    return _verdict(name, f"{len(asks)} answers have as many tokens as usage says", len(asks), found, [side])
 
 
-def _counts_across(counted: list[dict[tuple[str, int], Reply]]) -> Verdict:
+def _counts_across(
+    audit: Audit, asks: Sequence[Ask], with_drafts: Sequence[Reply], without: Sequence[Reply]
+) -> Verdict:
     """Equal texts of both sides must have equal counts and ends."""
     found, equal = [], 0
-    for key, on in counted[0].items():
-        off = counted[1][key]
+    for ask, on, off in zip(asks, with_drafts, without, strict=True):
         if on.text != off.text:
             continue
         equal += 1
         for field in ("prompt_tokens", "completion_tokens"):
             if on.usage.get(field) != off.usage.get(field):
-                found.append(
-                    f"{field} of one text is {on.usage.get(field)} with speculation, {off.usage.get(field)} without"
-                )
+                words = f"{on.usage.get(field)} with speculation, {off.usage.get(field)} without"
+                found.append((ask, f"{field} of one text is {words}"))
         if on.finish_reason != off.finish_reason:
-            found.append(
-                f"finish_reason of one text is {on.finish_reason} with speculation, {off.finish_reason} without"
-            )
+            words = f"{on.finish_reason} with speculation, {off.finish_reason} without"
+            found.append((ask, f"finish_reason of one text is {words}"))
     if not equal:
         return not_checked("counts of both sides", "no text is the same on both sides")
-    return _verdict("counts of both sides", f"{equal} equal texts have equal counts and ends", equal, found)
+    good = f"{equal} equal texts have equal counts and ends"
+    return _verdict("counts of both sides", good, equal, found, audit.sides)
 
 
-def _verdict(name: str, good: str, total: int, found: list[str]) -> Verdict:
+def _verdict(name: str, good: str, total: int, found: Sequence[tuple[Ask, str]], sides: Sequence[Side]) -> Verdict:
     if not found:
         return Verdict(name, SAME, good)
-    return Verdict(name, FINDING, f"{len(found)} faults in {total} answers: {found[0]}", examples=found[1:4])
+    words = [words for _, words in found]
+    repeat = [curl_line(side, found[0][0]) for side in sides]
+    return Verdict(
+        name, FINDING, f"{len(found)} faults in {total} answers: {words[0]}", examples=words[1:4], repeat=repeat
+    )

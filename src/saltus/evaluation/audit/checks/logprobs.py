@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from saltus.evaluation.audit.client import Ask, Reply
+from saltus.evaluation.audit.client import Ask, Reply, Side, curl_line
 from saltus.evaluation.audit.context import Audit
 from saltus.evaluation.audit.statistics import exchangeability_test
 from saltus.evaluation.audit.text_comparison import token_differences
-from saltus.evaluation.audit.verdicts import FINDING, SAME, Verdict, not_checked
+from saltus.evaluation.audit.verdicts import FINDING, NOTE, SAME, Verdict, not_checked
 
 FLOOR, NOISE_FACTOR = 0.05, 4  # nats; beyond this, and so many times a side's own noise, two answers disagree
+PREFERRED, BARE = "preferred", "bare"  # faults that a server's settings may explain if both sides have them
 
 
 def run(audit: Audit) -> Iterator[Verdict]:
@@ -22,21 +24,47 @@ def run(audit: Audit) -> Iterator[Verdict]:
         return
     asks = [Ask(prompt, audit.settings.max_tokens, logprobs=True) for prompt in audit.prompts]
     on, off = audit.paired_answers(asks, audit.settings.repeats)
-    for side, groups in zip(audit.sides, (on, off), strict=True):
-        found = [fault for group in groups for reply in group for fault in _form(reply)]
-        words = f"{found[0]}" if found else "none is above 0, and none is less likely than what it was preferred to"
-        yield Verdict(f"logprobs {side.name}", FINDING if found else SAME, words, examples=found[1:3])
+    faults = [
+        [fault for ask, group in zip(asks, side, strict=True) for fault in _form(ask, group)] for side in (on, off)
+    ]
+    for side, own, other in zip(audit.sides, faults, reversed(faults), strict=True):
+        yield _form_verdict(side, own, shared={PREFERRED, BARE} & {fault.kind for fault in other})
     yield _agreement(on, off)
 
 
-def _form(reply: Reply) -> Iterator[str]:
-    for token in reply.tokens or ():
+@dataclass(frozen=True)
+class _Fault:
+    kind: str
+    words: str
+    ask: Ask
+
+
+def _form_verdict(side: Side, faults: Sequence[_Fault], shared: set[str]) -> Verdict:
+    name, ranked = f"logprobs {side.name}", sorted(faults, key=lambda fault: fault.kind in shared)
+    if not ranked:
+        return Verdict(name, SAME, "none is above 0, and none is less likely than what it was preferred to")
+    first, words = ranked[0], list(dict.fromkeys(fault.words for fault in ranked))
+    if first.kind in shared:
+        return Verdict(name, NOTE, f"{words[0]}; on the other side, too, so not by speculation", examples=words[1:3])
+    return Verdict(name, FINDING, words[0], examples=words[1:3], repeat=[curl_line(side, first.ask)])
+
+
+def _form(ask: Ask, replies: Sequence[Reply]) -> Iterator[_Fault]:
+    for token in (token for reply in replies for token in reply.tokens or ()):
         if token.logprob > 1e-3:
-            yield f"a log-probability is {token.logprob:.3g}, which is above 0"
+            yield _Fault("above 0", f"a log-probability is {token.logprob:.3g}, which is above 0", ask)
         if token.top and token.logprob < max(token.top.values()) - 0.5:
-            yield f"a greedy token has log-probability {token.logprob:.3g}, another one {max(token.top.values()):.3g}"
+            words = f"a greedy token has log-probability {token.logprob:.3g}, another one {max(token.top.values()):.3g}"
+            yield _Fault(PREFERRED, words, ask)
         if token.top and sum(map(np.exp, token.top.values())) > 1.01:
-            yield "the probabilities of the likeliest tokens are more than 1 together"
+            yield _Fault("sum", "the probabilities of the likeliest tokens are more than 1 together", ask)
+    for reply in replies:
+        tokens = reply.tokens or ()
+        bare = [token for token in tokens if not token.top]
+        if bare and len(bare) < len(tokens):
+            zero = sum(token.logprob == 0 for token in bare)
+            words = f"{len(bare)} of {len(tokens)} tokens of an answer lack the likeliest tokens that were asked for"
+            yield _Fault(BARE, words + (f", and {zero} have log-probability 0" if zero else ""), ask)
 
 
 def _agreement(on: list[list[Reply]], off: list[list[Reply]]) -> Verdict:

@@ -95,8 +95,8 @@ def _acceptance(audit: Audit, counted: tuple[int, int] | None) -> Verdict:
 def _switch(audit: Audit, counts: Sequence[tuple[int, int] | None]) -> Verdict:
     """A server may take an unknown field and ignore it: then both sides speculate, and nothing is compared."""
     name, (on, off) = "speculation is off where it should be", counts
-    if audit.on.url == audit.off.url and audit.features.program == "llama.cpp" and on and on[0] and off is None:
-        off = 0, 0  # its answers name drafts only where there are some
+    if on and on[0] and off is None and (audit.features.has("metrics") or audit.features.program == "llama.cpp"):
+        off = 0, 0  # vLLM's metrics and llama.cpp's answers name drafts only where there are some
     if off is None or on is None:
         return not_checked(name, "the server does not say what it drafted; make sure that the sides differ")
     if off[0] > 0:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
-from saltus.evaluation.audit.client import REPLACEMENT, Ask, Reply
+from saltus.evaluation.audit.client import REPLACEMENT, Ask, Reply, Side, curl_line
 from saltus.evaluation.audit.context import Audit
 from saltus.evaluation.audit.verdicts import FINDING, SAME, Verdict, not_checked
 
@@ -26,20 +27,23 @@ def run(audit: Audit) -> Iterator[Verdict]:
     for side in audit.sides:
         streamed = [reply for clients in (1, audit.settings.clients) for reply in audit.answers(side, asks, clients)]
         plain = audit.answers(side, whole, audit.settings.clients)
-        found = [(asks[n % len(asks)].prompt, fault) for n, reply in enumerate(streamed) for fault in _faults(reply)]
+        found = [(asks[n % len(asks)], n >= len(asks), fault) for n, r in enumerate(streamed) for fault in _faults(r)]
         if _broken(streamed) and not _broken(plain):
-            found.append(
-                (asks[0].prompt, f"{_broken(streamed)} streams bring half characters (U+FFFD), whole answers none")
-            )
-        yield _verdict(f"streams {side.name}", len(streamed), found)
+            words = f"{_broken(streamed)} streams bring half characters (U+FFFD), whole answers none"
+            found.append((asks[0], False, words))
+        yield _verdict(side, audit.settings.clients, len(streamed), found)
 
 
-def _verdict(name: str, total: int, found: list[tuple[str, str]]) -> Verdict:
+def _verdict(side: Side, clients: int, total: int, found: list[tuple[Ask, bool, str]]) -> Verdict:
+    """`found`: requests, whether they were sent beside others, and their faults."""
+    name = f"streams {side.name}"
     if not found:
         return Verdict(name, SAME, f"{total} streams are UTF-8, and end once")
-    kinds = dict.fromkeys(fault for _, fault in found)
-    examples = [f"{' '.join(prompt.split())[:40]}: {fault}" for prompt, fault in found[:3]]
-    return Verdict(name, FINDING, f"in {total} streams: {'; '.join(kinds)}", examples=examples)
+    words = "; ".join(f"{number} of {total}: {fault}" for fault, number in Counter(f for _, _, f in found).items())
+    if all(at_once for _, at_once, _ in found):
+        words += f" (only with {clients} requests at once)"
+    examples = [f"{' '.join(ask.prompt.split())[:40]}: {fault}" for ask, _, fault in found[:3]]
+    return Verdict(name, FINDING, words, examples=examples, repeat=[curl_line(side, found[0][0])])
 
 
 def _faults(reply: Reply) -> Iterator[str]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from saltus.evaluation.audit.client import Ask, Reply
+from saltus.evaluation.audit.client import Ask, Reply, curl_line
 from saltus.evaluation.audit.context import Audit
 from saltus.evaluation.audit.features import JSON_FORMAT, PERSON, TOOL_FIELDS
 from saltus.evaluation.audit.statistics import rate_interval
@@ -37,7 +37,9 @@ def _checked(
     for side in audit.sides:
         replies = [reply for clients in (1, audit.settings.clients) for reply in audit.answers(side, asks, clients)]
         finished = [reply for reply in replies if reply.finish_reason != "length"]
-        found = [fault for reply in finished if (fault := fault_of(reply))]
+        faults = [(ask, fault) for ask, reply in zip(asks * 2, replies, strict=True)
+                  if reply.finish_reason != "length" and (fault := fault_of(reply))]  # fmt: skip
+        found = [fault for _, fault in faults]
         low, high = rate_interval(len(finished) - len(found), len(finished))
         words = f"{len(finished) - len(found)} of {len(finished)} finished answers [{low:.0%}, {high:.0%}]"
         if cut := len(replies) - len(finished):
@@ -45,7 +47,8 @@ def _checked(
         if not finished:
             yield not_checked(f"{name} {side.name}", f"all answers were cut off at {TOKENS} tokens")
         else:
-            yield Verdict(f"{name} {side.name}", FINDING if found else SAME, words, examples=found[:3])
+            repeat = [curl_line(side, ask) for ask, _ in faults[:1]]
+            yield Verdict(f"{name} {side.name}", FINDING if found else SAME, words, examples=found[:3], repeat=repeat)
 
 
 def json_fault(reply: Reply) -> str | None:

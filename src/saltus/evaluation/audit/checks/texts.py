@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from saltus.evaluation.audit.client import Ask, Reply, Token
+from saltus.evaluation.audit.client import Ask, Reply, Token, curl_line
 from saltus.evaluation.audit.context import Audit
 from saltus.evaluation.audit.prompts import SHARED_PREFIX
 from saltus.evaluation.audit.statistics import Differences, exchangeability_test
@@ -118,7 +118,8 @@ def _texts_verdict(audit: Audit, condition: Condition, comparison: Comparison, r
     else:
         alarm, line = "", f"{parted}, each at a near tie (at most {references.tolerance:.2g} nats): rounding; {words}"
         p_value = 1.0
-    return Verdict(name, NOTE, line, p_value, alarm or line, figures, examples)
+    repeat = [curl_line(side, comparison.example_ask()) for side in audit.sides]
+    return Verdict(name, NOTE, line, p_value, alarm or line, figures, examples, repeat)
 
 
 def _pooled_verdict(compared: Sequence[Comparison]) -> Verdict:
