@@ -183,6 +183,8 @@ class FakeCuda(TorchFunctionMode):
             return getattr(args[0], name)(*args[1:], **kwargs)
         if func is torch.nn.functional.linear and isinstance(args[0], FakeTensor) and args[0].dim() == 1:
             return func(args[0][None], *args[1:], **kwargs)[0]  # squeeze_ would not change a wrapper's shape
+        if name == "one_hot" and isinstance(args[0], FakeTensor):
+            return FakeTensor(func(args[0].inner, *args[1:], **kwargs))  # it makes a tensor where it thinks args[0] is
         kwargs.pop("pin_memory", None)
         if on_cuda(kwargs.get("device")):
             out = func(*args, **kwargs | {"device": "cpu"})
