@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from saltus.kernels import native
 from saltus.kernels.packed_weight import select_rows
 from saltus.loading.huge_pages import place_in_huge_pages
 from saltus.loading.metadata import METADATA_FILE
@@ -56,7 +55,6 @@ def load_dflash(folder: Path, target: Any, target_name: str, trainable: bool = F
 
     Errors: ValueError of one line.
     """
-    trainable = trainable or native.kernel("linear", target.dtype, target.device) is None
     load = _load_trained if (folder / METADATA_FILE).exists() else _load_published
     model = load(folder, target, target_name, trainable)
     place_in_huge_pages(model.own_modules())

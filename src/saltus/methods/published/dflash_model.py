@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from saltus.kernels import native
 from saltus.kernels.packed_weight import select_rows
 from saltus.methods.shared.hidden_state_correction import TokenCorrectionModel, corrected_states
 from saltus.methods.shared.rotary import rotary_embedding
@@ -86,7 +87,8 @@ class DFlashShape:
 class DFlashModel(nn.Module):
     """The layers of such a drafter. The target's embeddings are shared and not trained.
 
-    Without `trainable` the layers' weights are empty ("meta"), and only `DFlashNetwork` can run them, by kernels.
+    Without `trainable`, where there are kernels, the layers' weights are empty ("meta"), and only `DFlashNetwork` can
+    run them, by kernels.
     """
 
     tokens: Tensor  # [draft] ids of the target's vocabulary that are drafted
@@ -103,6 +105,7 @@ class DFlashModel(nn.Module):
     ) -> None:
         super().__init__()
         self.shape, tokens = shape, tokens.to(unembedding.device)
+        trainable = trainable or native.kernel("linear", unembedding.dtype, unembedding.device) is None
         config = shape.decoder_config | {"vocab_size": 1, "max_position_embeddings": shape.max_positions}
         self.decoder: Any = (
             _qwen3(config)

@@ -1,0 +1,310 @@
+"""A CUDA device that does not exist: tensors that say cuda:0, compute on the CPU, and fail where a GPU's would.
+
+An operation on tensors of two devices, numpy() of a CUDA tensor, an address of one given to C code, a CPU tensor given
+to a Triton kernel, and a wait during the capture of a graph raise RuntimeError or TypeError. Rounding, speed and memory
+are the CPU's. A graph's replay runs its calls again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+CUDA, aten = torch.device("cuda", 0), torch.ops.aten
+INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
+MAY_MIX = {aten.copy_.default, aten._to_copy.default, *INDEXED}
+WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default}
+STATE = SimpleNamespace(capturing=False, graphs=0)
+
+
+def wait(what: object) -> None:
+    """To be called by what waits for the device."""
+    if STATE.capturing:
+        raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
+
+
+def mapped(function: Any, x: Any) -> Any:
+    """The same structure of lists, tuples and dictionaries, with the function applied to each tensor."""
+    if isinstance(x, Tensor):
+        return function(x)
+    if isinstance(x, dict):
+        return {name: mapped(function, each) for name, each in x.items()}
+    if isinstance(x, list | tuple):
+        parts = [mapped(function, each) for each in x]
+        return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
+    return x
+
+
+def tensors_in(x: Any) -> list[Any]:
+    found: list[Any] = []
+    mapped(found.append, x)
+    return found
+
+
+def wrap(x: Tensor) -> Tensor:
+    return x if isinstance(x, FakeTensor) else FakeTensor(x)
+
+
+def unwrap(x: Tensor) -> Tensor:
+    return x.inner if isinstance(x, FakeTensor) else x
+
+
+class FakeTensor(Tensor):
+    """A tensor of the device around one of the CPU."""
+
+    inner: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: Tensor, requires_grad: bool = False) -> FakeTensor:
+        made: Any = Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
+            layout=inner.layout, device="cpu", requires_grad=requires_grad,
+        )  # fmt: skip
+        made.inner = inner.detach() if inner.requires_grad else inner
+        return made
+
+    device: Any = property(lambda self: CUDA)
+    is_cuda: Any = property(lambda self: True)
+    is_cpu: Any = property(lambda self: False)
+
+    def __repr__(self, **_: Any) -> str:
+        return f"FakeTensor({tuple(self.shape)}, {self.dtype})"
+
+    def numpy(self, **_: Any) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
+
+    __array__ = numpy
+
+    def data_ptr(self) -> int:
+        raise RuntimeError("C code gets the address of a CUDA tensor")
+
+    def get_device(self) -> int:
+        return 0
+
+    def untyped_storage(self) -> Any:
+        return self.inner.untyped_storage()
+
+    def tolist(self) -> Any:
+        return to_cpu(self).tolist()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.inner.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> FakeTensor:
+        return FakeTensor(self.inner.clone(), self.requires_grad)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        tensors = tensors_in((args, kwargs))
+        if func not in MAY_MIX and any(not isinstance(x, FakeTensor) and x.dim() for x in tensors):
+            raise RuntimeError(f"Expected all tensors to be on the same device, but found cuda:0 and cpu in {func}")
+        if func in INDEXED:
+            if not isinstance(args[0], FakeTensor):
+                raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
+            if any(i is not None and (i.dtype == torch.bool or not isinstance(i, FakeTensor)) for i in args[1]):
+                wait(func)
+        if func in WAITS or (func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None):
+            wait(func)
+        if func is aten.copy_.default and not (isinstance(args[0], FakeTensor) and isinstance(args[1], FakeTensor)):
+            wait(func)
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("cpu")
+        real = [mapped(unwrap, x) for x in args]
+        if func is aten.histc.default:
+            real[0] = real[0].float()  # on a GPU of integers, too
+        out = func(*real, **mapped(unwrap, kwargs))
+        written = [
+            args[i] for i, a in enumerate(func._schema.arguments)
+            if i < len(args) and a.alias_info is not None and a.alias_info.is_write
+        ] + [
+            kwargs[a.name] for a in func._schema.arguments
+            if a.kwarg_only and a.name in kwargs and a.alias_info is not None and a.alias_info.is_write
+        ]  # fmt: skip
+        returned = func._schema.returns
+        if written and returned and returned[0].alias_info is not None and returned[0].alias_info.is_write:
+            return written[0] if len(returned) == 1 else tuple(written)
+        if func in (aten._local_scalar_dense.default, aten.equal.default):
+            return out
+        wrapped = mapped(wrap, out)
+        if getattr(func, "is_view", False) or func is aten.detach.default:
+            return return_and_correct_aliasing(func, args, kwargs, wrapped)
+        return wrapped
+
+
+def to_device(x: Tensor) -> Tensor:
+    if isinstance(x, FakeTensor):
+        return x
+    wait("a copy to the device")
+    return FakeTensor(Tensor(x.detach()).clone() if type(x) is nn.Parameter else x.detach().clone())
+
+
+def to_cpu(x: Tensor) -> Tensor:
+    if not isinstance(x, FakeTensor):
+        return x
+    wait("a copy to the host")
+    return x.inner.detach().clone()
+
+
+def moved(x: Tensor, device: Any) -> Tensor:
+    """The tensor on a device; None: where it is."""
+    kind = None if device is None else torch.device(device).type
+    return x if kind is None else to_device(x) if kind == "cuda" else to_cpu(x)
+
+
+def on_cuda(device: Any) -> bool:
+    return isinstance(device, str | torch.device) and torch.device(device).type == "cuda"
+
+
+class FakeCuda(TorchFunctionMode):
+    """What creates and moves tensors, for the device that does not exist."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if func is Tensor.cpu or func is Tensor.cuda:
+            return moved(args[0], name)
+        if func is Tensor.to:
+            return self.convert(*args, **kwargs)
+        if func is Tensor.type_as:
+            return self.convert(args[0], args[1])
+        own = name in ("tolist", "numpy", "data_ptr", "get_device", "untyped_storage", "__array__")
+        if own and isinstance(args[0], FakeTensor):
+            return getattr(args[0], name)(*args[1:], **kwargs)
+        if func is torch.nn.functional.linear and isinstance(args[0], FakeTensor) and args[0].dim() == 1:
+            return func(args[0][None], *args[1:], **kwargs)[0]  # squeeze_ would not change a wrapper's shape
+        if name == "one_hot" and isinstance(args[0], FakeTensor):
+            return FakeTensor(func(args[0].inner, *args[1:], **kwargs))  # it makes a tensor where it thinks args[0] is
+        kwargs.pop("pin_memory", None)
+        if on_cuda(kwargs.get("device")):
+            out = func(*args, **kwargs | {"device": "cpu"})
+            return mapped(wrap, out)
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def convert(
+        x: Tensor, *args: Any, device: Any = None, dtype: Any = None, copy: bool = False, **more: Any
+    ) -> Tensor:
+        """Tensor.to."""
+        for each in args:
+            if isinstance(each, Tensor):
+                device, dtype = each.device, each.dtype
+            elif isinstance(each, torch.dtype):
+                dtype = each
+            elif isinstance(each, str | torch.device):
+                device = each
+        if device is not None and torch.device(device).type not in ("cpu", "cuda"):
+            return x.to(device=device, dtype=dtype)
+        y = moved(x, device)
+        more.pop("non_blocking", None)
+        if (dtype is not None and dtype != y.dtype) or more:
+            return Tensor.to(y, dtype=dtype or y.dtype, **more)
+        return y.clone() if copy and y is x else y
+
+
+def module_to(module: nn.Module, *args: Any, device: Any = None, dtype: Any = None, **_: Any) -> nn.Module:
+    """nn.Module.to: every parameter and buffer once, though several modules may share it."""
+    for each in args:
+        device = each if isinstance(each, str | torch.device) else device
+        dtype = each if isinstance(each, torch.dtype) else dtype
+    done: dict[int, Any] = {}
+
+    def converted(x: Any, parameter: bool) -> Any:
+        if x is None:
+            return None
+        if id(x) not in done:
+            y = moved(x.detach() if parameter else x, device)
+            y = y.to(dtype=dtype) if dtype is not None and y.is_floating_point() else y
+            done[id(x)] = nn.Parameter(y, x.requires_grad) if parameter else y
+            done[id(done[id(x)])] = done[id(x)]
+        return done[id(x)]
+
+    with torch.no_grad():
+        for each in module.modules():
+            for named, parameter in ((each._parameters, True), (each._buffers, False)):
+                named.update({name: converted(x, parameter) for name, x in named.items()})
+    return module
+
+
+class Graph:
+    """What a capture gives: a replay runs the same calls, into the same outputs."""
+
+    def __init__(self, run: Any, outputs: Any) -> None:
+        self.run, self.outputs = run, outputs
+
+    def replay(self) -> None:
+        for old, new in zip(tensors_in(self.outputs), tensors_in(self.run()), strict=True):
+            old.copy_(new)
+
+
+def capture(_: Any, run: Any, others_exist: bool) -> tuple[Graph, Any]:
+    """GraphCapture.capture."""
+    run()
+    STATE.capturing = True
+    try:
+        outputs = run()
+    finally:
+        STATE.capturing = False
+    STATE.graphs += 1
+    return Graph(run, outputs), outputs
+
+
+def kernel_argument(x: Any) -> Any:
+    if isinstance(x, Tensor) and not isinstance(x, FakeTensor):
+        raise RuntimeError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+    return x.inner if isinstance(x, FakeTensor) else x
+
+
+def enter_grad_mode(self: Any) -> None:
+    """In place of inference mode: wrappers have no version counters of inference tensors."""
+    self.grad_mode = torch.no_grad() if self.mode else torch.enable_grad()
+    self.grad_mode.__enter__()
+
+
+@contextlib.contextmanager
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """Let torch have one CUDA device meanwhile; what it yields counts the graphs."""
+    from triton.runtime.interpreter import GridExecutor
+
+    from saltus.models.cuda.cuda_graphs import GraphCapture
+
+    stream = SimpleNamespace(synchronize=lambda: wait("synchronize"), wait_stream=lambda other: None)
+    replaced: dict[str, Any] = {
+        "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
+        "synchronize": lambda *_: wait("synchronize"), "get_device_name": lambda *_: "a GPU that does not exist",
+        "current_stream": lambda *_: stream, "device": lambda *_: contextlib.nullcontext(),
+        "mem_get_info": lambda *_: (1 << 24, 1 << 24), "get_device_capability": lambda *_: (9, 0),
+        "max_memory_allocated": lambda *_: 0, "reset_peak_memory_stats": lambda *_: None, "empty_cache": lambda: None,
+        "is_current_stream_capturing": lambda: STATE.capturing,
+    }  # fmt: skip
+    for name, value in replaced.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(nn.Module, "to", module_to)
+    monkeypatch.setattr(GraphCapture, "capture", capture)
+    launch = GridExecutor.__call__
+    monkeypatch.setattr(
+        GridExecutor, "__call__",
+        lambda self, *args, **kwargs: launch(self, *map(kernel_argument, args), **kwargs),
+    )  # fmt: skip
+    monkeypatch.setattr(torch.inference_mode, "__enter__", enter_grad_mode)
+    monkeypatch.setattr(torch.inference_mode, "__exit__", lambda self, *_: self.grad_mode.__exit__(*_))
+    begin = threading.Thread.run
+
+    def run_with_device(self: threading.Thread) -> None:
+        with FakeCuda():  # a mode belongs to a thread
+            begin(self)
+
+    monkeypatch.setattr(threading.Thread, "run", run_with_device)
+    STATE.capturing, STATE.graphs = False, 0
+    with FakeCuda():
+        yield STATE

@@ -1,0 +1,143 @@
+"""Decoding on a CUDA device that does not exist: every tensor is where it has to be, and texts are those of plain."""
+
+import queue
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+import saltus
+from fake_cuda import fake_cuda
+from methods.published.reference_dflash import block_drafter
+from methods.published.reference_eagle import published_head
+from mtp_checkpoints import write_checkpoint
+from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
+from saltus.models.cuda import gpu_decoder
+from saltus.server.engine_thread import EngineThread
+from saltus.server.served_request import Limits, serve_text
+
+pytest.importorskip("triton")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unchecked")]
+PROMPTS = ["the cat sat on the mat and the cat sat on", "one two one two"]
+OWN_KERNELS = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
+               "head_dim": 32}  # fmt: skip
+
+OWN_DRAFTER = {"hidden": 64, "intermediate": 64, "heads": 2, "kv_heads": 1, "reads_uniforms": False}
+
+
+@pytest.fixture
+def device(monkeypatch):
+    with fake_cuda(monkeypatch) as state:
+        yield state
+
+
+def load(folder, options=None, **settings) -> saltus.Engine:
+    engine = saltus.load(
+        str(folder), "plain", device="cuda", dtype="float32", options=options, adaptive=False, **settings
+    )
+    assert engine.network.device.type == "cuda"
+    return engine
+
+
+def check_texts(engine: saltus.Engine, methods, temperature=0.8, tokens=8, prompts=PROMPTS) -> None:
+    """Texts of two prompts at once, by each method, against plain's."""
+    settings = {"raw": True, "max_new_tokens": tokens, "seed": 3, "temperature": temperature, "ignore_eos": True}
+    plain = [each.tokens for each in engine.generate(prompts, method="plain", **settings)]
+    for method in methods:
+        assert [each.tokens for each in engine.generate(prompts, method=method, **settings)] == plain, method
+
+
+@pytest.mark.parametrize(
+    ("method", "temperature"),
+    [
+        ("lookup", 0.8),
+        ("jacobi", 0.8),
+        ("small_model", 0.8),
+        ("ptp", 0.8),
+        ("ptp+lookup", 0),
+        ("mtpc", 0.8),
+        ("auto", 0),
+    ],
+)
+def test_every_method_writes_the_text_of_plain_decoding(device, tiny_folder, partners, method, temperature):
+    check_texts(load(tiny_folder(), partners), [method], temperature)
+    assert device.graphs
+
+
+@pytest.mark.parametrize("method", ["lookup", "ptp+lookup"])
+def test_our_kernels_for_gpus_write_the_texts_of_plain_decoding(device, monkeypatch, tiny_folder, tiny_drafter, method):
+    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})  # the interpreter has no bfloat16
+    folder = tiny_folder(**OWN_KERNELS)
+    options = {"ptp": {"model": str(tiny_drafter(LlamaForCausalLM.from_pretrained(folder), **OWN_DRAFTER))}}
+    engine = load(folder, options)
+    assert engine.network.compute_path == "native"
+    check_texts(engine, [method], tokens=4)
+    if method != "lookup":
+        assert isinstance(engine.decoder.setup(method).networks["ptp"].whole_pass, GPUDraftPass)
+
+
+@pytest.mark.parametrize("name", ["Gemma3", "Llama4"])
+def test_other_architectures_decode_in_fixed_shapes(device, architecture_folder, name):
+    engine = load(architecture_folder(name))
+    assert engine.network.compute_path == "fixed shapes"
+    check_texts(engine, ["lookup"], temperature=0.0, tokens=6)
+
+
+def test_experts_on_a_gpu_decode_and_say_what_does_not_hold(device, architecture_folder, caplog):
+    engine = load(architecture_folder("Qwen3Moe"))
+    assert any("rounding depends on the shapes of calls" in each for each in caplog.messages)
+    for method in ("plain", "lookup", "jacobi"):
+        made = engine.generate(PROMPTS, method=method, raw=True, max_new_tokens=6, ignore_eos=True)
+        assert all(len(one.tokens) == 6 for one in made)
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5", "Lfm2", "FalconH1", "NemotronH", "Mamba2"])
+def test_layers_with_states_are_refused_in_a_line(device, architecture_folder, name):
+    with pytest.raises(ValueError, match="cannot be served") as error:
+        load(architecture_folder(name))
+    assert "\n" not in str(error.value)
+
+
+def test_heads_of_a_checkpoint_draft(device, tmp_path):
+    check_texts(load(write_checkpoint(tmp_path, "MiMo")), ["mtp"])
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2", "eagle3", "peagle"])
+def test_published_drafters_draft(device, tiny_folder, tmp_path, kind):
+    if "eagle" in kind:
+        published_head(tmp_path, {"eagle3": "speculators"}.get(kind, kind))
+    else:
+        block_drafter(tmp_path, kind)
+    check_texts(load(tiny_folder(num_hidden_layers=5), {"ptp": {"model": str(tmp_path)}}), ["ptp"])
+
+
+def test_the_scheduler_of_the_server_gives_each_request_its_own_text(device, tiny_folder, partners):
+    engine = load(tiny_folder(), partners)
+    settings = {"raw": True, "max_new_tokens": 6, "seed": 1, "temperature": 0.8, "ignore_eos": True}
+    parts: queue.Queue = queue.Queue()
+    jobs = [
+        serve_text(
+            engine.text_request(PROMPTS[number % 2], **settings), method,
+            lambda part, number=number: parts.put((number, part)),
+        )
+        for number, method in enumerate(["plain", "lookup", "ptp", "mtpc"])
+    ]  # fmt: skip
+    thread, ended = EngineThread(engine, Limits(max_batch=3)), set()
+    thread.submit(*jobs)
+    thread.start()
+    try:
+        while len(ended) < len(jobs):
+            number, part = parts.get(timeout=60)
+            ended |= {number} if part.finish_reason is not None else set()
+    finally:
+        thread.close()
+    alone = [engine.generate(prompt, method="plain", **settings).tokens for prompt in PROMPTS]
+    assert [job.request.tokens for job in jobs] == [*alone, *alone]
+
+
+def test_a_tensor_on_the_wrong_device_is_found(device, monkeypatch, tiny_folder):
+    engine = load(tiny_folder())
+    embed = engine.model.get_input_embeddings()
+    monkeypatch.setattr(embed, "forward", lambda tokens: embed.weight.cpu()[tokens.cpu()])
+    with pytest.raises(RuntimeError, match="same device"):
+        check_texts(engine, [])
