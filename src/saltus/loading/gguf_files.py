@@ -177,7 +177,9 @@ def _tensors(
     stacked = sum(target.matrix is not None for target in targets)
     if stacked and (len(tensor.shape) != 3 or tensor.shape[0] != stacked):
         shape = " x ".join(map(str, tensor.shape))
-        raise SourceError(f"{file.name} has {tensor.name} of {shape} numbers, but must have {stacked} matrices")
+        raise SourceError(
+            f"{file.name} has {tensor.name} of {shape} numbers, but must have {stacked} matrices; fetch it again"
+        )
     heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(parts[2])
     interleaved = config[heads] if architecture.interleaves_heads and heads else 0
     added = architecture.added_to_norms if is_norm(parts[2]) else 0
