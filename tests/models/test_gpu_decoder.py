@@ -90,13 +90,16 @@ def test_accepted_nodes_are_read_from_where_text_is_read(llama):
 @torch.inference_mode()
 def test_hidden_states_after_a_layer_and_the_greatest_logits_come_along(llama):
     network, tokens = llama[0], text(20)
-    network.add_hidden_state_layers((1,))
+    network.add_hidden_state_layers((1, SIZES["num_hidden_layers"]))
     inputs = ForwardInputs(continuation(tokens, 9), *TREE, output_hidden_states=True)
     outputs = network.forward([inputs], [network.new_kv_cache()])[0]
-    assert outputs.hidden_states.shape == (8, 2 * SIZES["hidden_size"])
+    assert outputs.hidden_states.shape == (8, 3 * SIZES["hidden_size"])
     assert outputs.likeliest.tolist() == outputs.logits.float().cpu().numpy().argmax(-1).tolist()
     head = network.model.lm_head.weight
-    again = outputs.hidden_states[:, SIZES["hidden_size"] :].float() @ head.float().T
+    _, after_all, last = outputs.hidden_states.split(SIZES["hidden_size"], 1)
+    normed = network.model.model.norm(after_all)
+    assert ((normed - last).float().norm() / last.float().norm()) < BOUND
+    again = last.float() @ head.float().T
     assert ((again - outputs.logits.float()).norm() / again.norm()) < BOUND
 
 

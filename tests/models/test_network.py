@@ -29,6 +29,7 @@ from saltus.core.forward import ForwardInputs
 from saltus.engine.checkpoints import make_network
 from saltus.kernels import native
 from saltus.models.causal import MAX_NODES, MAX_ROWS_PER_CALL, CausalNetwork
+from saltus.models.decoder_of import decoder_of
 
 DTYPES = [torch.float32, torch.bfloat16]
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.004}  # of the error's norm over the logits'
@@ -254,18 +255,22 @@ def test_features_are_what_the_unembedding_reads(networks):
 @pytest.mark.parametrize("name", ["Llama", "GPT2", "Gemma", "Llama4 without experts", "GptOss"])
 @torch.inference_mode()
 def test_tapped_layers_stand_before_the_last_states_and_do_not_touch_the_logits(name):
+    """Those of the last layer are the inputs of the last norm."""
     network, model = CausalNetwork(tiny(name)), tiny(name)  # one of its own, since it keeps the layers
     inputs = ForwardInputs(continuation(text(9), 9), (3, 4), (-1, 0), output_hidden_states=True)
     plain = network.forward([inputs], [network.new_kv_cache()])[0]
-    network.add_hidden_state_layers((1,))
+    network.add_hidden_state_layers((1, 2))
     tapped = network.forward([inputs], [network.new_kv_cache()])[0]
     assert torch.equal(tapped.logits, plain.logits)
-    assert torch.equal(tapped.hidden_states[:, 48:], plain.hidden_states)
-    tokens = torch.tensor([[*text(9), 3, 4]])
+    assert torch.equal(tapped.hidden_states[:, 96:], plain.hidden_states)
+    tokens, after_all = torch.tensor([[*text(9), 3, 4]]), []
+    norm = next(module for module in reversed(list(decoder_of(model).children())) if "Norm" in type(module).__name__)
+    norm.register_forward_pre_hook(lambda _, inputs: after_all.append(inputs[0]))
     own = model(tokens, output_hidden_states=True, use_cache=False).hidden_states[1][0]
     assert off(tapped.hidden_states[:, :48], own).max() < BOUNDS[torch.float32]
+    assert off(tapped.hidden_states[:, 48:96], after_all[0][0]).max() < BOUNDS[torch.float32]
     with pytest.raises(ValueError, match="has 2"):
-        network.add_hidden_state_layers((2,))
+        network.add_hidden_state_layers((3,))
 
 
 @pytest.mark.parametrize("name", ["Mistral", "Phi", "Gemma2"])

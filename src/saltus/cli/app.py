@@ -15,6 +15,7 @@ from saltus.cli.chat import chat
 from saltus.cli.check import check
 from saltus.cli.collect import collect
 from saltus.cli.collect_data import data as collect_data
+from saltus.cli.collect_states import states as collect_states
 from saltus.cli.demo import demo
 from saltus.cli.errors import one_line_errors
 from saltus.cli.export import export
@@ -80,6 +81,7 @@ app.command(rich_help_panel=COMPARE_PANEL)(check)
 app.add_typer(bench, name="bench", rich_help_panel=COMPARE_PANEL)
 app.command(rich_help_panel=COMPARE_PANEL, context_settings=PASS_THROUGH_SETTINGS, no_args_is_help=True)(lm_eval)
 collect.command("data")(collect_data)
+collect.command("states")(collect_states)
 app.add_typer(collect, name="collect", rich_help_panel=TRAIN_PANEL)
 app.add_typer(train, name="train", rich_help_panel=TRAIN_PANEL)
 app.command(rich_help_panel=TRAIN_PANEL)(export)

@@ -20,7 +20,7 @@ collect = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
 @collect.callback()
 @no_type_check  # typer calls it with the context of its own click
 def collect_(context: typer.Context) -> None:
-    """Collect texts for training.
+    """Collect texts for training, or a model's hidden states of them for other trainers.
 
     [bold]Examples[/bold]
 
@@ -29,6 +29,8 @@ def collect_(context: typer.Context) -> None:
         saltus collect jacobi
 
         saltus collect data
+
+        saltus collect states
     """
     if not context.invoked_subcommand:
         typer.echo(context.get_help())

@@ -335,16 +335,16 @@ class CausalNetwork:
         return Gate(*(torch.tensor(value, dtype=dtype, device=self.device) for value, dtype in values))
 
     def add_hidden_state_layers(self, layers: Sequence[int]) -> None:
-        """Return the states after these layers as well. Errors: ValueError if the model lacks one.
+        """Return the states after these layers as well: after all layers, those before the last norm.
 
-        To be called while no text is being decoded.
+        Errors: ValueError if the model lacks one. To be called while no text is being decoded.
         """
         if layers and getattr(self.model.config.get_text_config(), "altup_num_inputs", 1) > 1:
             raise ValueError(
                 f"layers of {type(self.model).__name__} give several states of a token (AltUp), which no drafter reads;"
                 " take the method lookup or small_model"
             )
-        if any(not 0 < layer < self.num_layers for layer in layers):
+        if any(not 0 < layer <= self.num_layers for layer in layers):
             raise ValueError(
                 f"hidden states after layer {max(layers)} are needed, but the model has {self.num_layers} layers;"
                 " take a drafter that was trained for it"

@@ -194,7 +194,7 @@ typedef struct {
   const int64_t *key_step, *value_step;  // [texts]: bytes of memory between layers
   const Angles *angles;
   const RecurrentText *recurrent;  // [texts], or NULL: no layer keeps a state
-  void *const *kept;            // [layers]: where to copy the hidden states before a layer, NULL: nowhere
+  void *const *kept;            // [layers + 1]: where to copy the hidden states before a layer or after all, NULL: nowhere
   const int64_t *selected;      // [num_selected]: the rows that have logits
   double *seconds;  // [PARTS_OF_CALL]: of each part, added up, or NULL
   int64_t texts, rows, num_selected, vocab, all_states;

@@ -76,6 +76,7 @@ class DecoderOps:
         self.places: dict[int, tuple[int, int | None]] = {}
         for number, layer in enumerate(description.layers):
             self._layer(number, layer)
+        self.op(native.LAYER_BEGINS, which=len(description.layers))  # none does, but the states may be wanted
         self.ops = (native.Op * len(self.list))()
         for op, (kind, struct, which, place) in zip(self.ops, self.list, strict=True):
             op.kind, op.which, op.place = kind, which, place

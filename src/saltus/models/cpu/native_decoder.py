@@ -109,7 +109,7 @@ class NativeDecoder:
         self.layers.set_angle_widths([table.width for table in self.tables])
         self.constants = self._constants(weights)
         self.angles = (native.Angles * len(self.tables))()
-        self.no_layers_kept = (native.POINTER * self.num_layers)()
+        self.no_layers_kept = (native.POINTER * (1 + self.num_layers))()
         self.prepared_call = PreparedCall(self) if PreparedRows.supports(self) else None
 
     def _constants(self, weights: Resolver) -> native.Decoder:
@@ -228,7 +228,7 @@ class NativeDecoder:
         kept, collected = self.no_layers_kept, []
         if output_hidden_states and hidden_state_layers:
             kept, collected = (
-                (native.POINTER * self.num_layers)(),
+                (native.POINTER * (1 + self.num_layers))(),
                 [torch.empty_like(hidden) for _ in hidden_state_layers],
             )
             for layer, states in zip(hidden_state_layers, collected, strict=True):

@@ -40,7 +40,7 @@ class PreparedRows:
         self.angles = (native.Angles * len(decoder.tables))()
         self.tables: list[object] = [None] * len(decoder.tables)  # as they were in the last call
         self.num_positions = 0  # of these
-        self.kept = (native.POINTER * decoder.num_layers)()
+        self.kept = (native.POINTER * (1 + decoder.num_layers))()
         self.norm, self.head_out = struct.norm, struct.head.out
         self.first_number = ctypes.addressof(self.numbers)
         struct.texts, struct.angles = 1, ctypes.addressof(self.angles)

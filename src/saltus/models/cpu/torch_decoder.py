@@ -51,6 +51,8 @@ class TorchDecoder:
                 hidden = hidden + self._attention(layer.self_attn, normed(layer.input_layernorm, hidden), angles)
                 x, mlp = normed(layer.post_attention_layernorm, hidden), layer.mlp
                 hidden = hidden + mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
+            if len(self.base.layers) in hidden_state_layers:
+                collected.append(hidden)
             last = normed(self.base.norm, hidden)
             logits = self.model.lm_head(last[logit_rows])
         return logits, torch.cat([*collected, last], -1) if output_hidden_states else last[logit_rows]

@@ -174,6 +174,8 @@ class GPUDecoder:
             linear_kernels.gate_and_up(x, layer.gate, layer.up, active, self.gate_blocks, rows)
             parts = linear_kernels.linear_parts(active, layer.down, self.down_blocks, rows)
         row_kernels.add_and_norm(parts, hidden, self.base.norm, x, rows)
+        if len(self.layers) in hidden_state_layers:
+            collected.append(hidden[:rows].clone())
         return x, collected
 
     def product(self, x: Tensor, weight: Tensor, rows: int) -> Tensor:

@@ -1,0 +1,185 @@
+"""`saltus collect states`: a model's hidden states of texts, in the formats that other trainers read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from saltus.cli import options as o
+from saltus.cli.collect import WORK_PANEL
+
+TEXT_PANEL = "Texts"
+
+
+def states(
+    texts: Annotated[
+        Path,
+        typer.Option(
+            "--texts",
+            "-f",
+            metavar="PATH",
+            help="A folder of [i]saltus collect text[/i] or one of its files, or JSON lines as [i]saltus collect"
+            ' data[/i] takes: with "prompt" and "completion", with "messages", or with "text".',
+            rich_help_panel=TEXT_PANEL,
+        ),
+    ],
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to", metavar="TRAINER", help="speculators, or specforge (SpecForge).", rich_help_panel=o.OUTPUT_PANEL
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            help="The states; a repeated command continues there.",
+            rich_help_panel=o.OUTPUT_PANEL,
+        ),
+    ],
+    layers: Annotated[
+        str,
+        typer.Option(
+            "--layers",
+            metavar="LAYERS",
+            help="States after how many layers: numbers such as 2,15,27, or a method's choice: eagle3 (2, the middle"
+            " one, the last but 3) or dflash (five from 2 to the last but 2).",
+            rich_help_panel=WORK_PANEL,
+        ),
+    ] = "eagle3",
+    limit: Annotated[
+        int | None,
+        typer.Option("--limit", metavar="N", min=1, help="Only the first N texts.", rich_help_panel=TEXT_PANEL),
+    ] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            "--max-length",
+            metavar="N",
+            min=2,
+            help="Cut texts after N tokens. [dim]\\[default: the model's context][/dim]",
+            rich_help_panel=TEXT_PANEL,
+        ),
+    ] = None,
+    model: o.Model = o.DEFAULT_MODEL,
+    dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
+    chat_template: o.ChatTemplate = None,
+) -> None:
+    """Write the hidden states of texts for other trainers of draft heads, a file for each text.
+
+    speculators (vLLM project) and SpecForge (SGLang) train EAGLE-3, DFlash and
+    others from such files. States are bfloat16: a token takes 2 bytes for each
+    number of each layer and of the last states.
+
+    [dim]Give the same command again after an interruption: it writes the files that
+    are missing.[/dim]
+
+    [bold]Examples[/bold]
+
+        saltus collect text --prompts prompts.jsonl --out teacher
+
+        saltus collect states --texts teacher --to speculators --out states
+
+        saltus collect states -f teacher --to specforge --layers dflash --limit 1000 --out states
+
+    The losses of these trainers count the completion's tokens, not the prompt's.
+    """
+    from saltus.cli.answers import print_note
+    from saltus.cli.open_engine import open_engine, validate_settings
+    from saltus.training.data import states_for_trainers as trainers
+    from saltus.training.data.state_formats import FORMATS
+    from saltus.training.loop.checkpoint import lock_folder
+
+    if to not in FORMATS:
+        raise ValueError(f"--to {to}: there are {', '.join(FORMATS)}")
+    FORMATS[to].check_installed()
+    choose = trainers.parse_layers(layers)
+    validate_settings("plain", None, chat_template=chat_template)
+    tokenize = _read(texts)  # it raises errors before a model is loaded
+    engine = open_engine(
+        model, "plain", None, chat_template=chat_template, dtype=dtype, device=device, tuned_settings=False
+    )
+    if not engine.network.accepts_drafters:
+        raise ValueError(f"{engine.target.name} returns no hidden states to drafters; take a causal model")
+    config = engine.network.model.config.get_text_config()
+    chosen = choose(config.num_hidden_layers)
+    trainers.check_layers(chosen, config.num_hidden_layers, engine.target.name)
+    samples = _cut(tokenize(engine), min(filter(None, (max_length, engine.target.context_length)), default=None))
+    if not (kept := samples[:limit]):
+        raise ValueError(
+            f"{texts} has no text with {trainers.MIN_COMPLETION} tokens after its prompt; give longer ones"
+        )
+    plan = trainers.StateCollection(kept, to, chosen)
+    with lock_folder(out):
+        metadata = plan.metadata(engine.network, engine.target.name)
+        missing = trainers.prepare_folder(out, plan, metadata, config.hidden_size)
+        _show(trainers.collect_states(engine.network, plan, missing, out), len(kept), missing)
+    size = plan.num_bytes(range(len(kept)), config.hidden_size)
+    print_note(
+        f"{len(kept):,} texts, {size / 1e9:,.2f} GB in {out}; layers {', '.join(map(str, chosen))}"
+        f" ({plan.format.name_layers(chosen)})"
+    )
+
+
+def _read(texts: Path) -> Callable[[Any], list[Any]]:
+    """What gives the texts as tokens of an engine's model. Errors: ValueError for a damaged or unknown file."""
+    from saltus.training.data.given_texts import read_rows, tokenize_row
+    from saltus.training.data.hidden_states import Sample
+    from saltus.training.data.teacher_texts import read_teacher_texts
+    from saltus.training.run import check_teacher_model
+
+    if texts.is_dir() or texts.suffix == ".gz":
+        found = read_teacher_texts(texts)
+
+        def checked(engine: Any) -> list[Any]:
+            check_teacher_model(texts, engine.network.model, engine.tokenizer, engine.target.name)
+            size = engine.network.model.get_input_embeddings().weight.shape[0]
+            if any(token >= size for each in found for token in (*each.prompt, *each.completion)):
+                raise ValueError(f"{texts} has tokens that {engine.target.name} has not; let it write the texts")
+            return found
+
+        return checked
+    rows = read_rows(texts)
+
+    def tokenized(engine: Any) -> list[Any]:
+        longest = engine.target.context_length or 1 << 30
+        return [Sample(*tokenize_row(engine, row, longest), 1.0) for row in rows]
+
+    return tokenized
+
+
+def _cut(samples: Sequence[Any], length: int | None) -> list[Any]:
+    """The texts of at most so many tokens each, without those whose completion is then too short to train on."""
+    from dataclasses import replace
+
+    from saltus.training.data.states_for_trainers import MIN_COMPLETION
+
+    cut = [
+        each if length is None else replace(each, completion=each.completion[: max(length - len(each.prompt), 0)])
+        for each in samples
+    ]
+    return [each for each in cut if each.prompt and len(each.completion) >= MIN_COMPLETION]
+
+
+def _show(progress: Any, total: int, missing: Sequence[int]) -> None:
+    """Show the progress, and at Ctrl-C what is written."""
+    from saltus.cli.progress import progress_meter
+
+    done, tokens, start_time = total - len(missing), 0, time.monotonic()
+    try:
+        with closing(progress), progress_meter(total, "texts") as show:
+            show(done)
+            for new in progress:
+                done, tokens = done + 1, tokens + new
+                show(done, f"{tokens / (time.monotonic() - start_time):,.0f} tokens/s")
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"interrupted; {done:,} of {total:,} files are written, the same command writes the others"
+        ) from None
