@@ -8,14 +8,15 @@ from test_gated_lora import adapter_for
 
 from architectures import tiny
 from conftest import tiny_llama, tiny_xlnet
+from saltus.core.protocols import ReadsTargetKVCache
 from saltus.evaluation.benchmarks.call_recorder import MEMBERS_OF_PROTOCOLS, record_calls
 from saltus.methods.assd.network import AnySubsetNetwork
 from saltus.methods.assd.xlnet import XlnetNetwork
 from saltus.models.causal import CausalNetwork
-from saltus.models.protocols import DrafterHost, FillsHoles, TargetNetwork
+from saltus.models.protocols import DrafterHost, FillsHoles, KeepsKeysAndValues, TargetNetwork
 from saltus.testing import toy_network
 
-PROTOCOLS = TargetNetwork, FillsHoles, DrafterHost
+PROTOCOLS = TargetNetwork, FillsHoles, DrafterHost, KeepsKeysAndValues, ReadsTargetKVCache
 NETWORKS = {
     "causal": lambda: CausalNetwork(tiny("Llama")),
     "any-subset": lambda: AnySubsetNetwork(tiny_llama(any_subset={"mask": 90, "blank": 91})),
