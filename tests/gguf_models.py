@@ -126,6 +126,13 @@ CASES = {
         {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
         tied=True,
     ),
+    "gemma3n": Case(
+        "gemma3n_text", "gemma3n",
+        {"head_dim": 32, "sliding_window": 8, "num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2,
+         "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": VOCAB,
+         "laurel_rank": 32, "activation_sparsity_pattern": [0.95, 0.0, 0.3, 0.0], "final_logit_softcapping": 20.0,
+         "rope_parameters": GEMMA_ROPE}, tied=True,
+    ),
     "llama, experts": Case("mixtral", "llama", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "arcee": Case("arcee", "arcee", {"head_dim": 32}),
     "ernie4_5": Case("ernie4_5", "ernie4_5", {"head_dim": 32}, tied=True),
@@ -204,7 +211,8 @@ INTERLEAVED = {"llama", "granite", "smollm3", "arcee", "granitemoe", "granitehyb
 NEMOTRONS = ("nemotron_h", "nemotron_h_moe")
 MORE_IN_NORMS = {"gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe"}
 PLAIN = (
-    r"_norm(_[12])?(\.weight)?$|ffn_gate_inp|exp_probs_b|\.ssm_(a|d|conv1d|norm)|shortconv\.conv"  # always in float32
+    r"_norm(_[12])?(\.weight)?$|ffn_gate_inp|exp_probs_b|\.ssm_(a|d|conv1d|norm)|shortconv\.conv"
+    r"|altup_(correct|predict)_coef"  # always in float32
 )
 
 
@@ -223,7 +231,7 @@ def tiny(case: Case) -> Any:
             weight.data = torch.rand_like(weight) + (0.5 if is_whole else -0.5)
         if name.endswith((".mlp.gate.weight", "mixer.gate.weight", "router.weight")):
             weight.data *= 8  # so that rounding to bfloat16 seldom chooses other experts
-        if name.endswith(("A_log", "e_score_correction_bias", "sinks", "dt_bias", ".D")):
+        if name.endswith(("A_log", "e_score_correction_bias", "sinks", "dt_bias", ".D", "output_scale")):
             weight.data = torch.rand_like(weight)
     for name, scale in model.named_buffers():
         if name.endswith(("e_score_correction_bias", "expert_bias")):
@@ -264,7 +272,7 @@ def write(
             if isinstance(by_layer := settings[f"{case.name}.{key}"].value, list):
                 by_layer.extend([0] * num_later)
         out.add_nextn_predict_layers(num_later)
-    at = 0
+    at, tensors = 0, {}  # blocks of each tensor, several if it is a stack of weights
     stored = model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
     for name, weight in [*model.named_parameters(), *buffers, *(later or {}).items()]:
@@ -276,18 +284,22 @@ def write(
         converted = convert(case.name, config, name, values + np.float32(added))
         targets = [_file_name(names, each) for each in converted.names]
         plain = any(re.search(PLAIN, target) for target in targets) or converted.arrays[0].ndim == 1
-        format = Q.F32 if plain else formats[at % len(formats)]
-        at += not plain
+        known = tensors.get(targets[0])
+        format = known[0] if known else Q.F32 if plain else formats[at % len(formats)]
+        at += not plain and known is None
         blocks = [quantize(np.ascontiguousarray(array, np.float32), format) for array in converted.arrays]
         for target, block in zip(targets, blocks, strict=True):
-            if target != left_out:
-                out.add_tensor(target, block, raw_dtype=None if format in (Q.F32, Q.F16) else format)
+            tensors.setdefault(target, (format, []))[1].append(block)
         made = converted.back([dequantize(block, format) for block in blocks]) - np.float32(added)
         if heads:
             made = made.reshape(heads, len(made) // heads // 2, 2, -1).swapaxes(1, 2)
         keeps = any(kept in name for kept in model._keep_in_fp32_modules_strict or ())
         numbers = torch.from_numpy(np.ascontiguousarray(made)).reshape(weight.shape)
         weight.data = numbers if keeps else numbers.bfloat16()
+    for target, (format, parts) in tensors.items():
+        if target != left_out:
+            block = parts[0] if len(parts) == 1 else np.stack(parts)
+            out.add_tensor(target, block, raw_dtype=None if format in (Q.F32, Q.F16) else format)
     _add_angles(out, config, case)
     if more is not None:
         more(out)
@@ -310,7 +322,7 @@ def _file_name(names: Any, name: str) -> str:
     for key, found in direct.items():
         if name.startswith("model.layers.") and name.removesuffix(".weight").endswith(f".{key}"):
             return f"blk.{name.split('.')[2]}.{found}"
-    name = name.replace(".mixer.experts.", ".mlp.experts.")
+    name = re.sub(r"(altup_\w*projections)\.\d", r"\1", name.replace(".mixer.experts.", ".mlp.experts."))
     target = names.get_name(name, (".weight", ".bias"))
     target = target or names.get_name(name.replace("model.", "backbone.", 1), (".weight", ".bias"))
     target = target or names.get_name(
@@ -373,6 +385,8 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
         out.add_sliding_window_pattern([kind == SLIDING for kind in config.layer_types])
     if case.name == "gemma4":
         _add_gemma4(out, config, case)
+    if case.name == "gemma3n":
+        _add_gemma3n(out, config)
 
 
 def _add_gemma4(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
@@ -393,6 +407,22 @@ def _add_gemma4(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
         out.add_head_count_kv([config.num_key_value_heads if slide else heads for slide in slides])
     out.add_rope_dimension_count(dim)
     out.add_rope_dimension_count_swa(config.head_dim)
+
+
+def _add_gemma3n(out: gguf.GGUFWriter, config: Any) -> None:
+    out.add_altup_active_idx(config.altup_active_idx)
+    out.add_altup_num_inputs(config.altup_num_inputs)
+    out.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    out.add_shared_kv_layers(config.num_kv_shared_layers)
+    out.add_sliding_window_pattern([kind == SLIDING for kind in config.layer_types])
+    shares, normal = torch.tensor(config.activation_sparsity_pattern), torch.distributions.Normal(0, 1)
+    out.add_activation_sparsity_scale(normal.icdf(shares).tolist())
+    out.add_feed_forward_length(config.intermediate_size)  # of each layer
+    keys = config.num_key_value_heads * config.head_dim
+    for layer in range(config.num_hidden_layers - config.num_kv_shared_layers, config.num_hidden_layers):
+        for name in ("attn_k", "attn_v"):  # checkpoints have them for layers that share those of others, too
+            out.add_tensor(f"blk.{layer}.{name}.weight", np.ones((keys, config.hidden_size), np.float32))
+        out.add_tensor(f"blk.{layer}.attn_k_norm.weight", np.ones(config.head_dim, np.float32))
 
 
 def _add_rope(out: gguf.GGUFWriter, parameters: dict[str, Any]) -> None:

@@ -355,12 +355,13 @@ def test_shifts_find_out_whether_drafting_pays_though_each_step_says_little(odds
     assert tokens / spent > least
 
 
-def test_reading_a_prompt_is_not_held_against_a_drafter():
+@pytest.mark.parametrize("length", [20, 300])
+def test_reading_a_prompt_is_not_held_against_a_drafter(length):
     controller = Controller(call_cost=CallCost({1: 1.0, 16: 1.1}))
     target = toy_network(logit_scale=1.2)
     options = {"small_model": {"min_probability": 0.0}}
     made = toy_decoding(
-        "small_model", PROMPT * 50, 30, target=target, error=0.0, controller=controller, options=options
+        "small_model", (PROMPT * length)[:length], 30, target=target, error=0.0, controller=controller, options=options
     )
 
     class Prefill(Clock):
@@ -369,7 +370,7 @@ def test_reading_a_prompt_is_not_held_against_a_drafter():
             return [
                 ForwardOutputs(
                     one.logits,
-                    seconds=60.0 if one.context_tokens_read > 32 else 0.05,
+                    seconds=60.0 if one.context_tokens_read > 12 else 0.05,
                     context_tokens_read=one.context_tokens_read,
                 )
                 for one in batch_outputs

@@ -1,5 +1,6 @@
 """GGUF files of each architecture give the logits of Transformers' model with the weights that were written."""
 
+import math
 import random
 
 import numpy as np
@@ -19,7 +20,7 @@ from saltus.loading.fetching import SourceError
 from saltus.loading.sources import resolve
 from saltus.models.architectures import gguf_architectures
 
-NOT_DESCRIBED = {"command-r, norms of heads"}  # run by the layers of Transformers
+NOT_DESCRIBED = {"command-r, norms of heads", "gemma3n"}  # run by the layers of Transformers
 REPEATED = {
     "qwen3next",
     "qwen35",
@@ -44,6 +45,14 @@ def written(name: str, tmp_path, formats, **more):
     return model, file
 
 
+def in_float32(model):
+    """The model that loads in float32: a constant of Gemma 3n, √½, was rounded to the model's dtype."""
+    for module in model.float().modules():
+        if type(module).__name__ == "Gemma3nTextModel":
+            module.per_layer_input_scale.fill_(0.5**0.5)
+    return model
+
+
 def case_name(name: str) -> str:
     return CASES[name].name
 
@@ -64,7 +73,9 @@ def test_the_logits_are_those_of_transformers(name, formats, tmp_path):
     with torch.no_grad():
         if case_name(name) not in REPEATED:
             assert torch.equal(theirs(text).logits, expanded(text).logits), "the same weights and settings"
-        assert (load_model("tiny", folder, torch.float32)(text).logits - theirs.float()(text).logits).abs().max() < 1e-4
+        assert (
+            load_model("tiny", folder, torch.float32)(text).logits - in_float32(theirs)(text).logits
+        ).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -82,7 +93,7 @@ def test_the_kernels_read_packed_weights_where_they_lie(name, tmp_path):
     numbers = [logits["bfloat16", weights] for weights in ("file", "bf16")]
     assert torch.equal(*numbers), "packed weights are the numbers that they are expanded to"
     with torch.no_grad():
-        expected = theirs.float()(torch.from_numpy(np.append(text, 7))[None]).logits[0, -2:]
+        expected = in_float32(theirs)(torch.from_numpy(np.append(text, 7))[None]).logits[0, -2:]
     assert (logits["float32", "file"][[0, 3]] - expected).abs().max() < 1e-4
 
 
@@ -136,6 +147,27 @@ def test_tensors_that_are_missing_or_too_many_are_one_line(name, tmp_path):
             name, tmp_path, [Q.Q8_0], more=lambda out, tensor=tensor: out.add_tensor(tensor, np.ones(32, np.float32))
         )
         assert "has a tensor" in (line := complaint(file)) or "lacks" in line
+
+
+@pytest.mark.parametrize("matrices", [0, 2, 4])
+def test_a_stack_that_lacks_weights_or_has_too_many_is_one_line(matrices, tmp_path):
+    def add(out):
+        if matrices:
+            out.add_tensor("altup_proj.weight", np.ones((matrices, 256, 256), np.float32))
+
+    _, file = written("gemma3n", tmp_path, [Q.Q8_0], left_out="altup_proj.weight", more=add)
+    expected = f"altup_proj.weight of {matrices} x 256 x 256 numbers" if matrices else "lacks model.altup_projections.0"
+    assert expected in complaint(file)
+
+
+@pytest.mark.parametrize("scales", [[0.5] * 3, [0.5] * 5, [0.5, math.nan, 0.5, 0.5], [0.5, math.inf, 0.5, 0.5]])
+def test_activation_sparsity_that_no_model_has_is_one_line(scales, tmp_path):
+    def spoil(out):
+        del out.kv_data[0]["gemma3n.activation_sparsity_scale"]
+        out.add_activation_sparsity_scale(scales)
+
+    _, file = written("gemma3n", tmp_path, [Q.Q8_0], more=spoil)
+    assert "activation_sparsity_scale" in complaint(file)
 
 
 @pytest.mark.slow

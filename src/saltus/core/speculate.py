@@ -19,7 +19,8 @@ from saltus.core.rules import Rule, match
 from saltus.core.sampling import Sampling
 from saltus.core.tree import Drafts
 
-MAX_DRAFT_CONTEXT = 32  # a draft call that reads more decided tokens than this is a prefill, not drafting
+# a draft call that reads more decided tokens than this reads a prompt, or what was decided during a pause: not drafting
+MAX_DRAFT_CONTEXT = 12
 
 
 def speculate(

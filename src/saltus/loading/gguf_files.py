@@ -165,7 +165,7 @@ def _tensors(
     if tensor.format not in (*PACKED_FORMATS, *PLAIN_FORMATS):
         names = ", ".join(known.name for known in (*PACKED_FORMATS, *PLAIN_FORMATS))
         raise SourceError(f"{file.name} stores {tensor.name} as {tensor.format.name}; supported are {names}")
-    place = int(tensor.format), tensor.shape, tensor.offset, tensor.size
+    place = _place(tensor)
     if tensor.name == ROPE_FACTORS:
         return [(TensorPart(ROPE_FACTORS), GgufTensor(*place, part=number))]
     targets = [] if parts is None else architecture.targets(*parts.groups())
@@ -174,6 +174,12 @@ def _tensors(
     if not targets:
         raise SourceError(f"{file.name} has a tensor {tensor.name}, which models of {architecture.name} do not have")
     assert parts is not None
+    stacked = sum(target.matrix is not None for target in targets)
+    if stacked and (len(tensor.shape) != 3 or tensor.shape[0] != stacked):
+        shape = " x ".join(map(str, tensor.shape))
+        raise SourceError(
+            f"{file.name} has {tensor.name} of {shape} numbers, but must have {stacked} matrices; fetch it again"
+        )
     heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(parts[2])
     interleaved = config[heads] if architecture.interleaves_heads and heads else 0
     added = architecture.added_to_norms if is_norm(parts[2]) else 0
@@ -181,7 +187,7 @@ def _tensors(
         (
             target,
             GgufTensor(
-                *place, interleaved, number, added,
+                *_place(tensor, target.matrix), interleaved, number, added,
                 rows=target.rows(config, tensor.shape[0]) if target.rows else (), alternating=target.alternating,
                 is_transposed=target.is_transposed, is_negative_exponential=target.is_negative_exponential,
                 is_reshaped=target.is_reshaped,
@@ -189,6 +195,14 @@ def _tensors(
         )
         for target in targets
     ]  # fmt: skip
+
+
+def _place(tensor: TensorInfo, matrix: int | None = None) -> tuple[int, tuple[int, ...], int, int]:
+    """Format, shape, offset and size of a tensor, or of a matrix of a stack."""
+    if matrix is None:
+        return int(tensor.format), tensor.shape, tensor.offset, tensor.size
+    size = tensor.size // tensor.shape[0]
+    return int(tensor.format), tensor.shape[1:], tensor.offset + matrix * size, size
 
 
 def _write_tokenizer_config(metadata: dict[str, Any], folder: Path) -> None:

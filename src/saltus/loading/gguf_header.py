@@ -21,6 +21,7 @@ MAX_HEADER = 1 << 27  # bytes; a vocabulary of 262,144 tokens with merges takes 
 MAX_DIMENSIONS = 4  # of a tensor in ggml
 MAX_NESTING = 4  # of arrays
 DEFAULT_ALIGNMENT = 32
+MAY_BE_INFINITE = ".activation_sparsity_scale"  # -infinity where Gemma 3n keeps all activations
 NUMBER_FORMATS = {
     GGUFValueType.UINT8: "B", GGUFValueType.INT8: "b", GGUFValueType.UINT16: "H", GGUFValueType.INT16: "h",
     GGUFValueType.UINT32: "I", GGUFValueType.INT32: "i", GGUFValueType.UINT64: "Q", GGUFValueType.INT64: "q",
@@ -65,7 +66,7 @@ def read_gguf_header(file: Path) -> GgufHeader:
             if key in metadata:
                 raise ValueError(f"it has {key!r} twice")
             metadata[key] = fields.value(fields.number("I"))
-            if not _is_finite(metadata[key]):
+            if not key.endswith(MAY_BE_INFINITE) and not _is_finite(metadata[key]):
                 raise ValueError(f"its {key} is no finite number")
         infos = [_tensor_info(fields) for _ in range(fields.checked_count(num_tensors, 24))]
         tensors = _placed(infos, _aligned(fields.position, metadata), len(content))

@@ -124,13 +124,14 @@ def _transformers_model(folder: Path, dtype: torch.dtype) -> Any:
 @torch.no_grad()
 def _compute_buffers(model: Any) -> None:
     """Give a model on "meta" what is computed, not loaded, such as rotary frequencies and scales of embeddings."""
+    decoder = model.get_decoder()  # of Gemma 3n it knows the sizes that the model does not
     for module in model.modules():
         computed = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
         for name, buffer in computed.items():
             setattr(module, name, torch.empty_like(buffer, device="cpu"))
         if computed:
-            model._init_weights(module)
-    model._init_weights(model.get_decoder())  # which computes some of its layers' buffers (Falcon-H1)
+            decoder._init_weights(module)
+    decoder._init_weights(decoder)  # which computes some of its layers' buffers (Falcon-H1)
 
 
 def _has_transposed_stacks(module: Any) -> bool:

@@ -128,6 +128,7 @@ class TensorPart:
     is_transposed: bool = False
     is_negative_exponential: bool = False  # -exp(weight) is stored
     is_reshaped: bool = False  # stored with the numbers in the same order
+    matrix: int | None = None  # which one of a stack, that has a matrix for each of several weights
 
 
 Target = str | TensorPart | tuple[TensorPart, ...]

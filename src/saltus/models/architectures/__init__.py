@@ -1,8 +1,8 @@
-"""One file for each `model_type` whose decoder runs on our kernels: it describes the decoder of a configuration.
+"""One file for each `model_type` whose decoder runs on our kernels, or that llama.cpp writes.
 
 A file has `CLASSES`, the names of the Transformers classes that it is for, and `describe(config)`, which returns a
-DecoderDescription or raises NotDescribed. If llama.cpp writes such models, it has `GGUF`, a GgufArchitecture, or a
-tuple of them where llama.cpp has several.
+DecoderDescription or raises NotDescribed: then the layers of Transformers run. If llama.cpp writes such models, it has
+`GGUF`, a GgufArchitecture, or a tuple of them where llama.cpp has several.
 """
 
 from __future__ import annotations

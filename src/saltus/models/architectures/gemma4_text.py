@@ -145,18 +145,26 @@ def gguf_config(model: GgufModel) -> dict[str, Any]:
 
 def is_ignored(config: Mapping[str, Any], tensor: str) -> bool:
     """Angles, which are in the configuration, and keys and values of layers that share those of others."""
+    return tensor == ROPE_FREQUENCIES or is_of_unused_keys(config, tensor)
+
+
+def is_of_unused_keys(config: Mapping[str, Any], tensor: str) -> bool:
+    """True for keys and values of layers that share those of others."""
     parts, last = tensor.split("."), config["num_hidden_layers"] - config["num_kv_shared_layers"]
     is_shared = len(parts) == 4 and parts[1].isdecimal() and int(parts[1]) >= last
-    return tensor == ROPE_FREQUENCIES or (is_shared and parts[2] in ("attn_k", "attn_v", "attn_k_norm"))
+    return is_shared and parts[2] in ("attn_k", "attn_v", "attn_k_norm")
 
 
 ROPE_FREQUENCIES = "rope_freqs.weight"
-TENSORS: dict[str, Target] = {
-    **gemma2.TENSORS,
-    "layer_output_scale.weight": "layer_scalar", "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
-    "post_norm": "post_per_layer_input_norm", "per_layer_token_embd": "model.embed_tokens_per_layer",
+PER_LAYER_TENSORS: dict[str, Target] = {  # of per-layer embeddings
+    "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
-    "per_layer_proj_norm": "model.per_layer_projection_norm", **expert_tensors("experts", "router.proj"),
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}  # fmt: skip
+TENSORS: dict[str, Target] = {
+    **gemma2.TENSORS, **PER_LAYER_TENSORS, "layer_output_scale.weight": "layer_scalar",
+    **expert_tensors("experts", "router.proj"),
     "ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale",
     "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "post_ffw_norm_1": "post_feedforward_layernorm_1",
     "post_ffw_norm_2": "post_feedforward_layernorm_2",
