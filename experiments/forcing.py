@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--max-blocks", type=int, nargs="+", default=[1, 2], help="how many decode at once")
+    parser.add_argument("--recycle", nargs="+", default=[*POOLS.values()], help="kinds of recycling; '' is none")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--whole", action="store_true")
@@ -126,7 +127,8 @@ def main() -> None:
         sides.append((folder, saltus.load(given.models[0], "plain", tuned_settings=False)))
     engines: dict[tuple[str, str], saltus.Engine] = {}
     for name, engine in sides:
-        for max_blocks, (way, recycle) in itertools.product(given.max_blocks, POOLS.items()):
+        pools = [(way, recycle) for way, recycle in POOLS.items() if recycle in given.recycle]
+        for max_blocks, (way, recycle) in itertools.product(given.max_blocks, pools):
             chosen = {
                 "block_size": given.block_size,
                 "max_blocks": max_blocks,
