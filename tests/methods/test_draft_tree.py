@@ -32,18 +32,18 @@ def test_a_tree_holds_the_paths_with_the_greatest_products_of_probabilities(max_
     assert {tuple(b.tokens[:n]) for b in branches for n in range(1, len(b.tokens) + 1)} == set(found)
 
 
-def test_growth_by_families_adds_all_children_of_the_likeliest_node():
+def test_growth_by_siblings_adds_all_children_of_the_likeliest_node():
     rows = np.log(np.array([[0.6, 0.3, 0.1], [0.45, 0.4, 0.15]], dtype=np.float32))
     predictions, choose = PositionPredictions([likely_tokens(row) for row in rows]), Likeliest(2)
-    families = grown_nodes(predictions, [1, 2], choose, 5, "families")
-    assert [node[:2] for node in families] == [(-1, 0), (-1, 1), (0, 0), (0, 1), (1, 0)]
+    siblings = grown_nodes(predictions, [1, 2], choose, 5, "siblings")
+    assert [node[:2] for node in siblings] == [(-1, 0), (-1, 1), (0, 0), (0, 1), (1, 0)]
     assert [node[:2] for node in grown_nodes(predictions, [1, 2], choose, 3)] == [(-1, 0), (-1, 1), (0, 0)]
-    short = grown_nodes(predictions, [1, 2], choose, 3, "families")
-    assert short == families[:3]
+    short = grown_nodes(predictions, [1, 2], choose, 3, "siblings")
+    assert short == siblings[:3]
 
 
-def test_growth_by_families_has_no_least_probability():
+def test_growth_by_siblings_has_no_least_probability():
     rows = np.log(np.array([[0.999, 0.001]] * 2, dtype=np.float32))
     predictions = PositionPredictions([likely_tokens(row) for row in rows])
-    counts = {growth: len(grown_nodes(predictions, [1], Likeliest(2), 12, growth)) for growth in ("nodes", "families")}
-    assert counts == {"nodes": 2, "families": 6}
+    counts = {growth: len(grown_nodes(predictions, [1], Likeliest(2), 12, growth)) for growth in ("nodes", "siblings")}
+    assert counts == {"nodes": 2, "siblings": 6}

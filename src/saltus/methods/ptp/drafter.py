@@ -17,9 +17,9 @@ from saltus.core.sampling import Coupling, Sampling
 from saltus.methods.ptp.fused_drafter import FusedPtpDrafter
 from saltus.methods.shared.draft_tree import (
     MAX_NODES,
+    GrowthRule,
     Likeliest,
     SharedNoise,
-    TreeGrowth,
     likely_paths,
     position_predictions,
 )
@@ -49,7 +49,7 @@ class Ptp:
     num_draft_tokens: int = 8  # of a path, at most; never more than the model was trained for
     top_k: int = 3  # tokens offered for each position, at most
     max_nodes: int = MAX_NODES  # of a drafter's tree; more than --max-draft-tokens are never verified
-    growth: TreeGrowth = "nodes"  # of a drafter's tree: by single nodes (DDTree), or by all children of one (JetSpec)
+    growth: GrowthRule = "nodes"  # of a drafter's tree: by single nodes (DDTree), or by all children of one (JetSpec)
     drafts: int = 1  # chains of an adapter under `reject`, of which the most central one is verified (PTP, Eq. 18)
     two_calls: bool = False  # draft in a call of its own (PTP, Alg. 1), not inside the verification call
     argmax: bool = False  # an adapter without its token's uniform drafts its likeliest token, not the pick (Eq. 7)
@@ -58,8 +58,8 @@ class Ptp:
         for name in ("num_draft_tokens", "top_k", "max_nodes", "drafts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"ptp: {name} is {getattr(self, name)}, but must be 1 or more")
-        if self.growth not in get_args(TreeGrowth):
-            raise ValueError(f"ptp: growth is {self.growth!r}, but must be {' or '.join(get_args(TreeGrowth))}")
+        if self.growth not in get_args(GrowthRule):
+            raise ValueError(f"ptp: growth is {self.growth!r}, but must be {' or '.join(get_args(GrowthRule))}")
 
     @property
     def draft_models(self) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -56,6 +57,7 @@ class NativeDraftPass:
         )  # fmt: skip
         if state is not None:
             self.constants.project = linear_struct(self.ones, [(state, None)])
+        self.lock = threading.Lock()  # of the decoder's buffers, and of the arguments that are made once
         self.of_one_text = PreparedDraftPass(self) if PreparedRows.supports(decoder) else None
 
     @staticmethod
@@ -70,9 +72,10 @@ class NativeDraftPass:
 
     def __call__(self, texts: Sequence[DraftRows]) -> list[DraftedRows]:
         """The pass over texts, in calls of limited rows. A row rounds as if it were alone. Errors: MemoryError."""
-        if self.of_one_text is not None and len(texts) == 1 and texts[0].num_rows <= MAX_ROWS:
-            return [self.of_one_text(texts[0])]
-        return run_in_passes(texts, self._evaluate, self._evaluate)
+        with self.lock:
+            if self.of_one_text is not None and len(texts) == 1 and texts[0].num_rows <= MAX_ROWS:
+                return [self.of_one_text(texts[0])]
+            return run_in_passes(texts, self._evaluate, self._evaluate)
 
     def _evaluate(self, texts: Sequence[DraftRows]) -> list[DraftedRows]:
         positions, attention, kept = plan_pass(texts, self.decoder.num_layers)

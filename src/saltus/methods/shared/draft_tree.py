@@ -195,8 +195,8 @@ GrowPaths = Callable[[Sequence[int], Chooser], Sequence[PathNode] | None]
 """`grown_nodes` for the last two tokens of a text; None if it does not know the chooser."""
 
 
-TreeGrowth = Literal["nodes", "families"]
-"""What is added to a draft tree next. nodes: the likeliest node (DDTree). families: all offered children of the
+GrowthRule = Literal["nodes", "siblings"]
+"""What is added to a draft tree next. nodes: the likeliest node (DDTree). siblings: all offered children of the
 likeliest node that has none yet, however unlikely they are (JetSpec's `accum_logp`)."""
 
 
@@ -206,7 +206,7 @@ def likely_paths(
     choose: Chooser,
     source: str,
     max_nodes: int = MAX_NODES,
-    growth: TreeGrowth = "nodes",
+    growth: GrowthRule = "nodes",
 ) -> list[DraftNodes]:
     """The likeliest paths, grown best first, of `max_nodes` in all.
 
@@ -244,7 +244,7 @@ def grown_nodes(
     text: Sequence[int],
     choose: Chooser,
     max_nodes: int = MAX_NODES,
-    growth: TreeGrowth = "nodes",
+    growth: GrowthRule = "nodes",
 ) -> list[PathNode]:
     """The nodes of the likeliest paths, in the order in which they are added; more of them may be less likely."""
     least = MIN_PATH_PROBABILITY * min(MAX_NODES / max_nodes, 1.0) if growth == "nodes" else 0.0
@@ -265,7 +265,7 @@ def grown_nodes(
         for token, chance in choose(predictions, depth, path):
             if reached * chance >= least and len(nodes) < max_nodes:
                 node, number = (parent, token, chance), len(nodes) + len(queue)
-                place = add(node) if growth == "families" else -1
+                place = add(node) if growth == "siblings" else -1
                 heapq.heappush(queue, (-reached * chance, number, node, place))
 
     expand(-1, 1.0)
