@@ -528,7 +528,7 @@ def test_call_costs_are_kept_for_large_models_of_the_same_shapes_and_only_fall(t
     network = load_checkpoint(str(file), "cpu").network
     whole = {1: 0.5, 2: 0.75, 4: 1.0, 8: 2.0, 16: 3.0, 32: 4.0}
 
-    def measured(network, row_counts=calibration.CALIBRATION_ROWS, turns=3):
+    def measured(network, row_counts=calibration.CALIBRATION_ROWS, turns=3, min_seconds=0.0):
         timed.append(len(row_counts))
         return {rows: (whole | found)[rows] for rows in row_counts}
 
@@ -546,6 +546,10 @@ def test_call_costs_are_kept_for_large_models_of_the_same_shapes_and_only_fall(t
     found.clear()
     risen = whole | {1: calibration.MAX_RISE * 0.25}
     assert calibration.call_seconds(network) == risen, "times fall at once, and rise slowly"
+    monkeypatch.setattr(calibration, "QUICK_SECONDS", 8.0)
+    found |= {16: 2.5}
+    assert calibration.call_seconds(network)[16] == 2.5, "large calls, too, where they take no time"
+    found.clear()
     [kept] = (tmp_path / "cache" / "call_costs").iterdir()
     kept.write_text("damaged")
     assert calibration.call_seconds(network) == whole
