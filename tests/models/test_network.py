@@ -95,7 +95,7 @@ def test_a_read_gives_the_logits_of_the_models_own_forward(name, dtype):
         assert is_as_near_as_its_own(model, tokens)
         return
     errors = without_other_experts(model, dtype, off(chain(network, tokens), own))
-    if dtype == torch.bfloat16 and name.startswith("Gemma4"):
+    if dtype == torch.bfloat16 and name.startswith(("Gemma3n", "Gemma4")):
         errors = errors / 5  # scores are not scaled: its own forward is 0.1 from float32's logits, as far as ours
     assert errors.max() < BOUNDS[dtype]
 
@@ -108,7 +108,7 @@ def test_half_precision_gives_the_logits_of_the_models_own_forward(name):
         return
     own = own_logits(model, tokens)
     errors = without_other_experts(model, torch.float16, off(chain(CausalNetwork(model), tokens), own))
-    assert errors.max() < BOUNDS[torch.float16] * (5 if name == "Gemma4" else 1)  # as above
+    assert errors.max() < BOUNDS[torch.float16] * (5 if name in ("Gemma3n", "Gemma4") else 1)  # as above
 
 
 @pytest.mark.parametrize("name", WITH_FLOAT32_ROUTERS)
@@ -128,15 +128,16 @@ def test_routers_that_transformers_keeps_in_float32_run_on_kernels(name, tmp_pat
         ("Gemma4 of shared keys", {"use_double_wide_mlp": True}),
         ("Gemma4", {"hidden_size_per_layer_input": 0}),
         ("Gemma4", GEMMA4_EXPERTS),
+        ("Gemma3n", {"altup_num_inputs": 4, "activation_sparsity_pattern": [0.95, 0.3, 0.0, 0.5]}),
+        ("Gemma3n", {"altup_num_inputs": 3, "altup_active_idx": 2, "hidden_size": 60}),
+        ("Gemma3n", {"altup_num_inputs": 1, "altup_correct_scale": False, "vocab_size_per_layer_input": VOCAB // 2}),
     ],
 )
 def test_a_described_decoder_with_other_layers(name, changes):
     model, tokens = tiny(name, **changes), text(LENGTH)
-    for layer in model.model.layers:
-        layer.layer_scalar.fill_(0.8)
-        if layer.enable_moe_block:
-            torch.nn.init.uniform_(layer.router.scale, 0.5, 2)
-            torch.nn.init.uniform_(layer.router.per_expert_scale, 0.5, 2)
+    for path, values in (*model.named_parameters(), *model.named_buffers()):
+        if path.endswith(("layer_scalar", "router.scale", "router.per_expert_scale", "correct_output_scale")):
+            torch.nn.init.uniform_(values, 0.5, 2)
     network = CausalNetwork(model)
     assert network.compute_path == ("native" if native.load_kernels() is not None else "transformers")
     assert off(chain(network, tokens), own_logits(model, tokens)).max() < 5e-5
