@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
-
 from torch import Tensor
 
 from saltus.kernels import native
 from saltus.kernels.native import altup
+from saltus.models.cpu.operations import Operations
 from saltus.models.decoder_description import AltUp, Norm, Streams, Weight
 
 LEAST_SQUARE = 1e-5  # mean square of a projection by which it is scaled, at least
-
-
-@runtime_checkable
-class Operations(Protocol):
-    """What is needed of DecoderOps."""
-
-    hidden: Tensor
-    weights: Any
-
-    def buffer(self, name: str, width: int) -> Tensor: ...
-
-    def op(self, kind: int, struct: Any = None, which: int = 0, place: int = 0) -> None: ...
-
-    def copy(self, x: Tensor, out: Tensor, first: int = 0) -> None: ...
-
-    def product(
-        self, x: Tensor, outputs: Sequence[tuple[Weight, Tensor]], norm: Norm | None = None, **settings: Any
-    ) -> None: ...
 
 
 class StreamOps:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from saltus.kernels import native
 from saltus.kernels.native import altup
-from saltus.kernels.packed_weight import kernel_arguments
 from saltus.models.attention_span import AttentionSpan
 from saltus.models.cpu.altup_ops import StreamOps
 from saltus.models.cpu.attention import AttentionCall
@@ -21,6 +20,7 @@ from saltus.models.cpu.decoder_weights import Resolver, linear_struct
 from saltus.models.cpu.expert_ops import experts_struct
 from saltus.models.cpu.hybrid_kv_cache import HybridKVCache, RecurrentCall, StateSizes
 from saltus.models.cpu.mixer_ops import MixerOps
+from saltus.models.cpu.per_layer_ops import PerLayerOps
 from saltus.models.decoder_description import (
     MLP,
     Angles,
@@ -33,8 +33,6 @@ from saltus.models.decoder_description import (
     Mixer,
     MLPAndExperts,
     Norm,
-    PerLayerEmbeddings,
-    PerLayerInput,
     Weight,
     mixers_of,
 )
@@ -71,10 +69,11 @@ class DecoderOps:
         self.structs: list[Any] = []  # that operations point to
         self.list: list[tuple[int, Any, int, int]] = []
         if description.input_scale != 1:
-            self._add(hidden, None, description.input_scale)
-        if description.per_layer_embeddings is not None:
+            self.add(hidden, None, description.input_scale)
+        self.per_layer = None
+        if (inputs := description.per_layer_embeddings) is not None:
             tokens = len(weights.module(description.embedding).weight)
-            self._per_layer_embeddings(description.per_layer_embeddings, len(description.layers), tokens)
+            self.per_layer = PerLayerOps(self, inputs, len(description.layers), tokens)
         self.streams = None if description.streams is None else StreamOps(self, description.streams)
         if self.streams is not None:
             self.streams.begin()
@@ -110,7 +109,7 @@ class DecoderOps:
         self.products.append((struct, [weight for weight, _ in outputs]))
         self.op(native.PRODUCT, struct)
 
-    def _normalize(self, x: Tensor, norm: Norm, out: Tensor, add: Tensor | None = None) -> None:
+    def normalize(self, x: Tensor, norm: Norm, out: Tensor, add: Tensor | None = None) -> None:
         given = self.weights.norm(norm, x.shape[1])
         assert x.shape == out.shape and (add is None or add.shape == x.shape)
         added = None if add is None else add.data_ptr()
@@ -118,7 +117,7 @@ class DecoderOps:
             x=x.data_ptr(), out=out.data_ptr(), size=x.shape[1], add=added, **given.arguments("weight", "kind"),
         ))  # fmt: skip
 
-    def _add(self, x: Tensor, add: Tensor | None, scale: float, out: Tensor | None = None) -> None:
+    def add(self, x: Tensor, add: Tensor | None, scale: float, out: Tensor | None = None) -> None:
         """out = add + scale · x; the hidden states without another output."""
         out = self.hidden if out is None else out
         assert x.shape == out.shape
@@ -133,40 +132,6 @@ class DecoderOps:
             x=x.data_ptr(), out=out.data_ptr(), width=x.shape[1], first=first, size=out.shape[1],
         ))  # fmt: skip
 
-    def _per_layer_embeddings(self, inputs: PerLayerEmbeddings, layers: int, tokens: int) -> None:
-        """Per-layer embeddings of all layers, beside each other. Errors: ValueError if some tokens have none."""
-        table = self.weights.module(inputs.embedding).weight
-        weight, format = kernel_arguments(table)
-        count, width = table.shape
-        if count < tokens and not inputs.others_are_first:
-            raise ValueError(f"{count:,} of its {tokens:,} tokens have per-layer embeddings")
-        embedded, projected = self.buffer("per-layer embeddings", width), self.buffer("projected", width)
-        self.op(native.EMBED_TOKENS, native.Expansion(
-            weight=weight, out=embedded.data_ptr(), format=format, inputs=width,
-        ), which=count, place=inputs.others_are_first)  # fmt: skip
-        self._add(embedded, None, float(torch.tensor(inputs.embedding_scale, dtype=embedded.dtype)), embedded)
-        self.product(self.hidden, [(inputs.projection, projected)])
-        size = width // layers
-        given = self.weights.norm(inputs.norm, size)
-        self.op(native.NORMALIZE, native.Norm(
-            x=projected.data_ptr(), out=embedded.data_ptr(), size=size, parts=layers, add=embedded.data_ptr(),
-            **given.arguments("weight", "kind"),
-        ))  # fmt: skip
-        self._add(embedded, None, 0.5**0.5, embedded)
-
-    def _per_layer_input(self, number: int, layer: PerLayerInput, x: Tensor, outputs: Sequence[Tensor]) -> None:
-        """Add the per-layer embedding of one layer, gated by x."""
-        size = len(self.weights.matrix(layer.gate).weight)
-        gate, embedded = self.buffer("per-layer gate", size), self.buffer("per-layer embedding", size)
-        made = self.buffer("made", self.hidden.shape[1])
-        (every,) = (buffer for (name, _), buffer in self.buffers.items() if name == "per-layer embeddings")
-        self.product(x, [(layer.gate, gate)])
-        self.copy(every, embedded, number * size)
-        activation = native.ACTIVATION_NUMBERS[layer.activation]
-        self.product(embedded, [(layer.output, made)], gate=gate, activation=activation)
-        for out in outputs:
-            self._normalize(made, layer.output_norm, out, add=out)
-
     def _layer(self, number: int, layer: Layer) -> None:
         self.op(native.LAYER_BEGINS, which=number)
         x, outputs, streams = self.hidden, [self.hidden], self.streams
@@ -177,10 +142,10 @@ class DecoderOps:
             self._mixer_and_mlp(number, layer)
             streams.correct(prediction)
             x, outputs = streams.output(layer.altup), streams.every[1:]
-        if layer.per_layer_input is not None:
-            self._per_layer_input(number, layer.per_layer_input, x, outputs)
+        if self.per_layer is not None and layer.per_layer_input is not None:
+            self.per_layer.add(number, layer.per_layer_input, x, outputs)
         if layer.output_scale is not None:
-            self._add(self.hidden, None, float(self.weights.tensor(layer.output_scale)))
+            self.add(self.hidden, None, float(self.weights.tensor(layer.output_scale)))
 
     def _mixer_and_mlp(self, number: int, layer: Layer) -> None:
         beside = None if layer.laurel is None else self._laurel(layer.laurel, layer.mixer_norm)
@@ -191,8 +156,8 @@ class DecoderOps:
         if not layer.parallel:
             self._add_mixed(mixed, layer.residual_scale)
         if beside is not None:
-            self._add(beside, self.hidden, 1.0)
-            self._add(self.hidden, None, 0.5**0.5)
+            self.add(beside, self.hidden, 1.0)
+            self.add(self.hidden, None, 0.5**0.5)
         assert isinstance(layer.mlp, MLP) or not layer.parallel
         if isinstance(layer.mlp, Experts):
             self._experts(layer.mlp, layer.mlp_norm, layer.mlp_output_norm, layer.residual_scale)
@@ -211,10 +176,10 @@ class DecoderOps:
         assert norm is not None
         normed, out = self.buffer("laurel normed", size), self.buffer("laurel", size)
         low = self.buffer("laurel low", len(self.weights.matrix(branch.down).weight))
-        self._normalize(self.hidden, norm, normed)
+        self.normalize(self.hidden, norm, normed)
         self.product(normed, [(branch.down, low)])
         self.product(low, [(branch.up, out)])
-        self._normalize(out, branch.norm, out, add=normed)
+        self.normalize(out, branch.norm, out, add=normed)
         return out
 
     def _add_mixed(self, mixed: Sequence[tuple[Tensor, Weight, Norm | None, float]], scale: float) -> None:
@@ -235,7 +200,7 @@ class DecoderOps:
         gate = self.buffer("gate", width)
         self.product(self.hidden, [(mlp.gate, gate), (mlp.up, up), *others], norm)
         if mlp.gate_scale != 1:
-            self._add(gate, None, mlp.gate_scale, gate)
+            self.add(gate, None, mlp.gate_scale, gate)
         if mlp.gate_cutoff is not None:
             self.op(altup.CUT_OFF, altup.Cutoff(x=gate.data_ptr(), size=width, deviations=mlp.gate_cutoff))
         return up, {"gate": gate, "activation": native.ACTIVATION_NUMBERS[mlp.activation]}
@@ -251,10 +216,10 @@ class DecoderOps:
 
     def _add_normed(self, made: Tensor, norm: Norm | None, scale: float) -> None:
         if norm is None:
-            self._add(made, self.hidden, scale)
+            self.add(made, self.hidden, scale)
         else:
             assert scale == 1
-            self._normalize(made, norm, self.hidden, add=self.hidden)
+            self.normalize(made, norm, self.hidden, add=self.hidden)
 
     def _experts(self, experts: Experts, norm: Norm | None, output_norm: Norm | None, scale: float) -> None:
         """Add what a mixture of experts gives, through its norm and scaled, to the hidden states."""
@@ -279,7 +244,7 @@ class DecoderOps:
             struct.shared_gate = gate.data_ptr() if beside else None
         if experts.router_norm is not None:
             routed = self.buffer("routed", size)
-            self._normalize(self.hidden, experts.router_norm, routed)
+            self.normalize(self.hidden, experts.router_norm, routed)
             struct.routed = routed.data_ptr()
         struct.x, struct.out = self.hidden.data_ptr(), out.data_ptr()
         struct.add = None if add is None else add.data_ptr()
@@ -290,9 +255,9 @@ class DecoderOps:
         made, mixed = (self.buffer(name, self.hidden.shape[1]) for name in ("made", "mixed"))
         x, settings = self._inner(both.mlp, norm)
         self.product(x, [(both.mlp.down, made)], **settings)
-        self._normalize(made, both.mlp_output_norm, made)
+        self.normalize(made, both.mlp_output_norm, made)
         self._mix(both.experts, both.experts_norm, mixed)
-        self._normalize(mixed, both.experts_output_norm, made, add=made)
+        self.normalize(mixed, both.experts_output_norm, made, add=made)
         self._add_normed(made, output_norm, scale)
 
     def _mixer(self, number: int, mixer: Mixer, norm: Norm | None) -> Tensor:
@@ -363,7 +328,7 @@ class DecoderOps:
         """Norms and angles of queries or keys."""
         assert layer.norm_per_head or not (layer.gated or layer.norms_rotated)
         if norm is not None and not layer.norm_per_head:
-            self._normalize(x, norm, x)
+            self.normalize(x, norm, x)
             norm = None
         if layer.norms_rotated:
             self._rotate(x, heads, layer.dim, None, angles, layer.rope_interleaved)
