@@ -274,6 +274,20 @@ def test_tapped_layers_stand_before_the_last_states_and_do_not_touch_the_logits(
         network.add_hidden_state_layers((3,))
 
 
+@pytest.mark.parametrize("active", [0, 1])
+def test_of_several_streams_the_active_one_is_tapped_by_kernels_and_by_transformers_layers(active):
+    inputs = ForwardInputs(continuation(text(20), 9), (3, 4), (-1, 0), output_hidden_states=True)
+    states = []
+    for runs_on_kernels in (True, False):
+        network = CausalNetwork(tiny("Gemma3n", altup_active_idx=active))
+        if not runs_on_kernels:
+            network.native_decoder = None
+        network.add_hidden_state_layers((1, 4))
+        states.append(network.forward([inputs], [network.new_kv_cache()])[0].hidden_states)
+    assert states[0].shape == (22, 3 * 48)
+    assert off(*states).max() < BOUNDS[torch.float32]
+
+
 @pytest.mark.parametrize("name", ["Mistral", "Phi", "Gemma2"])
 def test_without_batch_invariance_there_are_the_same_logits_but_for_rounding(name):
     model, tokens = tiny(name), text(LENGTH)
