@@ -5,8 +5,8 @@
 
 For each model: milliseconds of a call of one row and of eight after 200 tokens, the share outside products and
 attention, and milliseconds of a token by Transformers' `generate` with the same weights in bfloat16, on as many
-threads. With `--weights` our layers and embeddings are packed, experts are not. Models of many layers are cut; the
-table says to how many. The median of `--rounds` is told.
+threads. With `--weights` our layers, embeddings and experts are packed. Models of many layers are cut; the table says
+to how many. The median of `--rounds` is told.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import transformers
 
 from saltus.evaluation.profiling.call_profile import profile_call
 from saltus.loading.huge_pages import place_in_huge_pages
-from saltus.loading.packing import PACKINGS, pack_layers, packable_layers
+from saltus.loading.packing import PACKINGS, pack_places, packable_places
 from saltus.models.causal import CausalNetwork
 
 CONTEXT, ROWS, NEW_TOKENS = 200, (1, 8), 8
@@ -100,7 +100,7 @@ def measure(name: str, weights: str, rounds: int) -> dict[str, Any]:
     found["parameters"] = sum(weight.numel() for weight in model.parameters())
     found["transformers_ms"] = milliseconds_of_transformers(model, max(rounds // 3, 2))
     if weights != "bf16":
-        pack_layers([layer for _, layer in packable_layers(model, 32)], weights, "int8")
+        pack_places(packable_places(model, 32).values(), weights, "int8")
         model.tie_weights()
     place_in_huge_pages(model)
     network = CausalNetwork(model)

@@ -188,6 +188,15 @@ RECURRENT: dict[str, dict] = {  # on our kernels alone
     },
 }  # fmt: skip
 ARCHITECTURES |= RECURRENT
+OF_WHOLE_BLOCKS = {  # sizes that formats of packed weights can hold
+    "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "shared_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32, "num_attention_heads": 4,
+}  # fmt: skip
+MIXTURES = [  # Gemma 4 with the settings below
+    "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Glm4Moe", "Glm4MoeLite", "GraniteMoe", "GptOss", "DeepseekV2",
+    "DeepseekV3", "Llama4", "Dots1", "ExaoneMoe", "MiniMaxM2", "Ernie4_5_Moe", "HunYuanMoEV1", "Gemma4",
+    "Qwen3_5Moe", "Qwen3Next with experts", "GraniteMoeHybrid", "NemotronH with experts", "Lfm2Moe",
+]  # fmt: skip
 GEMMA4_EXPERTS = {
     "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 40,
     "hidden_size_per_layer_input": 0,

@@ -64,6 +64,14 @@ def test_costs_follow_the_calls_and_an_outlier_moves_them_little():
     assert costs.seconds_for(8) < 1.7
 
 
+def test_a_calibration_in_a_disturbed_moment_is_put_right_as_a_whole():
+    costs = CallCost({1: 5.0, 8: 10.0})
+    for _ in range(60):
+        costs.record(1, 1.0)
+    assert costs.seconds_for(1) == pytest.approx(1.0, rel=0.05)
+    assert costs.seconds_for(8) == pytest.approx(2.0, rel=0.1), "else no draft would be tried, and nothing learned"
+
+
 def test_a_machine_under_load_slows_calls_of_all_sizes_and_their_ratio_is_learned_too():
     costs = CallCost({1: 1.0, 8: 2.0})
     for _ in range(200):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from saltus.engine.calibration import CALIBRATION_ROWS, measure_call_seconds
+from saltus.engine.calibration import CALIBRATION_ROWS, MAX_TURNS, measure_call_seconds
 
 
 @pytest.mark.parametrize("vocab", [96, 7919, 2 * 7919, 49152])
@@ -28,3 +28,17 @@ def test_rows_of_a_timed_call_are_unlike_tokens_from_all_over_the_vocabulary(voc
         if len(tokens) == max(CALIBRATION_ROWS):
             quarters = {4 * token // vocab for token in tokens}
             assert quarters == {0, 1, 2, 3}
+
+
+def test_calls_of_a_small_model_are_timed_more_often():
+    taken = []
+
+    def forward(batch, kv_caches):
+        taken.append(0.004 if len(taken) > 20 else 0.02)  # the machine was busy at first
+        return [SimpleNamespace(logits=torch.zeros(1, 96), seconds=taken[-1])]
+
+    network: Any = SimpleNamespace(new_kv_cache=dict, forward=forward)
+    assert measure_call_seconds(network, (1, 2), turns=3) == {1: 0.02, 2: 0.02}
+    taken.clear()
+    assert measure_call_seconds(network, (1, 2, 4), turns=3, min_seconds=1.0) == {1: 0.004, 2: 0.004, 4: 0.004}
+    assert len(taken) == 2 + 3 * MAX_TURNS, "and no more than that"

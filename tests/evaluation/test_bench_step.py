@@ -203,6 +203,8 @@ def test_the_machine_s_speed_is_the_best_of_several_by_the_clock():
     )
     assert can.bytes_per_second == 2 * 2 * 2**20  # of a copy: read and written
     assert can.flops_per_second == 2 * 128**3
+    speed = roofline.measure_machine_speed(torch.bfloat16, torch.device("cpu"), 2, 128, 1, clock, integers=True)
+    assert speed.measured["integer_product_flops_per_second"] == 2 * 128**3
 
 
 # The parts

@@ -15,7 +15,7 @@ from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.engine.checkpoints import load_checkpoint, load_model
 from saltus.kernels.packed_weight import PackedWeight
-from saltus.loading import gguf_index, sources
+from saltus.loading import gguf_index, packing, sources
 from saltus.loading.fetching import SourceError
 from saltus.loading.sources import resolve
 from saltus.models.architectures import gguf_architectures
@@ -95,6 +95,19 @@ def test_the_kernels_read_packed_weights_where_they_lie(name, tmp_path):
     with torch.no_grad():
         expected = in_float32(theirs)(torch.from_numpy(np.append(text, 7))[None]).logits[0, -2:]
     assert (logits["float32", "file"][[0, 3]] - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3moe", "llama4", "granitemoe"])
+def test_experts_that_are_packed_at_load_are_those_of_a_file(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(packing, "cache_folder", lambda: tmp_path / "cache")
+    model, file = written(name, tmp_path, [Q.Q8_0])
+    model.save_pretrained(tmp_path / "model")
+    of_file = dict(load_model("tiny", resolve(str(file))).named_parameters())
+    packed = load_model("tiny", tmp_path / "model", weights="q8_0")
+    stacks = {name: weight for name, weight in packed.named_parameters() if weight.ndim == 3}
+    assert len(stacks) >= 2
+    for path, stack in stacks.items():
+        assert torch.equal(stack.rows, of_file[path].rows)
 
 
 @pytest.mark.parametrize("name", CASES)

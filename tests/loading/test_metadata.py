@@ -26,6 +26,7 @@ KINDS = {
         DrafterMetadata("adapter", "tiny", "abc", SIGNS, SHAPE, CARD, {"a": "0f"}),
         f"digest {FIELDS}",
     ),
+    "mtp-head": (DrafterMetadata("mtp-head", "tiny", "abc", SIGNS, {}, CARD), FIELDS),
     "model": (DrafterMetadata("model", "tiny", None, None, {}, CARD), FIELDS),
 }
 

@@ -9,7 +9,7 @@ import torch
 from test_gated_lora import adapter_for
 from transformers import set_seed
 
-from architectures import DESCRIBED, VOCAB, text, tiny
+from architectures import DESCRIBED, OF_WHOLE_BLOCKS, VOCAB, text, tiny
 from saltus.core.batch import SequenceState, run_batch
 from saltus.core.canvas import continuation
 from saltus.core.noise import Noise
@@ -18,6 +18,8 @@ from saltus.core.sampling import Sampling
 from saltus.core.speculate import speculate
 from saltus.engine.checkpoints import make_network
 from saltus.engine.prefix_tree import PrefixTree, supports_prefix_tree
+from saltus.kernels import native
+from saltus.loading.packing import pack_places, packable_places
 from saltus.methods import make_methods
 from saltus.methods.ptp.drafter import AdapterPtp
 from saltus.methods.ptp.network import DrafterShape, DraftModel, DraftNetwork
@@ -25,7 +27,12 @@ from saltus.models.causal import CausalNetwork
 
 pytestmark = pytest.mark.slow
 
-NAMES = [*DESCRIBED, "Gemma4 of unlike heads", "Gemma4 of shared keys", "GPT2"]
+PACKED = ", packed"  # as by --weights q8_0, and multiplied by activations of 8 bits
+NAMES = [
+    *DESCRIBED, "Gemma4 of unlike heads", "Gemma4 of shared keys", "GPT2",
+    *(name + PACKED for name in ("GptOss", "Qwen3Moe", "Llama4", "Lfm2Moe", "Gemma3n")
+      if native.load_kernels() is not None),
+]  # fmt: skip
 METHODS = ["lookup", "jacobi", "small_model", "ptp"]
 SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8)}
 REPEATED = text(5).tolist()
@@ -67,19 +74,24 @@ def write(networks, method, sampling, numbers, kv_caches=(), rounds=None) -> Wri
 @pytest.fixture(scope="module", params=NAMES)
 def networks(request) -> dict[str, Any]:
     """A target, checked as at load, a draft model of other weights, and a drafter that nobody trained."""
-    target = make_network(tiny(request.param).to(torch.bfloat16), "mine")
-    assert isinstance(target, CausalNetwork)
-    draft = CausalNetwork(tiny(request.param, seed=1).to(torch.bfloat16))
+    name, is_packed = request.param.removesuffix(PACKED), request.param.endswith(PACKED)
+    models = [tiny(name, seed, **OF_WHOLE_BLOCKS if is_packed else {}).bfloat16() for seed in (0, 1)]
     with torch.no_grad():
-        for mine, other in zip(draft.model.parameters(), target.model.parameters(), strict=True):
+        for mine, other in zip(models[1].parameters(), models[0].parameters(), strict=True):
             mine.lerp_(other, 0.9)
+    if is_packed:
+        for model in models:
+            pack_places(packable_places(model, 32).values(), "q8_0", "int8")
+    target, draft = make_network(models[0], "mine"), CausalNetwork(models[1])
+    assert isinstance(target, CausalNetwork)
     return {"target": target, "small_model": draft, "ptp": untrained_drafter(target)}
 
 
 def untrained_drafter(target: CausalNetwork) -> DraftNetwork:
     """A drafter of `ptp`, which reads the target's hidden states."""
     embeddings, output = target.model.get_input_embeddings(), target.model.get_output_embeddings()
-    shape = DrafterShape(hidden=48, intermediate=48, hidden_state_layers=(1,), heads=4, kv_heads=2)
+    hidden = embeddings.weight.shape[1]
+    shape = DrafterShape(hidden=hidden, intermediate=48, hidden_state_layers=(1,), heads=4, kv_heads=2)
     set_seed(7)
     model = DraftModel(shape, torch.arange(3, VOCAB), embeddings.weight.detach(), output.weight.detach())
     target.add_hidden_state_layers(shape.hidden_state_layers)

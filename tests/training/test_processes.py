@@ -8,12 +8,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import test_adapter_training
 import test_head_training
 import test_jacobi_training
+import test_mtp_training
 import test_train
 import torch
 from test_adapter_training import gradients
@@ -33,6 +35,7 @@ from saltus.methods.ptp.training.adapter import AdapterTrainingTask
 from saltus.methods.ptp.training.drafter import DrafterTrainingTask
 from saltus.methods.ptp.training.text_intervals import collect_uniform_intervals
 from saltus.models.gated_lora import GatedLoraSettings
+from saltus.training.data.hidden_states import HiddenStateCorpus
 from saltus.training.data.seeded_generator import ShareOfDraws, seeded_generator
 from saltus.training.loop.processes import Processes, shards_weights
 from saltus.training.training_task import TrainingTask
@@ -87,6 +90,12 @@ def drafter_task(target, states, **changes) -> DrafterTrainingTask:
     return DrafterTrainingTask(target, states, shape, vocabulary_size=40, window_settings=settings)
 
 
+def last_of(states: HiddenStateCorpus) -> HiddenStateCorpus:
+    """The corpus without the states of inner layers."""
+    features: Any = states.hidden_states
+    return replace(states, hidden_states=features[:, 32:], hidden_state_layers=())
+
+
 def any_subset_task() -> AnySubsetTrainingTask:
     texts = [np.arange(4, 12 + i % 12) for i in range(40)]
     return AnySubsetTrainingTask(
@@ -111,6 +120,7 @@ TASKS: dict[str, Callable[..., TrainingTask]] = {
     "heads with the target's distributions": lambda tmp, target, states: test_head_training.task(
         target, states, distillation_weight=0.5, circuit="cp"
     ),
+    "mtp head": lambda tmp, target, states: test_mtp_training.head_task(target, last_of(states)),
     "adapter": lambda tmp, target, states: adapter_task(tmp),
     "adapter of distributions": lambda tmp, target, states: adapter_task(tmp, form="categorical", loss="kl"),
     "adapter of its own windows": lambda tmp, target, states: adapter_task(tmp, student_windows=0.6, learned=0.05),

@@ -20,6 +20,7 @@ from saltus.loading.metadata import read_metadata
 from saltus.methods.assd.training.any_subset import AnySubsetTrainingTask
 from saltus.methods.assd.training.pairwise_correction import PairwiseCorrectionTrainingTask
 from saltus.methods.jacobi.training.forcing import JacobiTrainingTask
+from saltus.methods.mtp.training.head import MtpTrainingTask
 from saltus.methods.mtpc.training.heads import HeadsTrainingTask
 from saltus.methods.ptp.training.adapter import AdapterTrainingTask
 from saltus.methods.ptp.training.drafter import DrafterTrainingTask
@@ -526,7 +527,7 @@ def test_only_a_recipe_of_jacobi_needs_no_temperatures():
 
 
 def test_shipped_recipes_are_valid_and_listed():
-    output = {method: saltus_("train", method, "--list").stdout for method in ("ptp", "mtpc", "jacobi", "assd")}
+    output = {method: saltus_("train", method, "--list").stdout for method in ("ptp", "mtp", "mtpc", "jacobi", "assd")}
     assert {"smollm2", "smollm2-adapter", "smollm2-code", "smollm2-heads", "vicuna-7b"} <= set(
         recipes.shipped_recipes()
     )
@@ -543,10 +544,11 @@ def test_shipped_recipes_are_valid_and_listed():
 
 def test_all_objectives_have_one_interface():
     own = {kind: each for kind, each in OBJECTIVES.items() if type(each).__module__.startswith("saltus.")}
-    assert own.keys() == {"drafter", "adapter", "dflash", "heads", "jacobi", "any-subset"}  # others may be installed
-    assert {objective.method for objective in own.values()} == {"ptp", "mtpc", "jacobi", "assd"}
+    known = {"drafter", "adapter", "dflash", "mtp-head", "heads", "jacobi", "any-subset"}
+    assert own.keys() == known  # others may be installed
+    assert {objective.method for objective in own.values()} == {"ptp", "mtp", "mtpc", "jacobi", "assd"}
     tasks = DrafterTrainingTask, DFlashTrainingTask, HeadsTrainingTask, AdapterTrainingTask, JacobiTrainingTask
-    for task in (*tasks, AnySubsetTrainingTask, PairwiseCorrectionTrainingTask):
+    for task in (*tasks, MtpTrainingTask, AnySubsetTrainingTask, PairwiseCorrectionTrainingTask):
         assert issubclass(task, TrainingTask)
         assert not task.__abstractmethods__
 

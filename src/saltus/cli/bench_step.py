@@ -125,6 +125,7 @@ def measure_step(engine: Any, grid: Any) -> dict[str, Any]:
     from saltus.evaluation.profiling import call_profile, roofline, step_profile
     from saltus.evaluation.profiling import call_timing as steps
     from saltus.evaluation.reports.environment import run_info
+    from saltus.kernels.packed_weight import uses_integers
 
     network, model = engine.network, engine.network.model
     vocabulary = model.get_output_embeddings().weight.shape[0]
@@ -140,7 +141,7 @@ def measure_step(engine: Any, grid: Any) -> dict[str, Any]:
         suppress(KeyboardInterrupt),
         progress_bar(grid.num_calls + len(profiled) + len(temperatures) + 2, "measuring") as advance,
     ):
-        can = roofline.measure_machine_speed(model.dtype, model.device)
+        can = roofline.measure_machine_speed(model.dtype, model.device, integers=uses_integers(model))
         advance()
         for _ in steps.measure_calls(network, grid, vocabulary, timings, synchronize=settle):
             advance()

@@ -64,7 +64,7 @@ Weights = Annotated[
         "--weights",
         metavar="FORMAT",
         help="file: as they are stored; bf16: expand packed ones; q8_0, q5_1, q5_0, q4_1, q4_0: pack those of a"
-        " Hugging Face model (another model then).",
+        " Hugging Face model, experts too (another model then).",
     ),
 ]
 

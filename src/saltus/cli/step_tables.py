@@ -110,7 +110,8 @@ def _parts_table(breakdowns: Sequence[Mapping[str, Any]], heads: Sequence[str]) 
 def _describe_machine(machine_speed: Mapping[str, Any]) -> str:
     bandwidth, compute = machine_speed["bytes_per_second"] / 1e9, machine_speed["flops_per_second"] / 1e9
     threads = number_of(machine_speed["threads"], "thread")
-    return f"this machine, measured: {bandwidth:.1f} GB/s, {compute:,.0f} GFLOP/s, {threads}"
+    unit = "Gop/s of 8-bit integers" if "integer_product_flops_per_second" in machine_speed["measured"] else "GFLOP/s"
+    return f"this machine, measured: {bandwidth:.1f} GB/s, {compute:,.0f} {unit}, {threads}"
 
 
 def _values(rows: Sequence[Mapping[str, Any]], name: str) -> list[int]:

@@ -51,6 +51,8 @@ def train_(context: typer.Context) -> None:
 
         saltus train ptp
 
+        saltus train mtp
+
         saltus train mtpc
 
         saltus train jacobi
@@ -155,6 +157,22 @@ PTP_HELP = f"""Train a drafter, or an adapter, for the method ptp.
 
     [bold]A recipe[/bold] is a TOML file.
     """
+MTP_HELP = f"""Train a head for multi-token prediction, for a model whose checkpoint has none.
+
+    {RESUMES}
+
+    The model first reads the teacher's texts once; its last hidden states are cached
+    on disk. The head is a projection and one layer like the model's. It is trained to
+    go on with its own output, as it does when it drafts. It cannot change a text.
+
+    [bold]Examples[/bold]
+
+        saltus train mtp --teacher teacher --out head
+
+        saltus train mtp --teacher teacher --set mtp-head.window=6 --work runs/six
+
+    Afterwards: saltus generate --method mtp --option mtp.model=head "Who?"
+    """
 MTPC_HELP = f"""Train heads for the method mtpc: the joint distribution of the next tokens.
 
     {RESUMES}
@@ -249,6 +267,7 @@ def _recipe_command(method: str, default_recipe: Any) -> Callable[..., None]:
 
 
 train.command("ptp", help=PTP_HELP)(_recipe_command("ptp", "smollm2"))
+train.command("mtp", help=MTP_HELP)(_recipe_command("mtp", "smollm2-mtp"))
 train.command("mtpc", help=MTPC_HELP)(_recipe_command("mtpc", "smollm2-heads"))
 train.command("jacobi", help=JACOBI_HELP)(_recipe_command("jacobi", "smollm2-jacobi"))
 

@@ -21,6 +21,8 @@ class Walk(ctypes.Structure):
         ("temperature", native.REAL),
         ("decided", native.POINTER),
         *((name, native.INTEGER) for name in ("last", "ended")),
+        *((name, native.POINTER) for name in ("banned", "ends")),
+        *((name, native.INTEGER) for name in ("num_banned", "num_ends")),
     ]
 
 
@@ -32,13 +34,12 @@ def _kernel(dtype: torch.dtype) -> Callable[..., int] | None:
 def followed_tokens(distributions: TargetDistributions) -> tuple[list[int], int, bool]:
     """The first tokens that `match` decides, the last node that it accepts by them, and whether these are all.
 
-    No tokens where there is no kernel, or where the text is not the argmax of raw logits with or without Gumbel noise.
+    No tokens where there is no kernel, or where more than logits, bans and the noise decides.
     """
     inputs, outputs, sampling = distributions.inputs, distributions.outputs, distributions.sampling
     logits = outputs.logits
-    greedy = sampling.plain_argmax
     if (
-        not (greedy or sampling.plain_gumbel_max)
+        not sampling.has_argmax
         or distributions.constraint is not None
         or outputs.token_ids is not None
         or not logits.is_cpu
@@ -50,7 +51,7 @@ def followed_tokens(distributions: TargetDistributions) -> tuple[list[int], int,
     first, still_open = canvas.num_decided, len(canvas.order) - canvas.num_decided
     positions = min(still_open, nodes + 1)
     keys = None
-    if not greedy:
+    if not sampling.greedy:
         keys = distributions.noise.keys_of_tokens("text", canvas.order[first : first + positions])
     rows = native.INTEGER * nodes
     tokens, parents = rows(*inputs.tokens[:nodes]), rows(*inputs.parents[:nodes])
@@ -60,5 +61,11 @@ def followed_tokens(distributions: TargetDistributions) -> tuple[list[int], int,
         None if keys is None else native.address(keys), logits.shape[1], nodes, positions, sampling.temperature,
         ctypes.addressof(decided),
     )  # fmt: skip
+    if sampling.banned:
+        struct.banned, struct.num_banned = native.address(sampling.banned_ids), len(sampling.banned_ids)
+    if sampling.hole_end_tokens:
+        struct.ends, struct.num_ends = native.address(sampling.hole_end_ids), len(sampling.hole_end_ids)
     count = walk(ctypes.byref(struct))
-    return decided[:count], struct.last, bool(struct.ended) or count == still_open
+    found = decided[:count]
+    is_complete = bool(struct.ended) or count == still_open or (count > 0 and distributions.ends_hole(found))
+    return found, struct.last, is_complete

@@ -107,14 +107,26 @@ class Sampling:
     @cached_property
     def plain_gumbel_max(self) -> bool:
         """True if the text is the argmax of the raw logits by temperature and Gumbel noise: see `gumbel_max_token`."""
-        return self.coupling == "gumbel" and not self.greedy and not self.truncates and self.token_independent
+        return not self.greedy and self.has_argmax and self.token_independent
+
+    @cached_property
+    def has_argmax(self) -> bool:
+        """True if the text is the argmax of the logits of tokens that are not banned, perhaps with Gumbel noise.
+
+        In a hole that ended nothing is picked.
+        """
+        return (self.greedy or (self.coupling == "gumbel" and not self.truncates)) and not self._changes_logits
 
     @property
     def token_independent(self) -> bool:
         """True if the distribution depends on the logits' values only, and not on which tokens they belong to."""
-        return not (
-            self.uses_context or self.logit_bias or self.banned or self.forced_at_index or self.banned_at_index
-            or self.hole_end_tokens or (self.min_new_tokens and self.end_tokens)
+        return not (self._changes_logits or self.banned or self.hole_end_tokens)
+
+    @property
+    def _changes_logits(self) -> bool:
+        return bool(
+            self.uses_context or self.logit_bias or self.forced_at_index or self.banned_at_index
+            or (self.min_new_tokens and self.end_tokens)
         )  # fmt: skip
 
     @property
@@ -134,6 +146,10 @@ class Sampling:
     @cached_property
     def banned_ids(self) -> np.ndarray:
         return np.array(sorted(set(self.banned)), dtype=np.int64)
+
+    @cached_property
+    def hole_end_ids(self) -> np.ndarray:
+        return np.array([token for token, _, _ in self.hole_end_tokens], dtype=np.int64)
 
     @cached_property
     def end_ids(self) -> np.ndarray:

@@ -22,6 +22,7 @@ class BatchController(Controller):
     ) -> None:
         self._setup, self._num_running, self._keeps_states = setup, num_running, keeps_states
         self._fixed = None if setup.chooses_sizes else setup.controller(1)
+        self._together, self._latest = 0, self._fixed
         most = setup.max_draft_tokens
         most = most if max_draft_tokens is None else min(most, max_draft_tokens)
         super().__init__(most, setup.chooses_sizes, setup.acceptance, setup.call_cost)
@@ -30,9 +31,10 @@ class BatchController(Controller):
         if self._fixed is not None:
             return self._fixed
         together = 1 << (max(self._num_running(), 1) - 1).bit_length()
-        controller = self._setup.controller(together)
-        self.call_cost, self.drafting_switch = controller.call_cost, controller.drafting_switch
-        return controller
+        if together != self._together or self._latest is None:
+            self._together, self._latest = together, self._setup.controller(together)
+            self.call_cost, self.drafting_switch = self._latest.call_cost, self._latest.drafting_switch
+        return self._latest
 
     def should_draft(self) -> bool:
         return self._current().should_draft()

@@ -26,6 +26,9 @@ from saltus.storage.cache_folder import cache_folder
 CALIBRATION_ROWS = (1, 2, 4, 8, 16, 32)  # row counts that are timed
 MIN_CACHED_BYTES = 50_000_000  # of weights; the calls of smaller models are timed in no time
 REPEATED_ROWS = (1, 2, 4, 8)  # row counts that are timed in every run
+QUICK_SECONDS = 0.05  # other row counts are timed again, too, where one turn of them takes less
+SMALL_MODEL_SECONDS = 0.05  # for which calls of models without a cache are timed, in some turns
+MAX_TURNS = 10
 MAX_RISE = 1.05  # of a time, from one run to the next
 GOLDEN_RATIO = 0.6180339887  # of the vocabulary, from one token of a timed call to the next: they lie far apart
 
@@ -38,10 +41,13 @@ def call_seconds(network: Any) -> dict[int, float]:
     """
     file = _cache_file(network)
     if file is None:
-        return measure_call_seconds(network)
+        return measure_call_seconds(network, min_seconds=SMALL_MODEL_SECONDS)
     known = _read_cache(file)
     if known:
         measured = measure_call_seconds(network, REPEATED_ROWS, turns=2)
+        others = [rows for rows in CALIBRATION_ROWS if rows not in REPEATED_ROWS]
+        if sum(known[rows] for rows in others) < QUICK_SECONDS:
+            measured |= measure_call_seconds(network, others, turns=1)
         measured = {rows: min(MAX_RISE * seconds, measured.get(rows, seconds)) for rows, seconds in known.items()}
         measured = never_falling(measured)
     else:
@@ -78,10 +84,11 @@ def _cache_file(network: Any) -> Path | None:
 
 
 def measure_call_seconds(
-    network: Network, row_counts: Sequence[int] = CALIBRATION_ROWS, turns: int = 3
+    network: Network, row_counts: Sequence[int] = CALIBRATION_ROWS, turns: int = 3, min_seconds: float = 0.0
 ) -> dict[int, float]:
     """Seconds of a call by its number of rows, after a short text: the least of `turns`, since noise only adds.
 
+    There are up to MAX_TURNS turns while all of them took less than `min_seconds`.
     The rows are tokens from all over the vocabulary, as many different ones as it has: a mixture of experts reads the
     weights of those experts that the rows of a call go to.
     """
@@ -97,4 +104,6 @@ def measure_call_seconds(
 
     seconds(max(row_counts))
     timed = [[seconds(rows) for rows in row_counts] for _ in range(turns)]
+    while len(timed) < MAX_TURNS and sum(map(sum, timed)) < min_seconds:
+        timed.append([seconds(rows) for rows in row_counts])
     return never_falling(dict(zip(row_counts, map(min, zip(*timed, strict=True)), strict=True)))

@@ -41,6 +41,7 @@ from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
 from saltus.models.evabyte import EvaByteNetwork
 from saltus.models.evabyte_decoder import EvaByteDecoder
 from saltus.models.packed_decoder import PackedDecoder
+from saltus.models.packed_experts import PACKED_EXPERTS, experts_implementation
 from saltus.models.protocols import TargetNetwork
 from saltus.models.recurrent_layers import recurrent_layer_types
 from saltus.models.resized_vocabulary import embedding_rows
@@ -183,6 +184,8 @@ def load_model(
     model.checkpoint_folder = folder
     if weights in PACKINGS:
         pack_model(model, weights, folder, _of_packed(arithmetic))
+    if (experts := experts_implementation(model)) == PACKED_EXPERTS:
+        model.set_experts_implementation(experts)
     return model
 
 

@@ -27,7 +27,7 @@ from saltus.models.packed_decoder import (
     make_decoder_config,
     read_decoder_config,
 )
-from saltus.models.packed_experts import experts_implementation
+from saltus.models.packed_experts import experts_implementation, has_transposed_stacks
 
 
 def load_gguf_model(
@@ -66,7 +66,7 @@ def load_gguf_model(
     for name, parts in tensors.items():
         path, _, attribute = name.rpartition(".")
         module = model.get_submodule(path)
-        shape, is_transposed = getattr(module, attribute).shape, _has_transposed_stacks(module)
+        shape, is_transposed = getattr(module, attribute).shape, has_transposed_stacks(module)
         weight = read_weight(name, parts, contents, tuple(shape), is_transposed, packed, arithmetic)
         if not isinstance(weight, PackedWeight):
             weight = weight if any(each in name for each in exact) else weight.to(torch.bfloat16).to(dtype)
@@ -134,11 +134,6 @@ def _compute_buffers(model: Any) -> None:
     decoder._init_weights(decoder)  # which computes some of its layers' buffers (Falcon-H1)
 
 
-def _has_transposed_stacks(module: Any) -> bool:
-    """True for experts whose matrices are [in, out]; Llama 4's do not say it."""
-    return getattr(module, "is_transposed", type(module).__name__ == "Llama4TextExperts")
-
-
 def _check_complete(
     model: Any, tensors: Mapping[str, Sequence[GgufTensor]], files: Sequence[Path], sizes: Sequence[int]
 ) -> None:
@@ -150,7 +145,7 @@ def _check_complete(
             f"{files[0]} lacks {wrong[0]}, or has it in another shape than its architecture; fetch it again"
         )
     for name, parts in tensors.items():
-        is_transposed = _has_transposed_stacks(model.get_submodule(name.rpartition(".")[0]))
+        is_transposed = has_transposed_stacks(model.get_submodule(name.rpartition(".")[0]))
         for part in parts:
             check_part(name, part, files[part.part])
         check_parts(name, parts, expected[name], is_transposed, files[0])

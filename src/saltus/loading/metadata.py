@@ -22,9 +22,10 @@ TRAIN_COMMANDS = {
     "heads": "saltus train mtpc",
     "adapter": "saltus train ptp or saltus train jacobi",
     "model": "saltus train jacobi",
+    "mtp-head": "saltus train mtp",
 }
 
-Kind = Literal["drafter", "heads", "adapter", "model"]
+Kind = Literal["drafter", "heads", "adapter", "model", "mtp-head"]
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,16 @@
-"""Pack the weights of a loaded model by GGUF's quantisers; the blocks are kept in the cache."""
+"""Pack the weights of a loaded model by GGUF's quantisers, one after the other; the blocks are kept in the cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+import logging
+import math
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,107 +18,191 @@ import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import quantize
-from safetensors.torch import load_file, save_file
-from torch import nn
+from safetensors import safe_open
+from torch import Tensor, nn
 
 from saltus.kernels import native
 from saltus.kernels.packed_weight import GROUP_OUTPUTS, Arithmetic, PackedWeight, dequantize_blocks
 from saltus.loading.model_folders import weight_files
+from saltus.models.architectures import describe_decoder
+from saltus.models.decoder_description import experts_of
+from saltus.models.decoder_of import decoder_of
 from saltus.models.packed_decoder import UninitializedLinear
+from saltus.models.packed_experts import expert_stacks, has_transposed_stacks
 from saltus.storage.cache_files import disk_errors, has_digest, new_file_with_digest
 from saltus.storage.cache_folder import cache_folder
 
+log = logging.getLogger("saltus")
+
 PACKINGS = {name: GGMLQuantizationType[name.upper()] for name in ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model has a matrix [out, in], or a stack of experts' matrices that may be [experts, in, out]."""
+
+    module: Any
+    attribute: str = "weight"
+
+    @property
+    def is_transposed(self) -> bool:
+        """True for a stack [experts, in, out]."""
+        return self.weight.ndim == 3 and has_transposed_stacks(self.module)
+
+    @property
+    def weight(self) -> Any:
+        """As the model has it."""
+        return getattr(self.module, self.attribute)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[.., out, in]"""
+        *stack, first, second = self.weight.shape
+        return (*stack, second, first) if self.is_transposed else (*stack, first, second)
+
+    def blocks(self, format: GGMLQuantizationType) -> Tensor:
+        """Its numbers as GGUF's blocks."""
+        return quantized_blocks(self.weight.mT if self.is_transposed else self.weight, format)
+
+    def can_pack(self, block: int) -> bool:
+        """True if rows are whole blocks, and each half of the outputs of experts begins with a group of 16."""
+        *_, outputs, inputs = self.shape
+        return inputs % block == 0 and (self.weight.ndim == 2 or outputs % (2 * GROUP_OUTPUTS) == 0)
+
+    def replace(self, blocks: Tensor, format: GGMLQuantizationType, arithmetic: Arithmetic) -> None:
+        """Put a packed weight of these blocks in the place; without compiled kernels the same numbers, expanded."""
+        if native.load_kernels() is None:
+            expanded = dequantize_blocks(blocks, format)
+            weight = expanded.mT if self.is_transposed else expanded
+        else:
+            packed = PackedWeight.from_blocks(blocks, format, arithmetic)
+            weight = packed.flipped() if self.is_transposed else packed
+        setattr(self.module, self.attribute, nn.Parameter(weight, requires_grad=False))
 
 
 def pack_model(model: Any, packing: str, folder: Path, arithmetic: Arithmetic = "bf16") -> None:
     """Pack the matrices of linear layers, embeddings and experts, [out, in] with `in` a multiple of 32.
 
-    `folder` is where the model was loaded from. Errors: ValueError for a model without such matrices,
-    or if the blocks cannot be kept.
+    `folder` is where the model was loaded from. Matrices are replaced one after the other, so that the memory of each
+    is free before the next is packed. Errors: ValueError for a model without such matrices, or if the blocks cannot be
+    kept.
     """
     format = PACKINGS[packing]
     size = GGML_QUANT_SIZES[format][0]
-    layers = {name: (layer, "weight") for name, layer in packable_layers(model, size)}
-    if not layers:
+    places = packable_places(model, size)
+    if not places:
         raise ValueError(f"no weights of {folder} can be packed as {packing}; load it with the weights of its file")
-    stacks = _packable_stacks(model, size)
-    layers |= stacks
-    kept = _cached_blocks(folder, packing, stacks)
+    if left := [place for place in _stacks(model).values() if not place.can_pack(size)]:
+        log.warning(
+            "%s: %d matrices of experts stay as they are: their inputs and outputs, such as %s, are no multiples of 32",
+            folder, len(left), " and ".join(map(str, left[0].shape[:0:-1])),
+        )  # fmt: skip
+    kept = _cached_blocks(folder, packing, places)
     if has_digest(kept):
-        blocks = load_file(kept)
+        with safe_open(kept, "pt") as stored:
+            for name, place in places.items():
+                place.replace(stored.get_tensor(name), format, arithmetic)
     else:
-        blocks = {name: quantized_blocks(getattr(*place), format) for name, place in layers.items()}
         with disk_errors(cache_folder(), f"the {packing} weights of {folder}"), new_file_with_digest(kept) as made:
-            save_file(blocks, made)
-    for name, (layer, attribute) in layers.items():
-        if native.load_kernels() is None:  # the numbers are the same, expanded
-            weight = dequantize_blocks(blocks[name], format)
-        else:
-            weight = PackedWeight.from_blocks(blocks[name], format, arithmetic)
-        setattr(layer, attribute, nn.Parameter(weight, requires_grad=False))
+            shapes = {name: blocks_shape(place.shape, format) for name, place in places.items()}
+            with _blocks_file(made, shapes) as write:
+                for place in places.values():
+                    blocks = place.blocks(format)
+                    write(blocks)
+                    place.replace(blocks, format, arithmetic)
     model.tie_weights()
 
 
-def pack_layers(layers: Iterable[Any], packing: str, arithmetic: Arithmetic) -> None:
-    """Replace the matrices of some linear layers by packed ones, where their rows are whole blocks."""
+def pack_places(places: Iterable[Place], packing: str, arithmetic: Arithmetic) -> None:
+    """Replace matrices by packed ones, where their rows are whole blocks; nothing is kept."""
     format = PACKINGS[packing]
-    for layer in layers:
-        if layer.weight.shape[1] % GGML_QUANT_SIZES[format][0] == 0:
-            weight = PackedWeight.from_blocks(quantized_blocks(layer.weight, format), format, arithmetic)
-            layer.weight = nn.Parameter(weight, requires_grad=False)
+    for place in places:
+        if place.can_pack(GGML_QUANT_SIZES[format][0]):
+            place.replace(place.blocks(format), format, arithmetic)
 
 
 def pack_like(module: Any, model: Any) -> None:
     """Pack the matrices of a module that came with a model as `pack_model` has packed those of the model, if it has."""
     packed = [weight for weight in model.parameters() if isinstance(weight, PackedWeight)]
-    if not packed or (format := packed[0].format) not in PACKINGS.values():
-        return
-    size = GGML_QUANT_SIZES[format][0]
-    places = [(layer, "weight") for _, layer in packable_layers(module, size)]
-    for layer, attribute in (*places, *_packable_stacks(module, size).values()):
-        weight = getattr(layer, attribute)
-        if not isinstance(weight, PackedWeight):
-            blocks = quantized_blocks(weight, format)
-            weight = PackedWeight.from_blocks(blocks, format, packed[0].arithmetic)
-            setattr(layer, attribute, nn.Parameter(weight, requires_grad=False))
+    names = {format: name for name, format in PACKINGS.items()}
+    if packed and (packing := names.get(packed[0].format)):
+        places = packable_places(module, GGML_QUANT_SIZES[PACKINGS[packing]][0]).values()
+        unpacked = [place for place in places if not isinstance(place.weight, PackedWeight)]
+        pack_places(unpacked, packing, packed[0].arithmetic)
 
 
-def packable_layers(model: Any, block: int) -> Iterator[tuple[str, Any]]:
-    """Linear layers and embeddings by name, each matrix once."""
-    seen = set()
+def packable_places(model: Any, block: int) -> dict[str, Place]:
+    """Matrices of linear layers, embeddings and experts by name, each once; their inputs are multiples of `block`."""
+    places, seen = {}, set()
+    for name, place in chain(_layers(model), _stacks(model).items()):
+        if place.can_pack(block) and place.weight not in seen:  # output layers may be tied to embeddings
+            seen.add(place.weight)
+            places[name] = place
+    return places
+
+
+def _layers(model: Any) -> Iterator[tuple[str, Place]]:
+    routers = _routers(model)
     for name, layer in model.named_modules():
-        # of embeddings also classes that multiply rows, such as Gemma's; output layers may be tied to them
+        # of embeddings also classes that multiply rows, such as Gemma's
         known = type(layer) in (nn.Linear, UninitializedLinear) or isinstance(layer, nn.Embedding)
-        if known and layer.weight.shape[1] % block == 0 and layer.weight not in seen:
-            seen.add(layer.weight)
-            yield name, layer
+        if known and layer not in routers:
+            yield name, Place(layer)
 
 
-def _packable_stacks(model: Any, block: int) -> dict[str, tuple[Any, str]]:
-    """Matrices of experts [experts, out, in] by name, and where they are; halves of outputs begin with groups of 16."""
+def _routers(model: Any) -> set[Any]:
+    """What chooses experts: as in GGUF files it keeps its numbers, which are few and decide much."""
+    description = describe_decoder(model) if hasattr(model, "get_decoder") else None
+    layers = () if description is None else description.layers
+    mixtures = [experts for layer in layers if (experts := experts_of(layer)) is not None]
+    return {decoder_of(model).get_submodule(experts.router) for experts in mixtures}
+
+
+def _stacks(model: Any) -> dict[str, Place]:
+    """Matrices of experts by name."""
     return {
-        f"{name}.{attribute}": (module, attribute)
+        f"{name}.{attribute}": Place(module, attribute)
         for name, module in model.named_modules()
-        if getattr(module, "is_transposed", None) is False  # Transformers' experts have it
-        for attribute, stack in module.named_parameters(recurse=False)
-        if stack.ndim == 3 and stack.shape[2] % block == 0 and stack.shape[1] % (2 * GROUP_OUTPUTS) == 0
+        for attribute in expert_stacks(module)
     }
 
 
-def quantized_blocks(weight: torch.Tensor, format: GGMLQuantizationType) -> torch.Tensor:
-    """The blocks of a matrix [out, in] in a GGUF file, uint8 [out, bytes of a row], or of a stack of matrices."""
-    if weight.ndim == 3:
-        return torch.stack([quantized_blocks(matrix, format) for matrix in weight])
-    values = weight.detach().float().numpy()
-    return torch.from_numpy(np.array(quantize(values, format)).view(np.uint8).reshape(len(values), -1))
+def blocks_shape(shape: Sequence[int], format: GGMLQuantizationType) -> tuple[int, ...]:
+    """Of the blocks of matrices of this shape [.., out, in]: [.., out, bytes of a row]."""
+    weights, size = GGML_QUANT_SIZES[format]
+    return (*shape[:-1], shape[-1] // weights * size)
 
 
-def _cached_blocks(folder: Path, packing: str, stacks: Iterable[str]) -> Path:
-    """The file for packed weights of a model folder, named by its weight files, their sizes and times, and stacks."""
+def quantized_blocks(weight: Tensor, format: GGMLQuantizationType) -> Tensor:
+    """The blocks of a matrix [out, in] in a GGUF file, uint8 [out, bytes of a row], or of a stack, matrix by matrix."""
+    made = torch.empty(blocks_shape(weight.shape, format), dtype=torch.uint8)
+    for matrix, blocks in zip(weight, made, strict=True) if weight.ndim == 3 else [(weight, made)]:
+        quantized = quantize(matrix.detach().float().contiguous().numpy(), format)
+        blocks.copy_(torch.from_numpy(np.array(quantized)).view_as(blocks))
+    return made
+
+
+@contextmanager
+def _blocks_file(file: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[Callable[[Tensor], Any]]:
+    """Writes a safetensors file of uint8 tensors of these shapes, in this order, each when it is given.
+
+    The file begins with the length of its header, then the header in JSON (huggingface/safetensors, README).
+    """
+    ends = list(accumulate(map(math.prod, shapes.values()), initial=0))
+    header = {
+        name: {"dtype": "U8", "shape": shape, "data_offsets": offsets}
+        for (name, shape), offsets in zip(shapes.items(), pairwise(ends), strict=True)
+    }
+    written = json.dumps(header).encode()
+    written += b" " * (-len(written) % 8)
+    with file.open("wb") as opened:
+        opened.write(struct.pack("<Q", len(written)) + written)
+        yield lambda blocks: opened.write(blocks.numpy().data)
+
+
+def _cached_blocks(folder: Path, packing: str, places: Mapping[str, Place]) -> Path:
+    """The file for packed weights of a model folder, named by its weight files, their sizes and times, and matrices."""
     files = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in weight_files(folder)]
-    return (
-        cache_folder()
-        / "packed"
-        / f"{blake2b(repr((files, packing, *stacks)).encode(), digest_size=12).hexdigest()}.safetensors"
-    )
+    matrices = [(name, tuple(place.shape)) for name, place in places.items()]
+    digest = blake2b(repr((files, packing, matrices)).encode(), digest_size=12).hexdigest()
+    return cache_folder() / "packed" / f"{digest}.safetensors"

@@ -359,10 +359,16 @@ def mixers_of(layer: Layer) -> tuple[tuple[Mixer, float], ...]:
     return layer.mixer.parts if isinstance(layer.mixer, ParallelMixers) else ((layer.mixer, 1.0),)
 
 
+def experts_of(layer: Layer) -> Experts | None:
+    """The mixture of a layer, if it has one."""
+    experts = layer.mlp.experts if isinstance(layer.mlp, MLPAndExperts) else layer.mlp
+    return experts if isinstance(experts, Experts) else None
+
+
 def router_weights(layer: Layer) -> list[str]:
     """Parameters of a router, which are taken in the model's dtype or in float32, as Transformers keeps some."""
-    experts = layer.mlp.experts if isinstance(layer.mlp, MLPAndExperts) else layer.mlp
-    if not isinstance(experts, Experts):
+    experts = experts_of(layer)
+    if experts is None:
         return []
     named = experts.selection_bias, experts.expert_scale, experts.router_scale
     return [f"{experts.router}.weight", f"{experts.router}.bias", *filter(None, named)]

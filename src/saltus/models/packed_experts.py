@@ -14,13 +14,31 @@ from saltus.kernels.packed_weight import PackedWeight
 PACKED_EXPERTS = "saltus_packed"
 
 
+def expert_stacks(module: Any) -> list[str]:
+    """The names of a module's stacks [experts, out, in] or [experts, in, out]; [] for a module without experts."""
+    is_known = hasattr(module, "is_transposed") or _is_llama4(module)
+    return [name for name, weight in module.named_parameters(recurse=False) if is_known and weight.ndim == 3]
+
+
+def has_transposed_stacks(module: Any) -> bool:
+    """True for experts whose matrices are [in, out]; Llama 4's do not say it."""
+    return getattr(module, "is_transposed", _is_llama4(module))
+
+
+def _is_llama4(module: Any) -> bool:
+    return type(module).__name__ == "Llama4TextExperts"
+
+
 def experts_implementation(model: Any) -> str:
     """What a model of Transformers computes its experts by: as linear layers, one after the other."""
-    for module in model.modules():
-        if type(module).__name__ == "Llama4TextExperts" and isinstance(module.gate_up_proj, PackedWeight):
+    packed = [
+        module for module in model.modules()
+        if any(isinstance(getattr(module, name), PackedWeight) for name in expert_stacks(module))
+    ]  # fmt: skip
+    for module in packed:
+        if _is_llama4(module):
             _extend_llama4(type(module))
-    experts = (module for module in model.modules() if hasattr(module, "is_transposed"))
-    if not any(isinstance(stack, PackedWeight) for module in experts for stack in vars(module)["_parameters"].values()):
+    if all(_is_llama4(module) for module in packed):
         return "eager"
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -35,8 +53,10 @@ def packed_experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor
         rows, places = torch.where(top_k_index == expert)
         inner = _linear(self, "gate_up_proj" if self.has_gate else "up_proj", expert, hidden_states[rows])
         inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-        outputs = _linear(self, "down_proj", expert, inner) * top_k_weights[rows, places, None]
-        total.index_add_(0, rows, outputs.to(total.dtype))
+        outputs = _linear(self, "down_proj", expert, inner)
+        if self.has_post_expert_norm:
+            outputs = self.post_expert_norm(outputs)
+        total.index_add_(0, rows, (outputs * top_k_weights[rows, places, None]).to(total.dtype))
     return total
 
 
@@ -57,20 +77,15 @@ def _llama4_forward(self: Any, hidden_states: Tensor) -> Tensor:
     for expert, inputs in enumerate(hidden_states.view_as(outputs)):
         rows = inputs.any(-1)
         if rows.any():
-            gate, up = F.linear(inputs[rows], _matrix(self.gate_up_proj, expert)).chunk(2, -1)
-            outputs[expert, rows] = F.linear(up * self.act_fn(gate), _matrix(self.down_proj, expert))
+            gate, up = _linear(self, "gate_up_proj", expert, inputs[rows]).chunk(2, -1)
+            outputs[expert, rows] = _linear(self, "down_proj", expert, up * self.act_fn(gate))
     return outputs.view(-1, self.hidden_size)
-
-
-def _matrix(stack: PackedWeight, expert: int) -> Tensor:
-    """[out, in]"""
-    return (stack.flipped() if stack.is_transposed else stack).matrix(expert)
 
 
 def _linear(module: Any, name: str, expert: int, rows: Tensor) -> Tensor:
     stack, biases = getattr(module, name), getattr(module, f"{name}_bias", None)
     if isinstance(stack, PackedWeight):
-        matrix = _matrix(stack, expert)
+        matrix = (stack.flipped() if stack.is_transposed else stack).matrix(expert)
     else:
-        matrix = stack[expert].T if module.is_transposed else stack[expert]
+        matrix = stack[expert].T if has_transposed_stacks(module) else stack[expert]
     return F.linear(rows, matrix, None if biases is None else biases[expert])

@@ -15,11 +15,13 @@ class CallCost:
 
     A call updates the nearest known row count, and all others by half as much: a machine under load slows calls of all
     sizes, also those that are not used at present. More rows never cost less: a size that seems to cost more than a
-    larger one was measured in a disturbed moment.
+    larger one was measured in a disturbed moment. If the first calls take less than at the calibration, all of it was
+    disturbed, and all sizes fall alike.
     """
 
     seconds: dict[int, float] = field(default_factory=dict)  # by rows of a call
     update_rate: float = 0.1  # weight of the latest call
+    first_calls: int = 40  # calls to come that judge the calibration
 
     def record(self, rows: int, seconds: float) -> None:
         """Update by a call, since longer texts cost more and machines drift; an outlier counts as a factor of 2."""
@@ -29,8 +31,10 @@ class CallCost:
                 nearest = min(self.seconds, key=lambda size: abs(math.log(size / rows)))
             change = self.update_rate * (min(max(seconds / self.seconds_for(rows), 0.5), 2.0) - 1)
             updated = self.seconds[nearest] * (1 + change)
+            share = 1.0 if change < 0 < self.first_calls else 0.5
+            self.first_calls -= 1
             for size, known in self.seconds.items():
-                moved = known * (1 + change / 2)
+                moved = known * (1 + change * share)
                 self.seconds[size] = updated if size == nearest or (moved > updated) == (size < nearest) else moved
 
     def seconds_for(self, rows: int) -> float:

@@ -58,10 +58,12 @@ class Controller:
 
     def offered_tree(self, drafts: Sequence[Drafts], max_depth: int) -> Tree:
         """The tree of all drafts, at most `max_draft_tokens` nodes, by what their sources' records are worth."""
+        if not drafts:
+            return EMPTY_TREE
         least, most = self.min_expected_tokens(), self.max_draft_tokens
         acceptance = self.acceptance
         records = acceptance.counts if self.adaptive else None
-        tree = grow_natively(drafts, most, max_depth, records, acceptance.prior, least) if drafts else EMPTY_TREE
+        tree = grow_natively(drafts, most, max_depth, records, acceptance.prior, least)
         if tree is None:
             tree = grow_tree(drafts, most, max_depth, self.calibrated_probability, self.calibrated_payoff, least)
         return tree

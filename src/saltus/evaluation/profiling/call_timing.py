@@ -146,7 +146,8 @@ def synthetic_inputs(nodes: int, length: int, vocab_size: int, sequence: int = 0
     """A call of `nodes` nodes, the last decided token included, after a text of `length` arbitrary tokens."""
     tokens = (np.arange(length + nodes - 1, dtype=np.int64) * 7919 + 104729 * (sequence + 1)) % vocab_size
     parents = tuple(-1 if node % PATH_LENGTH == 0 else node - 1 for node in range(nodes - 1))
-    return ForwardInputs(continuation(tokens[:length], PATH_LENGTH), tuple(tokens[length:].tolist()), parents)
+    open_positions = PATH_LENGTH + 1  # the last is after the deepest node
+    return ForwardInputs(continuation(tokens[:length], open_positions), tuple(tokens[length:].tolist()), parents)
 
 
 def time_statistics(seconds: Sequence[float]) -> dict[str, float]:

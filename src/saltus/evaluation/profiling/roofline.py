@@ -71,10 +71,12 @@ def measure_machine_speed(
     size: int | None = None,
     repeats: int = 5,
     clock: Clock = time.perf_counter,
+    integers: bool = False,
 ) -> MachineSpeed:
     """Stream over buffers far larger than the caches, and multiply large matrices, with all of torch's threads.
 
-    The peak is that of torch's product or of our own kernel, whichever is higher: the two differ.
+    The peak is that of torch's product or of our own kernel, whichever is higher: the two differ. With `integers`
+    products of 8-bit integers count, too: for models that multiply activations of 8 bits.
     """
     here = device.type == "cpu"
     count = (megabytes or (512 if here else 4096)) * 2**20 // 4
@@ -89,6 +91,9 @@ def measure_machine_speed(
     if native.kernel("linear", dtype, device) is not None:
         rows = a[:128]
         ways["kernel_flops_per_second"] = (lambda: _multiply_by_kernel(rows, b), 2 * len(rows) * size**2)
+    if integers and here:
+        x, y = (torch.ones(size, size, dtype=torch.int8) for _ in range(2))
+        ways["integer_product_flops_per_second"] = (lambda: torch._int_mm(x, y), 2 * size**3)
     measured = {
         name: amount / min(_time_once(work, device, clock) for _ in range(repeats + 1))
         for name, (work, amount) in ways.items()

@@ -4,6 +4,7 @@
 #include "lanes.h"
 #include "draft_paths.h"
 #include "draft_trees.h"
+#include "hole_rows.h"
 #include "integer_lanes.h"
 #include "recurrent_text.h"
 #include "thread_pool.h"
@@ -158,6 +159,8 @@ typedef struct {
   float temperature;
   int64_t *decided;                 // [positions]
   int64_t last, ended;              // the last accepted node, −1: none; see `walk`
+  const int64_t *banned, *ends;     // tokens that are never picked, and those after which the walk stops
+  int64_t num_banned, num_ends;
 } Walk;
 
 #include "altup.h"

@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 #define WORKERS 63
-#define SPINS 4000                    // looks at the ticket before a worker goes to sleep
+#define SPINS 16000  // looks at the ticket, for some 0.2 ms, before a worker goes to sleep: Python between two calls takes less
 #define CLOSED ((uint64_t)0xffffffff)  // no piece can be taken
 
 typedef void (*Work)(const void *job, int64_t piece);

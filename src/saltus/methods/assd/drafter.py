@@ -109,6 +109,9 @@ class SelfDrafter:
     def __call__(self, canvas: Canvas, last: Step | None, max_depth: int) -> Sequence[Drafts]:
         if last is not None:
             self._store_logits(last)
+        if not self.hole_logits:
+            self.first_drafts = set()
+            return ()
         holes = self._predicted_holes(canvas, min(self.num_draft_tokens, max_depth))
         drafts: Sequence[Drafts] = []
         if holes:
@@ -157,11 +160,12 @@ class SelfDrafter:
         """Keep what the step predicted for holes that are still open."""
         canvas, outputs = last.canvas, last.outputs
         self.pairwise_correction = outputs.correction if isinstance(outputs, AnySubsetOutputs) else None
-        if queries := last.inputs.query_chain(-1):
+        if last.inputs.query_nodes and (queries := last.inputs.query_chain(-1)):
             for hole, query in zip(canvas.open_positions[: len(queries)].tolist(), queries, strict=True):
                 self.hole_logits[hole] = HoleLogits(outputs, query + 1, canvas.num_decided)
-        for hole in canvas.open_positions[: len(last.tokens)].tolist():
-            self.hole_logits.pop(hole, None)
+        if self.hole_logits:
+            for hole in canvas.open_positions[: len(last.tokens)].tolist():
+                self.hole_logits.pop(hole, None)
 
     def add_draft_queries(
         self, inputs: ForwardInputs, probabilities: Sequence[float], controller: Controller

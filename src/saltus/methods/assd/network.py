@@ -11,6 +11,7 @@ configuration states that it was trained for any subset.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,13 +26,17 @@ from torch import Tensor
 
 from saltus.core.canvas import Canvas
 from saltus.core.forward import ForwardInputs, ForwardOutputs
+from saltus.kernels import native
 from saltus.loading.model_folders import PAIRWISE_CORRECTION_FILE
 from saltus.methods.assd.hole_paths import with_kernel
 from saltus.methods.assd.hole_predictions import AnySubsetOutputs
+from saltus.methods.assd.prepared_filling import PreparedFilling
 from saltus.methods.shared.logit_correction import PairwiseCorrection
 from saltus.models.causal import MAX_NODES, CausalNetwork, _Chunk
 from saltus.models.cpu.attention import SequenceRows, ancestor_mask
 from saltus.models.cpu.kv_cache import KVCache
+from saltus.models.cpu.native_decoder import NativeDecoder
+from saltus.models.cpu.prepared_call import MAX_ROWS
 
 ANY_SUBSET = "any_subset"  # in a model's configuration: {"mask": token, "blank": token that ends an open hole}
 
@@ -77,6 +82,10 @@ class AnySubsetNetwork(CausalNetwork):
         config = getattr(self.model.config, ANY_SUBSET)
         self.mask_token, self.blank_token = int(config["mask"]), config.get("blank")
         super().__post_init__()
+        decoder = self.native_decoder
+        self.prepared_filling = None
+        if isinstance(decoder, NativeDecoder) and decoder.prepared_call is not None:
+            self.prepared_filling = PreparedFilling(decoder, self.mask_token)
 
     @property
     def max_rows_per_call(self) -> int:
@@ -94,7 +103,10 @@ class AnySubsetNetwork(CausalNetwork):
         """The model needs no adapter for query nodes."""
 
     def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[Any]) -> list[ForwardOutputs]:
-        return [self._select_outputs(*pair) for pair in zip(batch, super().forward(batch, kv_caches), strict=True)]
+        return [
+            outputs if isinstance(outputs, AnySubsetOutputs) else self._select_outputs(inputs, outputs)
+            for inputs, outputs in zip(batch, super().forward(batch, kv_caches), strict=True)
+        ]
 
     def _select_outputs(self, inputs: ForwardInputs, outputs: ForwardOutputs) -> ForwardOutputs:
         """The outputs in the order of nodes; hidden states are of output rows, not of context tokens."""
@@ -110,8 +122,25 @@ class AnySubsetNetwork(CausalNetwork):
             correction=self.pairwise_correction,
         )  # fmt: skip
 
-    def _forward_prepared(self, inputs: ForwardInputs, kv_cache: Any) -> None:
-        """No call is prepared for rows in any order."""
+    def _forward_prepared(self, inputs: ForwardInputs, kv_cache: Any) -> ForwardOutputs | None:
+        filling = self.prepared_filling
+        if filling is None or inputs.has_token_queries:
+            return None
+        started = time.perf_counter()
+        past = self._reuse_kv_cache(kv_cache, inputs)
+        context = self.context_tokens(inputs.canvas)
+        unread, nodes = len(context) - past, len(inputs.tokens)
+        if unread + 2 * nodes + 1 > MAX_ROWS:
+            return None
+        native.share_threads()
+        logits, states, queries = filling.fill(kv_cache, past, context, inputs)
+        kv_cache.tokens, kv_cache.pending_tree = context, inputs if nodes else None
+        if inputs.query_nodes:
+            logits, states = repeat_rows(logits, queries), repeat_rows(states, queries)
+        return AnySubsetOutputs(
+            logits, states if inputs.output_hidden_states else None, time.perf_counter() - started, unread,
+            unread + nodes, correction=self.pairwise_correction,
+        )  # fmt: skip
 
     def _reuse_kv_cache(self, kv_cache: Any, inputs: ForwardInputs) -> int:
         return kv_cache.reuse_known_tokens(inputs.canvas)

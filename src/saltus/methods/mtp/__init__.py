@@ -1,1 +1,1 @@
-"""Draft with the multi-token-prediction heads that a target's own checkpoint has."""
+"""Draft with the multi-token-prediction heads of a target's own checkpoint, or trained for it."""

@@ -1,8 +1,9 @@
-"""Draft token by token with the multi-token-prediction heads of the target's own checkpoint."""
+"""Draft token by token with multi-token-prediction heads: of the target's own checkpoint, or trained for it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -21,13 +22,14 @@ SOURCE = "mtp"
 
 @dataclass(frozen=True)
 class Mtp:
-    """Multi-token prediction (MTP, DeepSeek-AI 2024) by the heads that the target's checkpoint has itself.
+    """Multi-token prediction (MTP, DeepSeek-AI 2024) by the heads of the target's checkpoint, or by a trained one.
 
     A head reads the embedding of a token and the hidden state before it, through a layer of its own, and predicts the
     next token; for the token after that it reads its own draft and its own output. Beside each draft its next likely
     tokens are offered. Under `match` at a temperature drafts are the tokens that the text's own random numbers favour.
     """
 
+    model: str = ""  # a folder of `saltus train mtp`; empty: the heads in the target's own checkpoint
     num_draft_tokens: int = 4  # of a path, at most; one call of a head each
     top_k: int = 3  # tokens offered after each path, at most
     min_probability: float = 0.1  # stop where the product of the drafts' probabilities falls below this
@@ -41,14 +43,15 @@ class Mtp:
 
     @property
     def draft_models(self) -> dict[str, str]:
-        return {"mtp": "the target's own heads"}
+        return {"mtp": self.model or "the target's own heads"}
 
     def load_network(self, target: Any, target_name: str) -> Network:
-        """The heads of the target's checkpoint. Errors: ValueError of one line if it has none, or not all of them."""
+        """The heads. Errors: ValueError of one line if there are none, not all of them, or those of another target."""
         from saltus.methods.mtp.files import load_heads  # here, so that a drafter imports no network
         from saltus.methods.mtp.network import MtpNetwork
 
-        return MtpNetwork(load_heads(target, target_name), target)
+        folder = Path(self.model) if self.model else None
+        return MtpNetwork(load_heads(target, target_name, folder), target)
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
         def draft(canvas: Canvas, hidden_states: Tensor, num_draft_tokens: int) -> DraftCalls:

@@ -1,4 +1,7 @@
-"""Find multi-token-prediction heads in a target's checkpoint and load them: weights are read only then."""
+"""Find multi-token-prediction heads in a target's checkpoint, or in a folder of their own, and load them.
+
+Weights are read only then.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from saltus.loading.model_folders import INDEX_FILE
 from saltus.loading.stored_tensors import StoredTensor, stored_tensors
 from saltus.methods.mtp.family import MtpFamily, families
 from saltus.methods.mtp.module import MtpModule
+from saltus.methods.mtp.trained_head import check_head
 from saltus.models.protocols import DrafterHost, TargetNetwork
 
 EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -39,9 +43,9 @@ class HeadTensors:
         return self.family.parts(module, self.num_layers)
 
 
-def find_heads(model: Any) -> HeadTensors | None:
-    """The heads in the checkpoint of a model that `load_model` made; None if there are none."""
-    folder = getattr(model, "checkpoint_folder", None)
+def find_heads(model: Any, folder: Path | None = None) -> HeadTensors | None:
+    """The heads in a folder, or in the checkpoint of a model that `load_model` made; None if there are none."""
+    folder = folder or getattr(model, "checkpoint_folder", None)
     if folder is None:
         return None
     tensors = stored_tensors(folder, arithmetic_of(model))
@@ -65,21 +69,38 @@ def has_heads(model: Any) -> bool:
     return True
 
 
-def load_heads(target: TargetNetwork, target_name: str) -> list[MtpModule]:
-    """The modules of the heads in the target's checkpoint, in its dtype. Errors: ValueError of one line."""
+def load_heads(target: TargetNetwork, target_name: str, folder: Path | None = None) -> list[MtpModule]:
+    """The modules of the heads in a folder of `saltus train mtp`, or else in the target's checkpoint, in its dtype.
+
+    Errors: ValueError of one line.
+    """
     if not isinstance(target, DrafterHost):
         raise ValueError(f"{target_name} fills holes anywhere, but mtp drafts for causal models; take assd")
-    found = find_heads(target.model)
-    if found is None:
-        raise ValueError(
-            f"the checkpoint of {target_name} has no heads for multi-token prediction; take lookup, or a checkpoint"
-            " that has them"
-        )
+    found = _find_heads_for(target.model, target_name, folder)
     modules = new_modules(found, target.model)
     is_gguf = (found.folder / INDEX_FILE).is_file()
     for module, tensors in zip(modules, found.modules, strict=True):
         module.load(_weights(tensors, found.others), packs_like_target=not is_gguf)  # a file's blocks stay as they are
     return modules
+
+
+def read_trained_head(folder: Path, model: Any, model_name: str) -> dict[str, Tensor]:
+    """The weights of a head of `saltus train mtp`, by the names of `MtpModule.needed_weights`. Errors: ValueError."""
+    found = _find_heads_for(model, model_name, folder)
+    new_modules(found, model)
+    return _weights(found.modules[0], found.others)
+
+
+def _find_heads_for(model: Any, model_name: str, folder: Path | None) -> HeadTensors:
+    if folder is not None:
+        check_head(folder, model, model_name)
+    found = find_heads(model, folder)
+    if found is None:
+        raise ValueError(
+            f"{folder or f'the checkpoint of {model_name}'} has no heads for multi-token prediction; take lookup, a"
+            " checkpoint that has them, or a head of saltus train mtp (--option mtp.model=FOLDER)"
+        )
+    return found
 
 
 def new_modules(found: HeadTensors, target: Any) -> list[MtpModule]:

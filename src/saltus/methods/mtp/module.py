@@ -51,24 +51,25 @@ class MtpModule(nn.Module):
         """Of embeddings and output layer."""
         return tuple(self.target[0].get_input_embeddings().weight.shape)
 
+    @property
+    def parts(self) -> dict[str, nn.Module]:
+        """What has weights of its own, by the names of an MtpFamily's fields."""
+        decoder = decoder_of(self.model)
+        norm = {"norm": decoder.norm} if self.has_norm else {}
+        norms = {"embedding_norm": self.embedding_norm, "state_norm": self.state_norm, **norm}
+        return {"projection": self.projection, **norms, "layer": decoder.layers[0]}
+
     def needed_weights(self) -> dict[str, Tensor]:
         """What a checkpoint must have, by part and rest of the name."""
-        decoder, own = decoder_of(self.model), {}
-        parts = {"projection": self.projection, "embedding_norm": self.embedding_norm, "state_norm": self.state_norm}
-        if self.has_norm:
-            parts["norm"] = decoder.norm
-        parts["layer"] = decoder.layers[0]
-        for part, module in parts.items():
-            own |= {f"{part}.{name}": weight for name, weight in module.state_dict().items()}
-        return own
+        return {
+            f"{part}.{name}": weight
+            for part, module in self.parts.items()
+            for name, weight in module.state_dict().items()
+        }
 
     def load(self, weights: Mapping[str, Tensor], packs_like_target: bool) -> None:
         """Take weights by the names of `needed_weights`, and perhaps `embeddings` and `head`, in the target's dtype."""
-        decoder, target = decoder_of(self.model), self.target[0]
-        modules = {
-            "projection": self.projection, "embedding_norm": self.embedding_norm, "state_norm": self.state_norm,
-            "norm": decoder.norm, "layer": decoder.layers[0],
-        }  # fmt: skip
+        modules, target = self.parts, self.target[0]
         for name, weight in weights.items():
             part, _, rest = name.partition(".")
             moved = weight.to(target.device, target.dtype)
@@ -88,7 +89,7 @@ class MtpModule(nn.Module):
                 setattr(owner, attribute, nn.Parameter(moved.contiguous(), requires_grad=False))
         self.eval().requires_grad_(False)
         if packs_like_target:
-            for part in (self.projection, decoder.layers[0]):
+            for part in (self.projection, modules["layer"]):
                 pack_like(part, target)
         self.layers = ContextLayers(self.model)
 

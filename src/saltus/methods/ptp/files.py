@@ -9,7 +9,7 @@ from typing import Any
 from saltus.kernels import native
 from saltus.kernels.packed_weight import uses_integers
 from saltus.loading.huge_pages import place_in_huge_pages
-from saltus.loading.packing import pack_layers
+from saltus.loading.packing import Place, pack_places
 from saltus.methods.ptp.network import DrafterShape, DraftModel
 from saltus.methods.shared.drafter_files import check_weight_sizes, embeddings_of, read_drafter_files, with_weights
 from saltus.models.packed_decoder import check_layer_count
@@ -30,6 +30,6 @@ def load_drafter(folder: Path, target: Any, target_name: str, trainable: bool = 
     model = with_weights("drafter", make(trainable), weights, folder, target)
     model.auxiliary.float()  # faster on processors without bfloat16, and small
     if not trainable and uses_integers(target):  # no token of a text depends on how its drafts round
-        pack_layers(model.products, "q8_0", "int8")
+        pack_places(map(Place, model.products), "q8_0", "int8")
     place_in_huge_pages(model)
     return model

@@ -65,11 +65,19 @@ class PreparedRows:
 
         The last decided token has logits, and so have `num_selected` − 1 rows after it or, without nodes, before it.
         """
-        struct, nodes = self.struct, len(parents)
+        nodes = len(parents)
         decided = rows - nodes
         self.parents[:nodes] = parents
         self.kernels.saltus_tree_rows(self.parents, nodes, decided, past_length, self.positions, self.visible)
-        self._point_to_angles(past_length + rows)
+        self.point(kv_cache, past_length, rows, past_length + rows, num_selected)
+
+    def point(self, kv_cache: KVCache, past_length: int, rows: int, num_positions: int, num_selected: int) -> None:
+        """Let the struct have as many rows as `positions` and `visible` describe now; the last ones have logits.
+
+        All positions are less than `num_positions`.
+        """
+        struct = self.struct
+        self._point_to_angles(num_positions)
         self._point_to_keys(kv_cache, past_length, rows)
         self.decoder.set_gated_rows(None, rows)
         self.norm.rows, struct.rows, struct.num_selected = rows, rows, num_selected
@@ -121,10 +129,19 @@ class PreparedCall:
         `tokens` are the decided ones after the `past_length` in the cache, then those of nodes, whose `parents` are
         numbers of nodes.
         """
-        decoder, made, rows, selected = self.decoder, self.set_rows, len(tokens), len(parents) + 1
-        self.tokens[:rows], self.embedding.count = tokens, rows
-        made(kv_cache, past_length, rows, parents, selected)
-        layers = hidden_state_layers if output_hidden_states else ()
+        rows, selected = len(tokens), len(parents) + 1
+        self.tokens[:rows] = tokens
+        self.set_rows(kv_cache, past_length, rows, parents, selected)
+        return self.evaluate(rows, selected, output_hidden_states, hidden_state_layers if output_hidden_states else ())
+
+    def evaluate(
+        self, rows: int, selected: int, output_hidden_states: bool, layers: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """The logits of the last `selected` rows that are set, and their last hidden states.
+
+        With `output_hidden_states` those of all rows, after each of `layers` and after the last one.
+        """
+        decoder, made, self.embedding.count = self.decoder, self.set_rows, rows
         num_states = rows if output_hidden_states else selected
         states = decoder.hidden.new_empty((1 + len(layers)) * num_states, self.size)
         logits = decoder.hidden.new_empty(selected, self.vocab)

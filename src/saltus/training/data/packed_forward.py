@@ -98,6 +98,15 @@ def packed_logits(
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
+def packed_states(
+    model: Any, inputs: Float[Tensor, "batch length hidden"], packed: PackedBatch, memory: PackedMemory
+) -> Float[Tensor, "batch length hidden"]:
+    """The last hidden states of rows with these inputs in place of embeddings, after the rows in the memory."""
+    with attention.attention_context(_PackedAttention(packed, memory)):
+        decoder = decoder_of(model)
+        return decoder(inputs_embeds=inputs, position_ids=packed.positions, use_cache=False).last_hidden_state
+
+
 def query_gate(packed: PackedBatch, temperatures: Float[Tensor, "batch windows"]) -> Gate:
     """The query rows of all windows, with their uniforms and temperatures."""
     batch, length = packed.tokens.shape

@@ -1,0 +1,1 @@
+"""Training of a head for multi-token prediction."""
