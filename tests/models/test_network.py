@@ -146,6 +146,13 @@ def test_a_described_decoder_with_other_layers(name, changes):
     assert torch.equal(torch.cat(one_by_one), chain(network, tokens))
 
 
+def test_a_stream_of_almost_nothing_is_not_scaled_up_without_limit():
+    model, tokens = tiny("Gemma3n"), text(LENGTH)
+    for projection in (*model.model.altup_projections, *model.model.altup_unembed_projections):
+        projection.weight.data *= 1e-4
+    assert off(chain(CausalNetwork(model), tokens), own_logits(model, tokens)).max() < BOUNDS[torch.float32]
+
+
 def test_gemmas_activation_is_the_one_that_its_layers_use():
     model, tokens = tiny("Gemma2", hidden_act="silu"), text(LENGTH)
     assert off(chain(CausalNetwork(model), tokens), own_logits(model, tokens)).max() < BOUNDS[torch.float32]
