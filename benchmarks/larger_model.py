@@ -2,7 +2,7 @@
 
     python benchmarks/larger_model.py --prompts spec_bench.jsonl --every 48 --methods lookup,ptp,ptp+lookup
 
-Each call of the small model is followed by the same call of a Qwen3 of the larger shape with random weights, whose
+Each call of the small model is followed by the same call of a model of a larger shape with random weights, whose
 outputs are not used. So a call costs what the larger one costs, and the small one's on top; acceptance is the small
 model's, whose drafter is cheap beside the larger model, as trained drafters are.
 """
@@ -15,56 +15,13 @@ import statistics
 import time
 from typing import Any
 
-import numpy as np
-import torch
-from gguf import GGMLQuantizationType
-from gguf.quants import quantize
 from prompt_options import add_prompt_options, first_turns
-from torch import nn
+from random_models import SHAPE_NAMES, SHAPES, random_model
 
 import saltus
 from saltus.core.control.call_cost import CallCost
 from saltus.engine.calibration import measure_call_seconds
-from saltus.kernels.packed_weight import PackedWeight
 from saltus.models.causal import CausalNetwork
-
-SHAPES = {  # of Qwen3: layers, hidden, intermediate, heads, key/value heads
-    "0.6B": (28, 1024, 3072, 16, 8),
-    "1.7B": (28, 2048, 6144, 16, 8),
-}
-
-
-def random_qwen3(shape: str, weights: str) -> Any:
-    """A Qwen3 of this shape; rows of its matrices repeat a few random ones."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    layers, hidden, intermediate, heads, kv_heads = SHAPES[shape]
-    config = Qwen3Config(
-        num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, head_dim=128, vocab_size=151_936, tie_word_embeddings=True,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model: Any = Qwen3ForCausalLM(config).bfloat16()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
-    random = torch.Generator().manual_seed(0)
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, _random(parameter, weights, random))
-    model.tie_weights()
-    return model.eval()
-
-
-def _random(parameter: torch.Tensor, weights: str, random: torch.Generator) -> nn.Parameter:
-    if parameter.ndim == 1:
-        return nn.Parameter(torch.ones(parameter.shape, dtype=torch.bfloat16), requires_grad=False)
-    few = torch.randn(8, parameter.shape[1], generator=random) * 0.02
-    if weights == "bf16":
-        values: Any = few.bfloat16().repeat(parameter.shape[0] // 8, 1)
-    else:
-        format = GGMLQuantizationType[weights.upper()]
-        blocks = np.array(quantize(few.numpy(), format)).view(np.uint8).reshape(8, -1)
-        values = PackedWeight.from_blocks(torch.from_numpy(blocks).repeat(parameter.shape[0] // 8, 1), format)
-    return nn.Parameter(values, requires_grad=False)
 
 
 def add_price(network: Any, larger: CausalNetwork) -> None:
@@ -90,7 +47,7 @@ def add_price(network: Any, larger: CausalNetwork) -> None:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_prompt_options(options)
-    options.add_argument("--shape", choices=SHAPES, default="1.7B")
+    options.add_argument("--shape", choices=SHAPES, default="1.7B", help=SHAPE_NAMES)
     options.add_argument("--weights", choices=("bf16", "q4_1", "q8_0"), default="bf16", help="of the larger model")
     options.add_argument("--methods", default="lookup,ptp,ptp+lookup")
     options.add_argument("--temperature", type=float, default=0.0)
@@ -102,7 +59,7 @@ def main() -> None:
     prompts = first_turns(options, args)
     tree = {} if args.max_draft_tokens is None else {"max_draft_tokens": args.max_draft_tokens, "adaptive": False}
     engine = saltus.load(args.model, "plain", tuned_settings=False, **tree)
-    add_price(engine.network, CausalNetwork(random_qwen3(args.shape, args.weights)))
+    add_price(engine.network, CausalNetwork(random_model(args.shape, args.weights)))
     engine.decoder.call_cost = CallCost(measure_call_seconds(engine.network))
     costs = engine.decoder.call_cost.seconds.items()
     print("ms a call by rows:", ", ".join(f"{rows}: {1000 * seconds:.0f}" for rows, seconds in costs))

@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import httpx
 from prompt_options import add_prompt_options, first_turns
@@ -42,6 +43,15 @@ class Run:
     first: list[float] = field(default_factory=list)  # seconds to each text's first token
     between: list[float] = field(default_factory=list)  # seconds a token after it, by text
     texts: dict[int, str] = field(default_factory=dict)  # by prompt
+
+
+class Summary(NamedTuple):
+    """Of several runs."""
+
+    rate: float  # tokens a second, the median
+    first: float  # seconds to the first token, the median of all answers
+    late: float  # and its 95th percentile
+    between: float  # seconds between tokens, the median of all answers
 
 
 @contextmanager
@@ -152,6 +162,17 @@ def ask(http: httpx.Client, url: str, model: str, prompt: str, settings: dict) -
     return text, tokens, first, last
 
 
+def summarised(runs: Sequence[Run]) -> Summary:
+    """What runs of the same load say together."""
+    firsts = sorted(value for run in runs for value in run.first)
+    return Summary(
+        statistics.median(run.tokens / run.seconds for run in runs),
+        statistics.median(firsts),
+        firsts[int(0.95 * (len(firsts) - 1))],
+        statistics.median(value for run in runs for value in run.between),
+    )
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_prompt_options(options)
@@ -191,13 +212,10 @@ def main() -> None:
                     if name in own and runs[name][-1].texts != runs[next(iter(servers))][-1].texts:
                         raise SystemExit(f"{name} wrote other texts with {count} clients")
             for name, measured in runs.items():
-                rate = statistics.median(run.tokens / run.seconds for run in measured)
-                firsts = sorted(value for run in measured for value in run.first)
-                first, late = statistics.median(firsts), firsts[int(0.95 * (len(firsts) - 1))]
-                between = statistics.median(value for run in measured for value in run.between)
+                facts = summarised(measured)
                 print(
-                    f"{count:7}  {name:16} {rate:8.1f}  {1000 * first:8.0f} ms  {1000 * late:6.0f} ms "
-                    f" {1000 * between:5.1f} ms",
+                    f"{count:7}  {name:16} {facts.rate:8.1f}  {1000 * facts.first:8.0f} ms "
+                    f" {1000 * facts.late:6.0f} ms  {1000 * facts.between:5.1f} ms",
                     flush=True,
                 )
 

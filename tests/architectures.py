@@ -213,7 +213,7 @@ DESCRIBED = [  # by a file of saltus.models.architectures
     "Cohere2", "Olmo2", "Olmo3", "SmolLM3", "Starcoder2", "Arcee", "Ernie4_5", "Exaone4", "Ministral", "Ministral3",
     "SeedOss", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Glm4Moe", "GraniteMoe", "GptOss",
     "DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Llama4", "Dots1", "ExaoneMoe", "MiniMaxM2", "Ernie4_5_Moe",
-    "HunYuanDenseV1", "HunYuanMoEV1", "Helium",
+    "HunYuanDenseV1", "HunYuanMoEV1", "Helium", "Gemma3n",
     *RECURRENT,
 ]  # fmt: skip
 
@@ -242,7 +242,7 @@ def tiny(name: str, seed: int = 0, **changes) -> PreTrainedModel:
     set_seed(seed)
     model = model_class(name)(config).eval()
     for path, values in (*model.named_parameters(), *model.named_buffers()):
-        if path.endswith(("correction_bias", "expert_bias")):  # zeros otherwise
+        if path.endswith(("correction_bias", "expert_bias", "correct_output_scale")):  # zeros otherwise
             torch.nn.init.uniform_(values, -0.3, 0.3)
     return model
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -236,6 +237,22 @@ def module_to(module: nn.Module, *args: Any, device: Any = None, dtype: Any = No
     return module
 
 
+class Event:
+    """A moment, of the host's clock."""
+
+    def __init__(self, **_: Any) -> None:
+        self.moment = 0.0
+
+    def record(self) -> None:
+        self.moment = time.perf_counter()
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1000 * (end.moment - self.moment)
+
+    def synchronize(self) -> None:
+        wait("synchronize")
+
+
 class Graph:
     """What a capture gives: a replay runs the same calls, into the same outputs."""
 
@@ -285,7 +302,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         "current_stream": lambda *_: stream, "device": lambda *_: contextlib.nullcontext(),
         "mem_get_info": lambda *_: (1 << 24, 1 << 24), "get_device_capability": lambda *_: (9, 0),
         "max_memory_allocated": lambda *_: 0, "reset_peak_memory_stats": lambda *_: None, "empty_cache": lambda: None,
-        "is_current_stream_capturing": lambda: STATE.capturing,
+        "Event": Event, "is_current_stream_capturing": lambda: STATE.capturing,
     }  # fmt: skip
     for name, value in replaced.items():
         monkeypatch.setattr(torch.cuda, name, value)

@@ -24,9 +24,9 @@ MESSAGES = [{"role": "user", "content": PROMPT}]
 
 
 @contextmanager
-def serving(engine, limits=None, ngram_cache_bytes=0, learner=None, **settings):
+def serving(engine, limits=None, ngram_cache_bytes=0, learner=None, name="tiny", **settings):
     """A service, and the address that it listens on."""
-    service = Service(engine, "tiny", limits or Limits(), ngram_cache_bytes, learner)
+    service = Service(engine, name, limits or Limits(), ngram_cache_bytes, learner)
     server = uvicorn.Server(server_config(make_app(service, **settings)))
     thread = threading.Thread(target=server.run)
     thread.start()

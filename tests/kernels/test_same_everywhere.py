@@ -13,6 +13,7 @@ import torch
 from gguf import GGMLQuantizationType as Q
 from test_gguf import tiny, write
 
+import gguf_models
 import saltus
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
@@ -41,11 +42,15 @@ def digest(file: Path) -> list[bytes]:
     return [*bits, logits.contiguous().view(torch.int16).numpy().tobytes()]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma3n"])
 def file_and_bits(request, tmp_path_factory):
     """A packed model, and what the kernels of this processor compute."""
     file = tmp_path_factory.mktemp("same") / "tiny.gguf"
-    write(tiny(request.param), file, FORMATS)
+    if request.param == "gemma3n":
+        case = gguf_models.CASES[request.param]
+        gguf_models.write(gguf_models.tiny(case), case, file, [Q.Q8_0, Q.Q4_1, Q.Q5_0])
+    else:
+        write(tiny(request.param), file, FORMATS)
     return file, digest(file)
 
 

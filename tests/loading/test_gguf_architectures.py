@@ -20,7 +20,7 @@ from saltus.loading.fetching import SourceError
 from saltus.loading.sources import resolve
 from saltus.models.architectures import gguf_architectures
 
-NOT_DESCRIBED = {"command-r, norms of heads", "gemma3n"}  # run by the layers of Transformers
+NOT_DESCRIBED = {"command-r, norms of heads"}  # run by the layers of Transformers
 REPEATED = {
     "qwen3next",
     "qwen35",

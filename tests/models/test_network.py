@@ -95,7 +95,7 @@ def test_a_read_gives_the_logits_of_the_models_own_forward(name, dtype):
         assert is_as_near_as_its_own(model, tokens)
         return
     errors = without_other_experts(model, dtype, off(chain(network, tokens), own))
-    if dtype == torch.bfloat16 and name.startswith("Gemma4"):
+    if dtype == torch.bfloat16 and name.startswith(("Gemma3n", "Gemma4")):
         errors = errors / 5  # scores are not scaled: its own forward is 0.1 from float32's logits, as far as ours
     assert errors.max() < BOUNDS[dtype]
 
@@ -108,7 +108,7 @@ def test_half_precision_gives_the_logits_of_the_models_own_forward(name):
         return
     own = own_logits(model, tokens)
     errors = without_other_experts(model, torch.float16, off(chain(CausalNetwork(model), tokens), own))
-    assert errors.max() < BOUNDS[torch.float16] * (5 if name == "Gemma4" else 1)  # as above
+    assert errors.max() < BOUNDS[torch.float16] * (5 if name in ("Gemma3n", "Gemma4") else 1)  # as above
 
 
 @pytest.mark.parametrize("name", WITH_FLOAT32_ROUTERS)
@@ -128,21 +128,29 @@ def test_routers_that_transformers_keeps_in_float32_run_on_kernels(name, tmp_pat
         ("Gemma4 of shared keys", {"use_double_wide_mlp": True}),
         ("Gemma4", {"hidden_size_per_layer_input": 0}),
         ("Gemma4", GEMMA4_EXPERTS),
+        ("Gemma3n", {"altup_num_inputs": 4, "activation_sparsity_pattern": [0.95, 0.3, 0.0, 0.5]}),
+        ("Gemma3n", {"altup_num_inputs": 3, "altup_active_idx": 2, "hidden_size": 60}),
+        ("Gemma3n", {"altup_num_inputs": 1, "altup_correct_scale": False, "vocab_size_per_layer_input": VOCAB // 2}),
     ],
 )
 def test_a_described_decoder_with_other_layers(name, changes):
     model, tokens = tiny(name, **changes), text(LENGTH)
-    for layer in model.model.layers:
-        layer.layer_scalar.fill_(0.8)
-        if layer.enable_moe_block:
-            torch.nn.init.uniform_(layer.router.scale, 0.5, 2)
-            torch.nn.init.uniform_(layer.router.per_expert_scale, 0.5, 2)
+    for path, values in (*model.named_parameters(), *model.named_buffers()):
+        if path.endswith(("layer_scalar", "router.scale", "router.per_expert_scale", "correct_output_scale")):
+            torch.nn.init.uniform_(values, 0.5, 2)
     network = CausalNetwork(model)
     assert network.compute_path == ("native" if native.load_kernels() is not None else "transformers")
     assert off(chain(network, tokens), own_logits(model, tokens)).max() < 5e-5
     kv_cache = network.new_kv_cache()
     one_by_one = [read(network, tokens[: i + 1], kv_cache=kv_cache) for i in range(LENGTH)]
     assert torch.equal(torch.cat(one_by_one), chain(network, tokens))
+
+
+def test_a_stream_of_almost_nothing_is_not_scaled_up_without_limit():
+    model, tokens = tiny("Gemma3n"), text(LENGTH)
+    for projection in (*model.model.altup_projections, *model.model.altup_unembed_projections):
+        projection.weight.data *= 1e-4
+    assert off(chain(CausalNetwork(model), tokens), own_logits(model, tokens)).max() < BOUNDS[torch.float32]
 
 
 def test_gemmas_activation_is_the_one_that_its_layers_use():
@@ -271,6 +279,20 @@ def test_tapped_layers_stand_before_the_last_states_and_do_not_touch_the_logits(
     assert off(tapped.hidden_states[:, 48:96], after_all[0][0]).max() < BOUNDS[torch.float32]
     with pytest.raises(ValueError, match="has 2"):
         network.add_hidden_state_layers((3,))
+
+
+@pytest.mark.parametrize("active", [0, 1])
+def test_of_several_streams_the_active_one_is_tapped_by_kernels_and_by_transformers_layers(active):
+    inputs = ForwardInputs(continuation(text(20), 9), (3, 4), (-1, 0), output_hidden_states=True)
+    states = []
+    for runs_on_kernels in (True, False):
+        network = CausalNetwork(tiny("Gemma3n", altup_active_idx=active))
+        if not runs_on_kernels:
+            network.native_decoder = None
+        network.add_hidden_state_layers((1, 4))
+        states.append(network.forward([inputs], [network.new_kv_cache()])[0].hidden_states)
+    assert states[0].shape == (22, 3 * 48)
+    assert off(*states).max() < BOUNDS[torch.float32]
 
 
 @pytest.mark.parametrize("name", ["Mistral", "Phi", "Gemma2"])

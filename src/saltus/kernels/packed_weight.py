@@ -109,11 +109,12 @@ class PackedWeight(Tensor):
             return self.flipped().dequantize().mT
         if self.ndim == 3:
             assert rows is None, "rows are of a matrix"
-            whole = torch.empty(self.shape, dtype=torch.bfloat16)
+            whole = torch.empty(self.shape, dtype=torch.bfloat16, device="cpu")  # also where "meta" is the default
             for number in range(len(self)):
                 whole[number] = self.matrix(number).dequantize()
             return whole
-        out = torch.empty(*(self.shape[:1] if rows is None else rows.shape), self.shape[1], dtype=torch.bfloat16)
+        shape = (*(self.shape[:1] if rows is None else rows.shape), self.shape[1])
+        out = torch.empty(shape, dtype=torch.bfloat16, device="cpu")
         if rows is not None:
             rows = rows.to(torch.int64).contiguous()
             if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):

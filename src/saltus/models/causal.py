@@ -337,13 +337,9 @@ class CausalNetwork:
     def add_hidden_state_layers(self, layers: Sequence[int]) -> None:
         """Return the states after these layers as well: after all layers, those before the last norm.
 
-        Errors: ValueError if the model lacks one. To be called while no text is being decoded.
+        Of layers with several streams (AltUp) they are those of the active one. Errors: ValueError if the model lacks
+        one. To be called while no text is being decoded.
         """
-        if layers and getattr(self.model.config.get_text_config(), "altup_num_inputs", 1) > 1:
-            raise ValueError(
-                f"layers of {type(self.model).__name__} give several states of a token (AltUp), which no drafter reads;"
-                " take the method lookup or small_model"
-            )
         if any(not 0 < layer <= self.num_layers for layer in layers):
             raise ValueError(
                 f"hidden states after layer {max(layers)} are needed, but the model has {self.num_layers} layers;"
@@ -357,14 +353,15 @@ class CausalNetwork:
                 self.fixed_shape_runner.hidden_state_layers = self.hidden_state_layers
 
     def _capture_hidden_states(self) -> _HiddenStateCapture:
-        return _HiddenStateCapture(decoder_of(self.model), self.hidden_state_layers)
+        active_stream = getattr(self.model.config.get_text_config(), "altup_active_idx", None)
+        return _HiddenStateCapture(decoder_of(self.model), self.hidden_state_layers, active_stream)
 
 
 class _HiddenStateCapture:
     """While open, collects the states after chosen layers of a decoder, and its last states."""
 
-    def __init__(self, decoder: torch.nn.Module, layers: Sequence[int]) -> None:
-        self.decoder, self.layers = decoder, layers
+    def __init__(self, decoder: torch.nn.Module, layers: Sequence[int], active_stream: int | None) -> None:
+        self.decoder, self.layers, self.active_stream = decoder, layers, active_stream
         self.hidden_states: list[torch.Tensor] = []
 
     def __enter__(self) -> Callable[[], torch.Tensor]:
@@ -375,7 +372,9 @@ class _HiddenStateCapture:
 
     def _record(self, module: Any, inputs: Any, out: Any) -> None:
         out = getattr(out, "last_hidden_state", out)
-        self.hidden_states.append(out[0] if isinstance(out, tuple) else out)
+        out = out[0] if isinstance(out, tuple) else out
+        has_streams = self.active_stream is not None and out.ndim == 4  # [streams, batch, rows, hidden]
+        self.hidden_states.append(out[self.active_stream] if has_streams else out)
 
     def __exit__(self, *_) -> None:
         for hook in self.hooks:

@@ -178,13 +178,18 @@ class ParallelMixers:
 
 @dataclass(frozen=True)
 class MLP:
-    """down(activation(gate x) · up x), or down(activation(up x)) without a gate."""
+    """down(activation(gate x) · up x), or down(activation(up x)) without a gate.
+
+    With a `gate_cutoff` only what the gate gives above mean + `gate_cutoff` · standard deviation counts, less that
+    (the Gaussian top-k of Gemma 3n).
+    """
 
     gate: Weight | None
     up: Weight
     down: Weight
     activation: Activation = "silu"
     gate_scale: float = 1.0  # of what the gate gives, before the activation
+    gate_cutoff: float | None = None
     output_scale: float = 1.0
 
 
@@ -192,6 +197,7 @@ class MLP:
 class PerLayerInput:
     """The per-layer embedding of a token (Gemma 3n, 4) enters: x + norm(output(activation(gate x) · t)).
 
+    In a layer with AltUp, x is the corrected active stream, scaled, and the norm is added to all streams but the first.
     t is √½ (norm(P e) + E), with e the input embedding; P e and E are a layer's part of `PerLayerEmbeddings`.
     """
 
@@ -203,12 +209,55 @@ class PerLayerInput:
 
 @dataclass(frozen=True)
 class PerLayerEmbeddings:
-    """The parts of all layers: a scaled embedding, and a projection of input embeddings with a norm of each part."""
+    """The parts of all layers: a scaled embedding, and a projection of input embeddings with a norm of each part.
+
+    With `others_are_first`, tokens beyond the embedding have that of token 0; else there may be none.
+    """
 
     embedding: str
     embedding_scale: float
     projection: Weight
     norm: Norm
+    others_are_first: bool = False
+
+
+@dataclass(frozen=True)
+class Laurel:
+    """A low-rank branch beside the mixer (LAuReL, Menghani et al. 2024): (x + mixer n + n + norm(up(down n))) / √2.
+
+    n is what the mixer reads: x through its norm.
+    """
+
+    down: Weight
+    up: Weight
+    norm: Norm
+
+
+@dataclass(frozen=True)
+class AltUp:
+    """Alternating updates (Baykal et al. 2023): a layer computes one of several streams of a token's hidden states.
+
+    The router says r = tanh(router(norm(x) / size)) of a stream x. With r of the active one, stream i is predicted as
+    p_i = x_i + Σ_j (P r)_ij x_j. The layer makes y of the active prediction p, and with r of y the streams are
+    p_i + (1 + (C r)_i) (y − p).
+    """
+
+    path: str  # of router_norm, modality_router, prediction_coefs, correction_coefs and correct_output_scale
+    epsilon: float  # of the norm
+    scales_output: bool  # what the per-layer input reads is multiplied by correct_output_scale
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The streams of hidden states of a token. The embedding is the first one.
+
+    The others are projections of it, and give the last hidden states through projections of their own: the mean of all.
+    Each projection is scaled to the root mean square of the first stream.
+    """
+
+    active: int  # which one layers compute; its states are those after a layer that drafters read
+    projections: tuple[Weight, ...]
+    last_projections: tuple[Weight, ...]
 
 
 @dataclass(frozen=True)
@@ -268,7 +317,7 @@ class Layer:
     """x + mixer(norm(x)), then the same with the MLP; each output may have a norm of its own, or be scaled.
 
     A layer may be one of both alone. `parallel`: both read the layer's input. The layer's output is multiplied by the
-    number `output_scale`, by its path.
+    number `output_scale`, by its path. `altup`: this is done to one stream of several, and others follow.
     """
 
     mixer: Mixer | ParallelMixers | None
@@ -281,6 +330,8 @@ class Layer:
     parallel: bool = False
     per_layer_input: PerLayerInput | None = None
     output_scale: str | None = None
+    laurel: Laurel | None = None
+    altup: AltUp | None = None
 
 
 @dataclass(frozen=True)
@@ -298,6 +349,7 @@ class DecoderDescription:
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     per_layer_embeddings: PerLayerEmbeddings | None = None
+    streams: Streams | None = None  # layers have AltUp
 
 
 def mixers_of(layer: Layer) -> tuple[tuple[Mixer, float], ...]:

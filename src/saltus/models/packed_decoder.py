@@ -53,9 +53,11 @@ def check_decoder_config(config: Any) -> None:
 
 
 def check_widths(config: Any) -> None:
-    """`check_decoder_sizes` of what all layers have in common."""
-    names = "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"
-    check_decoder_sizes(1, 1, **{name: getattr(config, name) for name in names if hasattr(config, name)})
+    """`check_sizes` of what all layers have in common, or of each layer."""
+    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"):
+        size = getattr(config, name, 1)
+        for each in size if isinstance(size, list | tuple) else (size,):
+            check_sizes(**{name: each})
 
 
 def check_heads(heads: int, kv_heads: int, head_dim: int) -> None:

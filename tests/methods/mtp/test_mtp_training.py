@@ -28,6 +28,7 @@ temperatures = [0.7]
 
 [mtp-head]
 window = 3
+vocabulary = 120
 
 [data]
 batch_size = 3
@@ -43,7 +44,7 @@ checkpoint_steps = 4
 def head_task(target, corpus: HiddenStateCorpus, window: int = 3) -> MtpTrainingTask:
     """A task whose head has random weights of some size."""
     settings = WindowSettings(batch_size=3, windows_per_text=5, discount=0.8, validation_fraction=0.25)
-    made = MtpTrainingTask(target, corpus, MtpShape(32, window), 0, settings, "tiny")
+    made = MtpTrainingTask(target, corpus, MtpShape(32, window), 90, settings, "tiny")
     generator = np.random.default_rng(5)
     with torch.no_grad():
         for weight in made.module.parts.parameters():
@@ -85,7 +86,9 @@ def test_in_training_windows_are_the_drafts_of_decoding(target, corpus, tmp_path
                 tokens = np.concatenate([text, batch.targets[row, window, :drafts].numpy()])
                 states = None if drafts else read[:start]
                 inputs = ForwardInputs(continuation(tokens, 4), network_name="mtp", hidden_states=states)
-                found.append(network.forward([inputs], [kv_cache])[0].logits[0])
+                outputs = network.forward([inputs], [kv_cache])[0]
+                assert torch.equal(outputs.token_ids, task.module.tokens)
+                found.append(outputs.logits[0])
             expected = task.module.lm_head(queries[row, window])
             torch.testing.assert_close(torch.stack(found), expected, rtol=1e-4, atol=1e-4)
 
@@ -110,15 +113,17 @@ def test_the_loss_of_a_sampled_window_is_that_of_the_targets_distributions(targe
     task = head_task(target.model, corpus)
     batch = task.training_batch(1)
     _, queries = task._forward(batch)
-    logs = task.module.lm_head(queries).log_softmax(-1)
+    logs, tokens = task.module.lm_head(queries).log_softmax(-1), task.draft_indices[batch.targets]
     states = corpus.hidden_states[batch.target_rows - 1]
-    laws = target.model.lm_head(states).softmax(-1)
-    greedy = -logs.gather(-1, batch.targets[..., None])[..., 0]
+    laws = target.model.lm_head(states)[..., task.module.tokens].softmax(-1)
+    greedy = -logs.gather(-1, tokens.clamp_min(0)[..., None])[..., 0]
     sampled = -(laws * logs).sum(-1)
     losses = torch.where((batch.temperatures == 0)[..., None], greedy, sampled)
-    weights = 0.8 ** torch.arange(3) * batch.loss_mask
+    weights = 0.8 ** torch.arange(3) * (batch.loss_mask & (tokens >= 0))
     task.window_settings = WindowSettings(batch_size=3, windows_per_text=5, discount=0.8, distillation_weight=0.0)
-    assert float(task.loss(1).detach()) == pytest.approx(float((losses * weights).sum() / weights.sum()), rel=1e-4)
+    assert float(task.loss(1).detach()) == pytest.approx(
+        float(((losses * weights).sum() / weights.sum()).detach()), rel=1e-4
+    )
     assert 0 < float((batch.temperatures == 0).float().mean()) < 1
 
 
@@ -139,6 +144,7 @@ def test_a_head_is_trained_by_the_command_goes_on_from_a_folder_and_drafts(tiny_
     saltus_(*train, "--work", tmp_path / "work", "--out", out)
     metadata = json.loads((out / "saltus.json").read_text())
     assert (metadata["kind"], metadata["training"]["recipe"]["mtp-head"]["window"]) == ("mtp-head", 3)
+    assert len(load_file(out / "mtp.safetensors")["tokens"]) <= 120
     assert metadata["training"]["held_out_tokens_per_call"].keys() == {"greedy", "sampled"}
     for weights in ("bf16", "q8_0"):
         engine = saltus.load(str(folder), "mtp", options={"mtp": {"model": str(out)}}, adaptive=False, weights=weights)
@@ -170,5 +176,9 @@ def _folders_that_do_not_fit_are_refused(folder, another, head, copy):
     weights = load_file(copy / "mtp.safetensors")
     save_file({name: weight for name, weight in weights.items() if name != "mtp.fc.weight"}, copy / "mtp.safetensors")
     assert "lack mtp.fc.weight" in said(folder, copy)
+    save_file({name: weight for name, weight in weights.items() if name != "tokens"}, copy / "mtp.safetensors")
+    assert "has no list of tokens; train it again" in said(folder, copy)
+    save_file(weights | {"tokens": torch.tensor([3, 300])}, copy / "mtp.safetensors")
+    assert "drafts token 300, and the target has 300" in said(folder, copy)
     (copy / "mtp.safetensors").unlink()
     assert "mtp.safetensors is missing); train it again" in said(folder, copy)

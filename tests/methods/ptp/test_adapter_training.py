@@ -139,9 +139,7 @@ def test_layers_that_keep_a_state_are_refused_by_name(name):
         prepare_model(tiny(name))
 
 
-@pytest.mark.parametrize(  # a part of Gemma 3n's adapter gets no gradient
-    "name", [*(name for name in PACKED if name != "Gemma3n"), *WITHOUT_EXPERTS]
-)
+@pytest.mark.parametrize("name", [*PACKED, *WITHOUT_EXPERTS])
 def test_packed_windows_have_the_loss_and_gradients_of_separate_forwards(name, tmp_path):
     """Also where windows slide, logits are capped or scaled, and positions are learned."""
     assert_same_as_one_by_one(make_task(tiny(name), tmp_path))

@@ -264,6 +264,18 @@ def test_in_training_windows_are_the_blocks_of_decoding():
             torch.testing.assert_close(found[row, window], outputs.hidden_states[1:], rtol=1e-4, atol=1e-4)
 
 
+def test_it_drafts_beside_packed_weights(tiny_folder, tmp_path):
+    """Its own output layer is rows of the target's, expanded."""
+    folder = tiny_folder()
+    target = LlamaForCausalLM.from_pretrained(folder)
+    save_drafter("drafter", dflash_model(target), tmp_path, str(folder), target, {})
+    options = {"ptp": {"model": str(tmp_path)}}
+    engine = saltus.load(str(folder), "ptp", options=options, weights="q8_0", adaptive=False)
+    found, plain = (engine.generate("the cat", max_new_tokens=12, method=method) for method in ("ptp", "plain"))
+    assert found.tokens == plain.tokens
+    assert found.statistics.draft_calls > 0
+
+
 def test_factors_of_the_hidden_states_are_in_the_weights_of_files(tmp_path):
     target = CausalNetwork(tiny_llama(num_hidden_layers=3))
     target.add_hidden_state_layers((1,))

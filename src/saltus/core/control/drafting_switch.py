@@ -21,9 +21,13 @@ class Throughput:
     @property
     def rate(self) -> float:
         """Tokens in the time of one plain decoding step."""
-        return (self.tokens + self.prior) / (self.time + self.prior)
+        return self.rate_after(1.0)
 
-    def record(self, tokens: int, time: float) -> None:
+    def rate_after(self, before: float) -> float:
+        """The same if the steps that it starts with had another rate than plain decoding."""
+        return (self.tokens + self.prior * before) / (self.time + self.prior)
+
+    def record(self, tokens: float, time: float) -> None:
         """Add one step: its decided tokens, and its time in plain decoding steps."""
         self.decay(1 - 1 / self.decay_steps)
         self.tokens, self.time = self.tokens + tokens, self.time + time
@@ -50,9 +54,10 @@ class DraftingSwitch:
 
     def should_draft(self) -> bool:
         """True if draft models should be used in this step."""
-        modes = self.without_drafts, self.with_drafts
-        current, other = modes[self.drafting], modes[not self.drafting]
-        if not self.steps_left or (self.in_trial and current.rate < TRIAL_LOST_RATIO * other.rate):
+        rates = self._rates()
+        if not self.steps_left or (
+            self.in_trial and rates[self.drafting] < TRIAL_LOST_RATIO * rates[not self.drafting]
+        ):
             self._switch()
         self.steps_left -= 1
         return self.drafting
@@ -62,8 +67,14 @@ class DraftingSwitch:
         """Steps to come in which draft models are certainly not used."""
         return 0 if self.drafting or self.in_trial else self.steps_left
 
+    def _rates(self) -> tuple[float, float]:
+        """Without and with drafts. Until it is known, drafts bring as much as they cost: no trial is lost unseen."""
+        without = self.without_drafts.rate
+        return without, self.with_drafts.rate_after(without)
+
     def _switch(self) -> None:
-        better = self.with_drafts.rate > self.without_drafts.rate
+        without_drafts, with_drafts = self._rates()
+        better = with_drafts > without_drafts
         if self.in_trial or self.drafting != better:
             if self.in_trial:
                 lost = self.drafting != better

@@ -163,6 +163,7 @@ typedef struct {
   int64_t num_banned, num_ends;
 } Walk;
 
+#include "altup.h"
 #include "experts.h"
 #define OUT_OF_MEMORY 1
 #define UNKNOWN_TOKEN 2
@@ -170,13 +171,14 @@ typedef struct {
 // What a decoder does, in order. `of` is a struct that stays the same from call to call, but for its rows.
 enum {
   LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS, MIX_EXPERTS,
-  CONVOLVE, RECUR, GATE_OUTPUTS, SCALE_COLUMNS, REARRANGE
+  CONVOLVE, RECUR, GATE_OUTPUTS, SCALE_COLUMNS, REARRANGE,
+  PREDICT_STREAMS, CORRECT_STREAMS, MATCH_MAGNITUDE, AVERAGE, CUT_OFF
 };
 typedef struct {
   int64_t kind;
   const void *of;  // the struct of the operation, such as Linear, Norm, Rotary, Experts or Recurrence
   int64_t which;   // layer; angles of a rotation; arguments of an attention
-  int64_t place;   // of an attention: which layer's memory, counted from that of the arguments
+  int64_t place;   // of an attention: which layer's memory, counted from that of the arguments; see embed_known
 } Op;
 
 typedef struct {
@@ -288,6 +290,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #include "linear_tile.inc"
 #include "linear.inc"
 #include "experts.inc"
+#include "altup.inc"
 #include "decoder.inc"
 #include "draft_pass.inc"
 #include "hole_paths.h"
@@ -308,6 +311,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #include "linear_tile.inc"
 #include "linear.inc"
 #include "experts.inc"
+#include "altup.inc"
 #include "decoder.inc"
 #include "draft_pass.inc"
 #undef T
@@ -376,5 +380,6 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #include "linear_integer.inc"
 #include "linear.inc"
 #include "experts.inc"
+#include "altup.inc"
 #include "decoder.inc"
 #include "draft_pass.inc"

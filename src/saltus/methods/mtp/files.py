@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from saltus.kernels.packed_weight import arithmetic_of
@@ -20,7 +21,7 @@ from saltus.loading.model_folders import INDEX_FILE
 from saltus.loading.stored_tensors import StoredTensor, stored_tensors
 from saltus.methods.mtp.family import MtpFamily, families
 from saltus.methods.mtp.module import MtpModule
-from saltus.methods.mtp.trained_head import check_head
+from saltus.methods.mtp.trained_head import check_head, drafted_tokens
 from saltus.models.protocols import DrafterHost, TargetNetwork
 
 EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -78,17 +79,21 @@ def load_heads(target: TargetNetwork, target_name: str, folder: Path | None = No
         raise ValueError(f"{target_name} fills holes anywhere, but mtp drafts for causal models; take assd")
     found = _find_heads_for(target.model, target_name, folder)
     modules = new_modules(found, target.model)
-    is_gguf = (found.folder / INDEX_FILE).is_file()
+    tokens = None if folder is None else drafted_tokens(folder, found.others, target.model)
+    packs = not (found.folder / INDEX_FILE).is_file()  # a GGUF file's blocks stay as they are
     for module, tensors in zip(modules, found.modules, strict=True):
-        module.load(_weights(tensors, found.others), packs_like_target=not is_gguf)  # a file's blocks stay as they are
+        module.load(_weights(tensors, found.others), packs, tokens)
     return modules
 
 
-def read_trained_head(folder: Path, model: Any, model_name: str) -> dict[str, Tensor]:
-    """The weights of a head of `saltus train mtp`, by the names of `MtpModule.needed_weights`. Errors: ValueError."""
+def read_trained_head(folder: Path, model: Any, model_name: str) -> tuple[dict[str, Tensor], Int[Tensor, "draft"]]:
+    """Of a head of `saltus train mtp` the weights, by the names of `MtpModule.needed_weights`, and the drafted tokens.
+
+    Errors: ValueError.
+    """
     found = _find_heads_for(model, model_name, folder)
     new_modules(found, model)
-    return _weights(found.modules[0], found.others)
+    return _weights(found.modules[0], found.others), drafted_tokens(folder, found.others, model)
 
 
 def _find_heads_for(model: Any, model_name: str, folder: Path | None) -> HeadTensors:

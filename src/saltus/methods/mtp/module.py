@@ -26,6 +26,8 @@ class MtpModule(nn.Module):
     target whose layers are named in another way.
     """
 
+    tokens: Tensor | None = None  # ids of the tokens that it drafts, ascending; None: all
+
     def __init__(self, target: Any, has_experts: bool, state_first: bool, has_norm: bool) -> None:
         super().__init__()
         self.target, self.state_first, self.has_norm = [target], state_first, has_norm  # in a list: no submodule
@@ -67,8 +69,13 @@ class MtpModule(nn.Module):
             for name, weight in module.state_dict().items()
         }
 
-    def load(self, weights: Mapping[str, Tensor], packs_like_target: bool) -> None:
-        """Take weights by the names of `needed_weights`, and perhaps `embeddings` and `head`, in the target's dtype."""
+    def load(
+        self, weights: Mapping[str, Tensor], packs_like_target: bool, drafted: Int[Tensor, "draft"] | None = None
+    ) -> None:
+        """Take weights by the names of `needed_weights`, and perhaps `embeddings` and `head`, in the target's dtype.
+
+        The output layer has the rows of the `drafted` tokens only, if these are given.
+        """
         modules, target = self.parts, self.target[0]
         for name, weight in weights.items():
             part, _, rest = name.partition(".")
@@ -77,7 +84,7 @@ class MtpModule(nn.Module):
                 self.model.set_input_embeddings(nn.Embedding.from_pretrained(moved))
                 continue
             if part == "head":
-                self.model.set_output_embeddings(_linear_of(moved))
+                self.model.set_output_embeddings(linear_of(moved))
                 continue
             path, _, attribute = rest.rpartition(".")
             owner = modules[part].get_submodule(path)
@@ -87,9 +94,15 @@ class MtpModule(nn.Module):
                 owner._buffers[attribute] = weight.to(target.device)
             else:
                 setattr(owner, attribute, nn.Parameter(moved.contiguous(), requires_grad=False))
+        packed = [self.projection, modules["layer"]]
+        if drafted is not None:
+            self.tokens = drafted.to(target.device)
+            rows = select_rows(target.get_output_embeddings().weight, self.tokens)
+            self.model.set_output_embeddings(head := linear_of(rows.to(target.dtype)))
+            packed.append(head)
         self.eval().requires_grad_(False)
         if packs_like_target:
-            for part in (self.projection, modules["layer"]):
+            for part in packed:
                 pack_like(part, target)
         self.layers = ContextLayers(self.model)
 
@@ -102,7 +115,8 @@ class MtpModule(nn.Module):
         return linear(x, [self.projection.weight], [None])[0] if x.device.type == "cpu" else self.projection(x)
 
 
-def _linear_of(weight: Tensor) -> nn.Linear:
+def linear_of(weight: Float[Tensor, "outputs hidden"]) -> nn.Linear:
+    """A linear layer with this weight, which is not trained."""
     with torch.device("meta"):
         made = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     made.weight = nn.Parameter(weight, requires_grad=False)

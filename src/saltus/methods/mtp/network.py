@@ -82,8 +82,10 @@ class MtpNetwork:
         logits |= {id(cache): row for (_, cache), row in zip(drafting, self._draft(drafting), strict=True)}
         read = {id(cache): 0 if inputs.hidden_states is None else len(inputs.hidden_states) for inputs, cache in pairs}
         rows = sum(count or 1 for count in read.values())
+        tokens = self.modules[0].tokens
         return [
-            ForwardOutputs(logits[id(cache)], context_tokens_read=read[id(cache)], num_rows=rows) for cache in kv_caches
+            ForwardOutputs(logits[id(cache)], context_tokens_read=read[id(cache)], num_rows=rows, token_ids=tokens)
+            for cache in kv_caches
         ]
 
     def _read(self, texts: Sequence[tuple[ForwardInputs, MtpKVCache]]) -> list[Tensor]:

@@ -1,11 +1,24 @@
-"""Gemma 3n: a token has several states (AltUp), which the kernels do not compute; the layers of Transformers run."""
+"""Gemma 3n: a token has several streams, of which layers compute one (AltUp); a low-rank branch, sparse activations."""
 
 import math
-from typing import Any, NoReturn
+from dataclasses import replace
+from statistics import NormalDist
+from typing import Any
 
-from saltus.models.architectures import gemma2
-from saltus.models.architectures.gemma4_text import PER_LAYER_TENSORS, is_of_unused_keys
-from saltus.models.decoder_description import NotDescribed
+from saltus.kernels.native.altup import MAX_STREAMS
+from saltus.models.architectures import gemma2, gemma4_text
+from saltus.models.architectures.gemma4_text import PER_LAYER_TENSORS, is_of_unused_keys, norm
+from saltus.models.common_layers import llama_attention, llama_mlp
+from saltus.models.decoder_description import (
+    MLP,
+    AltUp,
+    DecoderDescription,
+    Laurel,
+    Layer,
+    NotDescribed,
+    Streams,
+    Weight,
+)
 from saltus.models.gguf_architecture import (
     FULL,
     SLIDING,
@@ -20,13 +33,49 @@ from saltus.models.gguf_architecture import (
     same_for_layers,
 )
 
-CLASSES: set[str] = set()  # none runs on our kernels
+CLASSES = {"Gemma3nForCausalLM"}
 STATES = 4  # of a token; llama.cpp writes no other models
 
 
-def describe(config: Any) -> NoReturn:
+def mlp(config: Any, number: int) -> MLP:
+    """An MLP whose gate may drop a share of its activations, those below a quantile of the normal distribution."""
+    dropped = config.activation_sparsity_pattern[number]
+    if not dropped > 0:
+        return llama_mlp(config, number)
+    if dropped >= 1:
+        raise NotDescribed("a layer that keeps no activation")
+    return replace(llama_mlp(config, number), gate_cutoff=NormalDist().inv_cdf(dropped))
+
+
+def layer(config: Any, number: int) -> Layer:
+    """Gemma 4's layer with a low-rank branch, and AltUp around it."""
+    path = f"layers.{number}"
+    laurel = Laurel(
+        Weight(f"{path}.laurel.linear_left"), Weight(f"{path}.laurel.linear_right"),
+        norm(config, f"{path}.laurel.post_laurel_norm"),
+    )  # fmt: skip
+    return gemma4_text.layer(
+        config, number, llama_attention(config, number, **gemma4_text.attention(config, number)), mlp(config, number),
+        per_layer_input=gemma4_text.per_layer_input(config, number), laurel=laurel,
+        altup=AltUp(f"{path}.altup", config.rms_norm_eps, config.altup_correct_scale),
+    )  # fmt: skip
+
+
+def describe(config: Any) -> DecoderDescription:
     """See saltus.models.architectures."""
-    raise NotDescribed("several states of a token (AltUp)")
+    count, active = config.altup_num_inputs, config.altup_active_idx
+    if not 0 <= active < count <= MAX_STREAMS:
+        raise NotDescribed(f"stream {active} of {count}")
+    projections, last = (
+        tuple(Weight(f"{name}.{number}") for number in range(count - 1))
+        for name in ("altup_projections", "altup_unembed_projections")
+    )
+    return DecoderDescription(
+        tuple(layer(config, number) for number in range(config.num_hidden_layers)), norm(config, "norm"),
+        embedding_scale=config.hidden_size**0.5, logit_softcap=config.final_logit_softcapping or 0.0,
+        per_layer_embeddings=gemma4_text.per_layer_embeddings(config, others_are_first=True),
+        streams=Streams(active, projections, last),
+    )  # fmt: skip
 
 
 def sparsity(model: GgufModel) -> list[float]:

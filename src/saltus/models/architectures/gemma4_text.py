@@ -6,7 +6,9 @@ from typing import Any
 from saltus.models.architectures import gemma2
 from saltus.models.common_layers import activation, head_norms, llama_attention, llama_mlp, mixture, sliding_window
 from saltus.models.decoder_description import (
+    MLP,
     Angles,
+    Attention,
     DecoderDescription,
     Layer,
     MLPAndExperts,
@@ -44,7 +46,7 @@ def attention(config: Any, number: int) -> dict[str, Any]:
     found = {
         "scale": 1.0, "angles": Angles(layer_type=kind), "span": sliding_window(config, number), **norms,
     }  # fmt: skip
-    if config.attention_k_eq_v and kind != "sliding_attention":
+    if getattr(config, "attention_k_eq_v", False) and kind != "sliding_attention":
         found["value"] = None
     if config.kv_sharing_modes[number] == "reuse":
         stored = [each for each in range(number) if config.kv_sharing_modes[each] == "store"]
@@ -68,38 +70,51 @@ def mlp_and_experts(config: Any, number: int) -> MLPAndExperts:
     )  # fmt: skip
 
 
-def layer(config: Any, number: int) -> Layer:
-    """A layer with four norms, and perhaps a token input."""
-    path, entry, sizes = f"layers.{number}", None, config.per_layer_config[number]
-    if config.hidden_size_per_layer_input:
-        entry = PerLayerInput(
-            Weight(f"{path}.per_layer_input_gate"), Weight(f"{path}.per_layer_projection"),
-            norm(config, f"{path}.post_per_layer_input_norm"), activation(config.hidden_activation),
-        )  # fmt: skip
+def per_layer_input(config: Any, number: int) -> PerLayerInput:
+    """The input of a token to a layer."""
+    path = f"layers.{number}"
+    return PerLayerInput(
+        Weight(f"{path}.per_layer_input_gate"), Weight(f"{path}.per_layer_projection"),
+        norm(config, f"{path}.post_per_layer_input_norm"), activation(config.hidden_activation),
+    )  # fmt: skip
+
+
+def per_layer_embeddings(config: Any, **changes: Any) -> PerLayerEmbeddings:
+    """Those of all layers; the projection is divided by √hidden before the norm, which only makes epsilon larger."""
+    return PerLayerEmbeddings(
+        "embed_tokens_per_layer", config.hidden_size_per_layer_input**0.5, Weight("per_layer_model_projection"),
+        Norm("per_layer_projection_norm", config.rms_norm_eps * config.hidden_size, "rms-float32"), **changes,
+    )  # fmt: skip
+
+
+def layer(config: Any, number: int, mixer: Attention, mlp: MLP | MLPAndExperts, **changes: Any) -> Layer:
+    """A layer with four norms."""
+    path = f"layers.{number}"
     return Layer(
-        llama_attention(sizes, number, **attention(config, number)),
-        mlp_and_experts(config, number) if config.enable_moe_block else llama_mlp(config, number),
+        mixer, mlp,
         mixer_norm=norm(config, f"{path}.input_layernorm"),
         mixer_output_norm=norm(config, f"{path}.post_attention_layernorm"),
         mlp_norm=norm(config, f"{path}.pre_feedforward_layernorm"),
-        mlp_output_norm=norm(config, f"{path}.post_feedforward_layernorm"),
-        per_layer_input=entry, output_scale=f"{path}.layer_scalar",
+        mlp_output_norm=norm(config, f"{path}.post_feedforward_layernorm"), **changes,
     )  # fmt: skip
 
 
 def describe(config: Any) -> DecoderDescription:
     """See saltus.models.architectures."""
-    inputs, size = None, config.hidden_size_per_layer_input
-    if size:
-        # its projection is divided by √hidden before the norm, which only makes the norm's epsilon larger
-        projection_norm = Norm("per_layer_projection_norm", config.rms_norm_eps * config.hidden_size, "rms-float32")
-        inputs = PerLayerEmbeddings(
-            "embed_tokens_per_layer", size**0.5, Weight("per_layer_model_projection"), projection_norm
+    has_inputs = bool(config.hidden_size_per_layer_input)
+    layers = [
+        layer(
+            config, number, llama_attention(config.per_layer_config[number], number, **attention(config, number)),
+            mlp_and_experts(config, number) if config.enable_moe_block else llama_mlp(config, number),
+            per_layer_input=per_layer_input(config, number) if has_inputs else None,
+            output_scale=f"layers.{number}.layer_scalar",
         )
+        for number in range(config.num_hidden_layers)
+    ]  # fmt: skip
     return DecoderDescription(
-        tuple(layer(config, number) for number in range(config.num_hidden_layers)), norm(config, "norm"),
-        embedding_scale=config.hidden_size**0.5, logit_softcap=config.final_logit_softcapping or 0.0,
-        per_layer_embeddings=inputs,
+        tuple(layers), norm(config, "norm"), embedding_scale=config.hidden_size**0.5,
+        logit_softcap=config.final_logit_softcapping or 0.0,
+        per_layer_embeddings=per_layer_embeddings(config) if has_inputs else None,
     )  # fmt: skip
 
 

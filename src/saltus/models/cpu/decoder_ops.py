@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from saltus.kernels import native
-from saltus.kernels.packed_weight import kernel_arguments
+from saltus.kernels.native import altup
 from saltus.models.attention_span import AttentionSpan
+from saltus.models.cpu.altup_ops import StreamOps
 from saltus.models.cpu.attention import AttentionCall
 from saltus.models.cpu.decoder_weights import Resolver, linear_struct
 from saltus.models.cpu.expert_ops import experts_struct
 from saltus.models.cpu.hybrid_kv_cache import HybridKVCache, RecurrentCall, StateSizes
 from saltus.models.cpu.mixer_ops import MixerOps
+from saltus.models.cpu.per_layer_ops import PerLayerOps
 from saltus.models.decoder_description import (
     MLP,
     Angles,
@@ -26,12 +28,11 @@ from saltus.models.decoder_description import (
     DecoderDescription,
     Experts,
     LatentAttention,
+    Laurel,
     Layer,
     Mixer,
     MLPAndExperts,
     Norm,
-    PerLayerEmbeddings,
-    PerLayerInput,
     Weight,
     mixers_of,
 )
@@ -68,15 +69,21 @@ class DecoderOps:
         self.structs: list[Any] = []  # that operations point to
         self.list: list[tuple[int, Any, int, int]] = []
         if description.input_scale != 1:
-            self._add(hidden, None, description.input_scale)
-        if description.per_layer_embeddings is not None:
+            self.add(hidden, None, description.input_scale)
+        self.per_layer = None
+        if (inputs := description.per_layer_embeddings) is not None:
             tokens = len(weights.module(description.embedding).weight)
-            self._per_layer_embeddings(description.per_layer_embeddings, len(description.layers), tokens)
+            self.per_layer = PerLayerOps(self, inputs, len(description.layers), tokens)
+        self.streams = None if description.streams is None else StreamOps(self, description.streams)
+        if self.streams is not None:
+            self.streams.begin()
         # of layers' keys and values: in the main memory, or their own
         self.places: dict[int, tuple[int, int | None]] = {}
         for number, layer in enumerate(description.layers):
             self._layer(number, layer)
         self.op(native.LAYER_BEGINS, which=len(description.layers))  # none does, but the states may be wanted
+        if self.streams is not None:
+            self.streams.end()
         self.ops = (native.Op * len(self.list))()
         for op, (kind, struct, which, place) in zip(self.ops, self.list, strict=True):
             op.kind, op.which, op.place = kind, which, place
@@ -102,7 +109,7 @@ class DecoderOps:
         self.products.append((struct, [weight for weight, _ in outputs]))
         self.op(native.PRODUCT, struct)
 
-    def _normalize(self, x: Tensor, norm: Norm, out: Tensor, add: Tensor | None = None) -> None:
+    def normalize(self, x: Tensor, norm: Norm, out: Tensor, add: Tensor | None = None) -> None:
         given = self.weights.norm(norm, x.shape[1])
         assert x.shape == out.shape and (add is None or add.shape == x.shape)
         added = None if add is None else add.data_ptr()
@@ -110,7 +117,7 @@ class DecoderOps:
             x=x.data_ptr(), out=out.data_ptr(), size=x.shape[1], add=added, **given.arguments("weight", "kind"),
         ))  # fmt: skip
 
-    def _add(self, x: Tensor, add: Tensor | None, scale: float, out: Tensor | None = None) -> None:
+    def add(self, x: Tensor, add: Tensor | None, scale: float, out: Tensor | None = None) -> None:
         """out = add + scale · x; the hidden states without another output."""
         out = self.hidden if out is None else out
         assert x.shape == out.shape
@@ -118,54 +125,39 @@ class DecoderOps:
         struct = native.Addition(x=x.data_ptr(), add=added, out=out.data_ptr(), size=x.shape[1], scale=scale)
         self.op(native.ADD, struct)
 
-    def _copy(self, x: Tensor, out: Tensor, first: int = 0) -> None:
+    def copy(self, x: Tensor, out: Tensor, first: int = 0) -> None:
         """Columns of x from the first one on."""
         assert 0 <= first <= x.shape[1] - out.shape[1]
         self.op(native.COPY_COLUMNS, native.Columns(
             x=x.data_ptr(), out=out.data_ptr(), width=x.shape[1], first=first, size=out.shape[1],
         ))  # fmt: skip
 
-    def _per_layer_embeddings(self, inputs: PerLayerEmbeddings, layers: int, tokens: int) -> None:
-        """Per-layer embeddings of all layers, beside each other. Errors: ValueError if some tokens have none."""
-        table = self.weights.module(inputs.embedding).weight
-        weight, format = kernel_arguments(table)
-        count, width = table.shape
-        if count < tokens:
-            raise ValueError(f"{count:,} of its {tokens:,} tokens have per-layer embeddings")
-        embedded, projected = self.buffer("per-layer embeddings", width), self.buffer("projected", width)
-        self.op(native.EMBED_TOKENS, native.Expansion(
-            weight=weight, out=embedded.data_ptr(), format=format, inputs=width,
-        ), which=count)  # fmt: skip
-        self._add(embedded, None, float(torch.tensor(inputs.embedding_scale, dtype=embedded.dtype)), embedded)
-        self.product(self.hidden, [(inputs.projection, projected)])
-        size = width // layers
-        given = self.weights.norm(inputs.norm, size)
-        self.op(native.NORMALIZE, native.Norm(
-            x=projected.data_ptr(), out=embedded.data_ptr(), size=size, parts=layers, add=embedded.data_ptr(),
-            **given.arguments("weight", "kind"),
-        ))  # fmt: skip
-        self._add(embedded, None, 0.5**0.5, embedded)
-
-    def _per_layer_input(self, number: int, layer: PerLayerInput) -> None:
-        """Add the per-layer embedding of one layer."""
-        size = len(self.weights.matrix(layer.gate).weight)
-        gate, embedded = self.buffer("per-layer gate", size), self.buffer("per-layer embedding", size)
-        made = self.buffer("made", self.hidden.shape[1])
-        (every,) = (buffer for (name, _), buffer in self.buffers.items() if name == "per-layer embeddings")
-        self.product(self.hidden, [(layer.gate, gate)])
-        self._copy(every, embedded, number * size)
-        activation = native.ACTIVATION_NUMBERS[layer.activation]
-        self.product(embedded, [(layer.output, made)], gate=gate, activation=activation)
-        self._normalize(made, layer.output_norm, self.hidden, add=self.hidden)
-
     def _layer(self, number: int, layer: Layer) -> None:
         self.op(native.LAYER_BEGINS, which=number)
+        x, outputs, streams = self.hidden, [self.hidden], self.streams
+        if streams is None or layer.altup is None:
+            self._mixer_and_mlp(number, layer)
+        else:
+            prediction = streams.predict(layer.altup)
+            self._mixer_and_mlp(number, layer)
+            streams.correct(prediction)
+            x, outputs = streams.output(layer.altup), streams.every[1:]
+        if self.per_layer is not None and layer.per_layer_input is not None:
+            self.per_layer.add(number, layer.per_layer_input, x, outputs)
+        if layer.output_scale is not None:
+            self.add(self.hidden, None, float(self.weights.tensor(layer.output_scale)))
+
+    def _mixer_and_mlp(self, number: int, layer: Layer) -> None:
+        beside = None if layer.laurel is None else self._laurel(layer.laurel, layer.mixer_norm)
         mixed = [
             (self._mixer(number, mixer, layer.mixer_norm), mixer.output, layer.mixer_output_norm, scale)
             for mixer, scale in mixers_of(layer)
         ]
         if not layer.parallel:
             self._add_mixed(mixed, layer.residual_scale)
+        if beside is not None:
+            self.add(beside, self.hidden, 1.0)
+            self.add(self.hidden, None, 0.5**0.5)
         assert isinstance(layer.mlp, MLP) or not layer.parallel
         if isinstance(layer.mlp, Experts):
             self._experts(layer.mlp, layer.mlp_norm, layer.mlp_output_norm, layer.residual_scale)
@@ -177,10 +169,18 @@ class DecoderOps:
                 self._add_mixed(mixed, layer.residual_scale)
             scale = layer.residual_scale * layer.mlp.output_scale
             self._to_hidden(x, layer.mlp.down, layer.mlp_output_norm, scale, **settings)
-        if layer.per_layer_input is not None:
-            self._per_layer_input(number, layer.per_layer_input)
-        if layer.output_scale is not None:
-            self._add(self.hidden, None, float(self.weights.tensor(layer.output_scale)))
+
+    def _laurel(self, branch: Laurel, norm: Norm | None) -> Tensor:
+        """n + norm(up(down n)) of the hidden states' norm n."""
+        size = self.hidden.shape[1]
+        assert norm is not None
+        normed, out = self.buffer("laurel normed", size), self.buffer("laurel", size)
+        low = self.buffer("laurel low", len(self.weights.matrix(branch.down).weight))
+        self.normalize(self.hidden, norm, normed)
+        self.product(normed, [(branch.down, low)])
+        self.product(low, [(branch.up, out)])
+        self.normalize(out, branch.norm, out, add=normed)
+        return out
 
     def _add_mixed(self, mixed: Sequence[tuple[Tensor, Weight, Norm | None, float]], scale: float) -> None:
         """Add the outputs of mixers to the hidden states."""
@@ -200,7 +200,9 @@ class DecoderOps:
         gate = self.buffer("gate", width)
         self.product(self.hidden, [(mlp.gate, gate), (mlp.up, up), *others], norm)
         if mlp.gate_scale != 1:
-            self._add(gate, None, mlp.gate_scale, gate)
+            self.add(gate, None, mlp.gate_scale, gate)
+        if mlp.gate_cutoff is not None:
+            self.op(altup.CUT_OFF, altup.Cutoff(x=gate.data_ptr(), size=width, deviations=mlp.gate_cutoff))
         return up, {"gate": gate, "activation": native.ACTIVATION_NUMBERS[mlp.activation]}
 
     def _to_hidden(self, x: Tensor, weight: Weight, norm: Norm | None, scale: float, **settings: Any) -> None:
@@ -214,10 +216,10 @@ class DecoderOps:
 
     def _add_normed(self, made: Tensor, norm: Norm | None, scale: float) -> None:
         if norm is None:
-            self._add(made, self.hidden, scale)
+            self.add(made, self.hidden, scale)
         else:
             assert scale == 1
-            self._normalize(made, norm, self.hidden, add=self.hidden)
+            self.normalize(made, norm, self.hidden, add=self.hidden)
 
     def _experts(self, experts: Experts, norm: Norm | None, output_norm: Norm | None, scale: float) -> None:
         """Add what a mixture of experts gives, through its norm and scaled, to the hidden states."""
@@ -242,7 +244,7 @@ class DecoderOps:
             struct.shared_gate = gate.data_ptr() if beside else None
         if experts.router_norm is not None:
             routed = self.buffer("routed", size)
-            self._normalize(self.hidden, experts.router_norm, routed)
+            self.normalize(self.hidden, experts.router_norm, routed)
             struct.routed = routed.data_ptr()
         struct.x, struct.out = self.hidden.data_ptr(), out.data_ptr()
         struct.add = None if add is None else add.data_ptr()
@@ -253,9 +255,9 @@ class DecoderOps:
         made, mixed = (self.buffer(name, self.hidden.shape[1]) for name in ("made", "mixed"))
         x, settings = self._inner(both.mlp, norm)
         self.product(x, [(both.mlp.down, made)], **settings)
-        self._normalize(made, both.mlp_output_norm, made)
+        self.normalize(made, both.mlp_output_norm, made)
         self._mix(both.experts, both.experts_norm, mixed)
-        self._normalize(mixed, both.experts_output_norm, made, add=made)
+        self.normalize(mixed, both.experts_output_norm, made, add=made)
         self._add_normed(made, output_norm, scale)
 
     def _mixer(self, number: int, mixer: Mixer, norm: Norm | None) -> Tensor:
@@ -277,7 +279,7 @@ class DecoderOps:
         ]
         self.product(self.hidden, given, norm)
         if layer.key is not None and layer.value is None:
-            self._copy(k, v)
+            self.copy(k, v)
         self._prepare_heads(q, layer.heads, layer, layer.query_norm, layer.query_angles or layer.angles)
         if layer.key is not None:
             self._prepare_heads(k, layer.kv_heads, layer, layer.key_norm, layer.angles)
@@ -303,8 +305,8 @@ class DecoderOps:
             made = self.buffer("query latent", len(self.weights.matrix(layer.query_latent).weight))
             self.product(self.hidden, [(layer.query_latent, made), (layer.latent, latent)], norm)
             self.product(made, [(layer.query, q)], layer.query_norm)
-        self._copy(latent, normed)
-        self._copy(latent, rotated, normed.shape[1])
+        self.copy(latent, normed)
+        self.copy(latent, rotated, normed.shape[1])
         self.product(normed, [(layer.expand, expanded)], layer.latent_norm)
         self._rotate(rotated, 1, rope, None, layer.angles, layer.rope_interleaved)
         self._rotate(q[:, nope:], heads, rope, None, layer.angles, layer.rope_interleaved)
@@ -326,7 +328,7 @@ class DecoderOps:
         """Norms and angles of queries or keys."""
         assert layer.norm_per_head or not (layer.gated or layer.norms_rotated)
         if norm is not None and not layer.norm_per_head:
-            self._normalize(x, norm, x)
+            self.normalize(x, norm, x)
             norm = None
         if layer.norms_rotated:
             self._rotate(x, heads, layer.dim, None, angles, layer.rope_interleaved)

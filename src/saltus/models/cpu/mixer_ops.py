@@ -4,34 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from saltus.kernels import native
-from saltus.models.cpu.hybrid_kv_cache import StateSizes
+from saltus.models.cpu.operations import Operations
 from saltus.models.decoder_description import DeltaNet, Mamba2, Norm, ShortConvolution, Weight
 
 ALIGNMENT = 64  # bytes, of a layer's states
 KEY_UNIT = 4  # keys of a state are padded to multiples of it
-
-
-@runtime_checkable
-class Operations(Protocol):
-    """What is needed of DecoderOps."""
-
-    hidden: Tensor
-    weights: Any
-    states: StateSizes
-
-    def buffer(self, name: str, width: int) -> Tensor: ...
-
-    def op(self, kind: int, struct: Any = None, which: int = 0, place: int = 0) -> None: ...
-
-    def product(
-        self, x: Tensor, outputs: Sequence[tuple[Weight, Tensor]], norm: Norm | None = None, **settings: Any
-    ) -> None: ...
 
 
 @dataclass(frozen=True)

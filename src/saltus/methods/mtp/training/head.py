@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from saltus.kernels.packed_weight import select_rows
 from saltus.loading.metadata import Kind
 from saltus.methods.mtp.files import read_trained_head
-from saltus.methods.mtp.module import MtpModule
+from saltus.methods.mtp.module import MtpModule, linear_of
 from saltus.methods.mtp.trained_head import KIND, save_head
 from saltus.models.cpu import attention
 from saltus.models.decoder_of import decoder_of
@@ -45,10 +45,11 @@ class TrainableHead(nn.Module):
     layers have experts, or numbers that are not trained.
     """
 
-    tokens: Tensor  # [vocab] of the target: a head drafts all of them
+    tokens: Tensor  # [draft] ids of the target's vocabulary that are drafted
+    unembedding: Tensor  # [draft, hidden]
     correction: None = None
 
-    def __init__(self, target: Any, shape: MtpShape, tokens: Int[Tensor, "vocab"], seed: int = 0) -> None:
+    def __init__(self, target: Any, shape: MtpShape, tokens: Int[Tensor, "draft"], seed: int = 0) -> None:
         super().__init__()
         self.shape, self.head = shape, [head := MtpModule(target, False, False, True)]  # in a list: no submodule
         layer = head.parts["layer"]
@@ -62,6 +63,8 @@ class TrainableHead(nn.Module):
         self.parts.to_empty(device="cpu").float().requires_grad_(True)
         self._initialize(seed, decoder_of(target).norm)
         self.register_buffer("tokens", tokens, persistent=False)
+        unembedding = select_rows(target.get_output_embeddings().weight, tokens.to(target.device))
+        self.register_buffer("unembedding", unembedding, persistent=False)
         attention.install_attention(head.model)
 
     @torch.no_grad()
@@ -78,8 +81,8 @@ class TrainableHead(nn.Module):
 
     @property
     def lm_head(self) -> nn.Linear:
-        """The target's output layer."""
-        return self.head[0].target[0].get_output_embeddings()
+        """The target's output layer, restricted to the drafted tokens."""
+        return linear_of(self.unembedding)
 
     @property
     def matrices(self) -> list[Tensor]:
@@ -141,14 +144,17 @@ class MtpTrainingTask(QueryDrafterTask):
         return self.module(states.to(self._device), batch.to(self._device), length)
 
     @classmethod
-    def load_initial(cls, folder: Path, target: Any, target_name: str, shape: Any) -> dict[str, Tensor]:
-        """The weights of a saved head, by the names of `TrainableHead.parts`. Errors: ValueError."""
+    def load_initial(cls, folder: Path, target: Any, target_name: str, shape: Any) -> tuple[dict[str, Tensor], Tensor]:
+        """The weights of a saved head, by the names of `TrainableHead.parts`, and its tokens. Errors: ValueError."""
         return read_trained_head(folder, target, target_name)
 
     def initialize_from(self, folder: Path) -> None:
-        """Start with a saved head."""
-        self.module.parts.load_state_dict(self.load_initial(folder, self.target, self.target_name, self.shape))
+        """Start with a saved head and its vocabulary."""
+        weights, tokens = self.load_initial(folder, self.target, self.target_name, self.shape)
+        self._set_module(self._new_module(tokens))
+        self.module.parts.load_state_dict(weights)
 
     def save(self, folder: Path, card: Mapping[str, Any]) -> None:
         """A folder for `--option mtp.model=FOLDER`."""
-        save_head(self.module.parts.state_dict(), folder, self.target, self.target_name, card)
+        module = self.module
+        save_head(module.parts.state_dict(), module.tokens, folder, self.target, self.target_name, card)

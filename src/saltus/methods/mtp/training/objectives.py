@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from saltus.methods.mtp.trained_head import KIND
 from saltus.methods.mtp.training.head import MtpShape, MtpTrainingTask
@@ -12,15 +12,17 @@ from saltus.training.objective import CachedStateObjective
 
 @dataclass(frozen=True)
 class MtpHeadSettings:
-    """One layer of the target's architecture beside it, which drafts all of its tokens."""
+    """One layer of the target's architecture beside it."""
 
     window: int = 4  # drafts that it is trained for, each read with the output of the one before
     autocast: bool = False  # compute in bfloat16
-    vocabulary: ClassVar[int] = 0  # all tokens
+    vocabulary: int = 8192  # the most frequent tokens, which are drafted; 0: all of the target's
 
     def __post_init__(self) -> None:
         if self.window < 1:
             raise ValueError(f"a head's window is {self.window}, but must be 1 or more")
+        if self.vocabulary < 0:
+            raise ValueError(f"a head's vocabulary is {self.vocabulary}, but must be 1 or more, or 0 for all tokens")
 
     def shape(self, target: Any) -> MtpShape:
         """The shape for a Hugging Face model."""

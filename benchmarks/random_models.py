@@ -1,0 +1,70 @@
+"""Make models of published shapes with random weights: a call costs what theirs costs, and no file is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from saltus.kernels.packed_weight import PackedWeight
+
+
+def _sizes(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": intermediate,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocabulary,
+        "max_position_embeddings": 32_768,
+    }  # fmt: skip
+
+
+SHAPES: dict[str, Callable[[], Any]] = {  # configurations by the name of a shape
+    "0.6B": lambda: Qwen3Config(**_sizes(28, 1024, 3072, 16, 8, 151_936), head_dim=128, tie_word_embeddings=True),
+    "1.7B": lambda: Qwen3Config(**_sizes(28, 2048, 6144, 16, 8, 151_936), head_dim=128, tie_word_embeddings=True),
+    "7B": lambda: Qwen2Config(**_sizes(28, 3584, 18_944, 28, 4, 152_064), tie_word_embeddings=False),
+    "8B": lambda: LlamaConfig(**_sizes(32, 4096, 14_336, 32, 8, 128_256), tie_word_embeddings=False),
+    "tiny": lambda: LlamaConfig(**_sizes(2, 64, 64, 2, 1, 304), head_dim=32, tie_word_embeddings=False),
+}
+SHAPE_NAMES = "0.6B and 1.7B: Qwen3's; 7B: Qwen2.5's; 8B: Llama 3's; tiny: for rehearsals"
+
+
+def random_model(
+    shape: str, weights: str = "bf16", device: str = "cpu", distinct_rows: int | None = 8, dtype: Any = torch.bfloat16
+) -> Any:
+    """A model of this shape, whose weights are drawn on the device.
+
+    Rows of a matrix repeat the first `distinct_rows`, which draws faster and reads alike; None: all are different.
+    `weights` may be packed ("q4_1", "q8_0", on the CPU).
+    """
+    config = SHAPES[shape]()
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config).to(dtype)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
+    torch.manual_seed(0)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            values = _random(parameter, weights, device, distinct_rows, dtype)
+            module.register_parameter(name, nn.Parameter(values, requires_grad=False))
+    model.tie_weights()
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def _random(parameter: Any, weights: str, device: str, distinct_rows: int | None, dtype: Any) -> Any:
+    if parameter.ndim == 1:
+        return torch.ones(parameter.shape, dtype=dtype, device=device)
+    rows, width = parameter.shape
+    if weights != "bf16":
+        assert distinct_rows is not None, "packed rows repeat"
+        format = GGMLQuantizationType[weights.upper()]
+        few = (torch.randn(distinct_rows, width) * 0.02).numpy()
+        blocks = np.array(quantize(few, format)).view(np.uint8).reshape(distinct_rows, -1)
+        return PackedWeight.from_blocks(torch.from_numpy(blocks).repeat(rows // distinct_rows, 1), format)
+    if distinct_rows is None:
+        return torch.randn(rows, width, dtype=dtype, device=device) * 0.02
+    return (torch.randn(distinct_rows, width, device=device) * 0.02).to(dtype).repeat(rows // distinct_rows, 1)

@@ -1,0 +1,230 @@
+"""The stages of benchmarks/gpu on a CUDA device that does not exist: they run, go on, and survive a part that fails."""
+
+import json
+import runpy
+import signal
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import saltus
+from fake_cuda import fake_cuda
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, tiny_folder, partners):
+    """Run a stage for a tiny model on the device; its exit code, its results, and what it prints as tables."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr("saltus.models.cuda.gpu_decoder.KERNEL_DTYPES", set())  # Triton's interpreter has no bfloat16
+    drafts = [f"--option={name}.{key}={value}" for name in ("ptp", "mtpc") for key, value in partners[name].items()]
+
+    def command(*words: object) -> int:
+        monkeypatch.setattr(sys, "argv", ["gpu", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(ROOT / "benchmarks/gpu"), run_name="__main__")
+        return int(end.value.code or 0)
+
+    def stage(name: str, *options: object) -> tuple[int, list[dict], Path]:
+        out = tmp_path / f"{name}.jsonl"
+        code = command(name, *options, *(drafts if name != "calls" else []), "--part-seconds", 200, "--out", out)
+        return code, results(out), out
+
+    stage.command = command
+    with fake_cuda(monkeypatch):
+        yield stage
+
+
+def results(out: Path) -> list[dict]:
+    return [line["result"] for line in map(json.loads, out.read_text().splitlines()) if "result" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unchecked")
+def test_rows_and_texts_are_counted_and_a_difference_fails(run, monkeypatch, tiny_folder, capsys):
+    from gpu import exact_stage
+
+    monkeypatch.setattr(exact_stage, "FEWEST_TEXTS", 2)
+    monkeypatch.setattr(exact_stage, "ROWS_OF_TEXT", 4)
+    options = ["--models", f"{tiny_folder()},tiny", "--dtypes", "float32", "--batches", "2", "--temperatures", "0.7",
+               "--tokens", 3, "--longest", 20]  # fmt: skip
+    code, found, out = run("exactness", *options, "--methods", "ptp+lookup,mtpc,small_model")
+    rows = [result for result in found if result["count"] == "rows"]
+    assert code == 0
+    assert [result["rows"] > 4 and result["different"] == 0 for result in rows] == [True] * 6
+    texts = {result["method"]: (result["texts"], result["different"]) for result in found if result["count"] == "texts"}
+    assert texts == dict.fromkeys(("ptp+lookup", "mtpc", "small_model"), (2, 0))
+    monkeypatch.setattr(exact_stage, "first_difference", lambda *_: 1)
+    code, found, out = run("exactness", *options, "--methods", "ptp+lookup,lookup")
+    assert code == 1
+    assert [(result["method"], result["different"]) for result in found[9:]] == [("lookup", 2)], "others were finished"
+    assert run.command("table", out) == 0
+    assert "| float32 | 0.7 | lookup | – | 2 of 2 |" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unchecked")
+def test_calls_are_timed_against_the_roofline(run, monkeypatch, capsys):
+    monkeypatch.setattr("gpu.call_stage.ROUNDS", 2)
+    code, found, _ = run(
+        "calls", "--models", "tiny", "--rows", "1,4", "--contexts", "20", "--batches", "2", "--buffer-mb", 4,
+        "--product", 64,
+    )  # fmt: skip
+    assert code == 0
+    calls = [result for result in found if result["what"] == "call"]
+    assert [(one["texts"], one["context"], one["rows"], one["graph"]) for one in calls] == [
+        (1, 20, 1, True), (1, 20, 4, True),
+        (2, 20, 1, True), (2, 20, 8, True), (2, 20, 17, True), (1, 20, 1, False), (1, 20, 4, False),
+    ]  # fmt: skip
+    assert all(one["ms"] > 0 and one["bytes"] > one["weight_bytes"] for one in calls)
+    graph = next(result for result in found if result["what"] == "graph")
+    assert 0 < graph["graph_ms"] < graph["ms"]
+    assert "a copy moves" in capsys.readouterr().out.lower()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unchecked")
+def test_methods_and_generate_take_turns_and_a_part_that_fails_is_tried_again(run, monkeypatch, tiny_folder, capsys):
+    from gpu import speed_stage
+
+    options = [
+        "--model", tiny_folder(), "--shapes", "default,tiny", "--methods", "plain,lookup", "--temperatures", "0",
+        "--tokens", 3, "--take", 2, "--batches", "2", "--baselines", "generate",
+    ]  # fmt: skip
+    take_turns = speed_stage.take_turns
+
+    def failing(args, systems, shape, temperature, texts, number):
+        if (shape, texts, number) == ("default", 1, 1):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return take_turns(args, systems, shape, temperature, texts, number)
+
+    monkeypatch.setattr(speed_stage, "BATCH_ROUNDS", 1)
+    monkeypatch.setattr(speed_stage, "take_turns", failing)
+    code, _, _ = run("speed", *options)
+    told = capsys.readouterr().out
+    assert code == 1
+    assert "5 of 6 parts are finished" in told
+    assert "FAILED what=speed shape=default temperature=0.0 texts=1 round=1: RuntimeError: CUDA error" in told
+    monkeypatch.setattr(speed_stage, "take_turns", take_turns)
+    code, found, _ = run("speed", *options)
+    assert code == 0
+    speeds = [result for result in found if result["what"] == "speed"]
+    assert len(speeds) == 6
+    assert (speeds[-1]["shape"], speeds[-1]["round"]) == ("default", 1)
+    assert all(set(one["systems"]) == {"plain", "lookup", "generate"} for one in speeds)
+    assert speeds[0]["systems"]["plain"]["calls"] == 3
+    assert "| tiny | 0 | 2 | generate |" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unchecked")
+def test_servers_take_turns_under_load(run, monkeypatch, tiny_folder, partners, capsys):
+    import serve_load
+
+    from tiny_server import serving
+
+    @contextmanager
+    def own_server(method, model, max_num_seqs, more=()):
+        engine = saltus.load(model, method, device="cuda", options=partners, dtype="float32")
+        with serving(engine, name=model) as (_, url):
+            yield url
+
+    monkeypatch.setattr(serve_load, "own_server", own_server)
+    monkeypatch.setattr("gpu.server_stage.ROUNDS", 1)
+    monkeypatch.setattr("gpu.server_stage.FEWEST_PROMPTS", 2)
+    code, found, _ = run(
+        "server", "--model", tiny_folder(), "--methods", "plain,ptp+lookup", "--clients", "1,2", "--tokens", 3
+    )
+    assert code == 0
+    loads = [result for result in found if result["what"] == "load"]
+    assert [(one["clients"], one["texts"], one["different"]) for one in loads] == [(1, 2, 0), (2, 4, 0)]
+    assert "| 2 | ptp+lookup |" in capsys.readouterr().out
+
+
+@pytest.fixture
+def parts(tmp_path):
+    """Run parts, each a name and what it does, on one file; the names that ran, and whether none is left."""
+    from gpu.part_results import Part, ResultFile, run_parts
+
+    def run_named(works: dict, needs: dict | None = None, minutes: float = 1.0, part_seconds: float = 30.0):
+        ran: list[str] = []
+
+        def work(name, does):
+            def act():
+                ran.append(name)
+                return does()
+
+            return act
+
+        file = ResultFile(tmp_path / "parts.jsonl")
+        file.begin("stage", {}, {"machine": {"gpu": None}})
+        chosen = [Part({"name": name, "kind": name[0]}, work(name, does)) for name, does in works.items()]
+        chosen += [Part({"name": name}, work(name, dict), {"kind": kind}) for name, kind in (needs or {}).items()]
+        return ran, run_parts(file, chosen, minutes, part_seconds), file
+
+    return run_named
+
+
+def fail():
+    raise ValueError("wrong")
+
+
+def test_a_part_that_fails_is_written_down_and_comes_last_in_the_next_run(parts):
+    ran, complete, file = parts({"a": fail, "b": dict, "c": dict})
+    assert (ran, complete) == (["a", "b", "c"], False)
+    assert file.failures() == {"name=a kind=a": "ValueError: wrong"}
+    ran, complete, file = parts({"a": dict, "b": fail, "c": fail, "d": dict})
+    assert (ran, complete) == (["d", "a"], True)
+    assert list(file.finished()) == ["name=b kind=b", "name=c kind=c", "name=d kind=d", "name=a kind=a"]
+    assert not file.failures()
+
+
+def test_a_part_that_overruns_ends_though_its_code_catches_exceptions(parts, monkeypatch):
+    def hangs():
+        try:
+            time.sleep(60)
+        except Exception:
+            time.sleep(60)
+
+    monkeypatch.setattr("gpu.part_results.LIMIT_SHARE", 0)
+    before = signal.getsignal(signal.SIGUSR1)
+    ran, complete, file = parts({"a": hangs, "b": dict}, part_seconds=0.2)
+    assert (ran, complete) == (["a", "b"], False)
+    assert "Overran: took more than 0.2 s" in file.failures()["name=a kind=a"]
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_what_parts_need_is_set_up_before_them_and_only_for_them(parts):
+    ran, _, _ = parts({"a1": dict, "a2": fail, "b1": dict}, {"set up a": "a", "set up b": "b"})
+    assert ran == ["set up a", "a1", "a2", "set up b", "b1"]
+    ran, complete, _ = parts({"a1": fail, "a2": dict, "b1": fail}, {"set up a": "a", "set up b": "b"})
+    assert (ran, complete) == (["set up a", "a2"], True)
+
+
+def test_a_killed_run_keeps_its_lines_and_the_part_that_ended_the_process_comes_last(parts, tmp_path):
+    parts({"a": dict})
+    path = tmp_path / "parts.jsonl"
+    path.write_text(path.read_text() + '{"part": "name=b kind=b", "start": 1.0}\n{"part": "name=c ki')
+    ran, complete, _ = parts({"a": fail, "b": dict, "c": dict})
+    assert (ran, complete) == (["c", "b"], True)
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_a_file_of_another_stage_is_refused(parts, tmp_path):
+    from gpu.part_results import ResultFile
+
+    parts({"a": dict})
+    file = ResultFile(tmp_path / "parts.jsonl")
+    with pytest.raises(ValueError, match="is of another stage, stage not other; give another --out"):
+        file.begin("other", {}, {"machine": {"gpu": None}})
+    with pytest.raises(ValueError, match="is of another GPU"):
+        file.begin("stage", {}, {"machine": {"gpu": "H100"}})
