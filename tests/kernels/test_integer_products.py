@@ -82,6 +82,14 @@ def test_weights_of_both_arithmetics_share_a_call():
         assert same_bits(out, linear(x, [weight], [b])[0])
 
 
+def test_a_bias_is_added_to_a_sum_before_it_is_rounded():
+    """Of whole groups of outputs, and of the last ones."""
+    x, bias, blocks = rows_of(3, 256), torch.randn(43).bfloat16(), random_blocks(Q.Q8_0, 43, 256)
+    found = linear(x, [PackedWeight.from_blocks(blocks, Q.Q8_0, "int8")], [bias])[0]
+    sums = torch.from_numpy(product(x.float().numpy(), blocks.numpy(), Q.Q8_0))
+    assert same_bits(found, (sums + bias.float()).bfloat16())
+
+
 def test_what_is_not_finite_stays_so_and_in_its_row():
     weight, x = PackedWeight.from_blocks(random_blocks(Q.Q4_1, 32, 64), Q.Q4_1, "int8"), rows_of(5, 64)
     whole = linear(x, [weight], [None])[0]
