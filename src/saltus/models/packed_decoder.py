@@ -216,7 +216,7 @@ class PackedDecoder(nn.Module):
             decoder.layers = nn.ModuleList([_layer(config) for _ in range(config.num_hidden_layers)])
             decoder.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             self.model: Any = decoder
-            self.lm_head = UninitializedLinear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head: nn.Linear = UninitializedLinear(config.hidden_size, config.vocab_size, bias=False)
         decoder.rotary_emb = RotaryEmbedding(config)
         if config.tie_word_embeddings:
             self.lm_head.weight = decoder.embed_tokens.weight
@@ -237,6 +237,12 @@ class PackedDecoder(nn.Module):
 
     def get_output_embeddings(self) -> nn.Linear:
         return self.lm_head
+
+    def set_input_embeddings(self, embeddings: nn.Embedding) -> None:
+        self.model.embed_tokens = embeddings
+
+    def set_output_embeddings(self, head: nn.Linear) -> None:
+        self.lm_head = head
 
     def transformers_model(self) -> Any:
         """The Hugging Face model; it shares these weights."""
