@@ -135,6 +135,8 @@ def kernels(args: argparse.Namespace, model: str) -> dict[str, Any]:
         wait(args.device)
     spent = "self_device_time_total" if cuda else "self_cpu_time_total"
     events = [event for event in profiled.key_averages() if getattr(event, spent) > 0]
+    if cuda:  # what launches kernels counts their time, too
+        events = [event for event in events if str(event.device_type).endswith("CUDA")]
     events.sort(key=lambda event: -getattr(event, spent))
     shown = [(event.key[:80], event.count, round(getattr(event, spent), 1)) for event in events[:KERNELS_SHOWN]]
     return {

@@ -5,6 +5,9 @@ their slots, since they may be nodes of a tree, and *old* ones, which lie in ord
 are read by splits of SPLIT positions, each by a program of its own for the rows of a group. One more program for
 each row adds its splits in the order of positions to its recent columns. A split that a row does not see has
 weight zero, so neither the length of other texts nor the number of pages in a call changes a sum.
+
+A group has at most MAX_GROUP rows. A tile has room for so many in every call, since the shape of a product decides how
+the hardware adds; fewer rows leave places of it empty. So the same binary runs for groups of one row and of eight.
 """
 
 # Triton's own types differ between its releases, and say of `range` in a kernel that nothing comes back.
@@ -22,22 +25,23 @@ from saltus.models.cuda.launching import kernel, power_of_two
 
 SPLIT = 128  # positions
 BLOCK = 64  # recent columns of a product
+MAX_GROUP = 8  # rows
 COMBINED = 16  # splits that are read at once when they are added
 COMBINED_DIMS = 32  # of a head, that a program adds
 
 
-@kernel("num_pages", "window")
+@kernel("num_pages", "window", "group_rows")
 def _attend_split(
-    queries, keys, values, tables, positions, sums, tops, totals, num_pages, scale, window,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
-    PAGE: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
+    queries, keys, values, tables, positions, sums, tops, totals, num_pages, scale, window, group_rows,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
+    DEPTH: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """A split, a key head, a group: for each row and head weighted values, the largest score, the sum of weights."""
     split, kv_head, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     shared: tl.constexpr = HEADS // KV_HEADS
     tile, dim = tl.arange(0, TILE), tl.arange(0, DIM)
-    row, head = group * GROUP + tile % GROUP, kv_head * shared + tile // GROUP
-    used = tile < GROUP * shared
+    row, head = group * group_rows + tile % group_rows, kv_head * shared + tile // group_rows
+    used = tile < group_rows * shared
     position = tl.load(positions + row, mask=used, other=0)
     border = tl.maximum(position // DEPTH * DEPTH - DEPTH, 0)  # first_recent_position
     first = split * SPLIT
@@ -59,12 +63,11 @@ def _attend_split(
         tl.store(totals + out, tl.sum(weights, 1))
 
 
-@kernel("num_splits", "window")
+@kernel("num_splits", "window", "group_rows")
 def _combine(
-    queries, keys, values, recent, positions, sums, tops, totals, out, num_splits, scale, window,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
-    PADDED: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, COMBINED: tl.constexpr,
-    DIMS: tl.constexpr,
+    queries, keys, values, recent, positions, sums, tops, totals, out, num_splits, scale, window, group_rows,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
+    DEPTH: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, COMBINED: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
     """A row, a key head, some dimensions: its recent columns, then its splits."""
     row, kv_head = tl.program_id(0), tl.program_id(1)
@@ -91,8 +94,8 @@ def _combine(
         weighted = tl.dot(weights.to(value.dtype), value, weighted * before[:, None], input_precision="ieee")
         total = total * before + tl.sum(weights, 1)
         top = higher
-    group, part = row // GROUP, tl.arange(0, COMBINED)
-    tile = lane * GROUP + row % GROUP  # the row's places in a split
+    group, part = row // group_rows, tl.arange(0, COMBINED)
+    tile = lane * group_rows + row % group_rows  # the row's places in a split
     count = (border + SPLIT - 1) // SPLIT
     start = tl.maximum(position - window + 1, 0) // SPLIT // COMBINED * COMBINED
     while start < count:
@@ -120,10 +123,10 @@ class SplitSums(NamedTuple):
     totals: Tensor
 
     @classmethod
-    def empty(cls, like: Tensor, kv_heads: int, groups: int, rows_per_group: int, positions: int) -> SplitSums:
+    def empty(cls, like: Tensor, kv_heads: int, groups: int, positions: int) -> SplitSums:
         """For queries [rows, heads, dim] like these, and groups that attend to so many positions."""
         heads, dim = like.shape[1:]
-        tile = max(16, power_of_two(rows_per_group * heads // kv_heads))
+        tile = max(16, power_of_two(MAX_GROUP * heads // kv_heads))
         tops = like.new_empty(groups, kv_heads, -(-positions // SPLIT), tile, dtype=torch.float32)
         return cls(tops.new_empty(*tops.shape, dim), tops, torch.empty_like(tops))
 
@@ -141,17 +144,17 @@ def attend(
     (groups, pages), (rows, wide) = tables.shape, recent.shape
     heads, dim, kv_heads = *queries.shape[1:], keys.shape[1]
     splits, tile = sums.tops.shape[2:]
-    assert page % SPLIT == 0 and wide % BLOCK == 0
+    assert page % SPLIT == 0 and wide % BLOCK == 0 and rows_per_group <= MAX_GROUP
     constants = {
-        "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "GROUP": rows_per_group, "TILE": tile, "DEPTH": wide // 2,
-        "SPLIT": SPLIT, "num_warps": 4,
+        "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "TILE": tile, "DEPTH": wide // 2, "SPLIT": SPLIT,
+        "num_warps": 4,
     }  # fmt: skip
     last = window or 1 << 30
     _attend_split[(splits, kv_heads, groups)](
-        queries, keys, values, tables, positions, *sums, pages, scale, last, PAGE=page, **constants
+        queries, keys, values, tables, positions, *sums, pages, scale, last, rows_per_group, PAGE=page, **constants
     )
     padded, dims = max(16, power_of_two(heads // kv_heads)), min(dim, COMBINED_DIMS)
     _combine[(rows, kv_heads, dim // dims)](
-        queries, keys, values, recent, positions, *sums, out, splits, scale, last,
+        queries, keys, values, recent, positions, *sums, out, splits, scale, last, rows_per_group,
         PADDED=padded, BLOCK=BLOCK, COMBINED=COMBINED, DIMS=dims, **constants,
     )  # fmt: skip

@@ -22,6 +22,7 @@ BASE_TREE_DEPTH = 32
 PADDING_PAGE = 0  # padding rows write their keys and values to its first slot; no text has it
 MIN_PAGES = 64  # of a pool, once a text needs one
 FIRST_SHARE = 0.1  # of a GPU's free memory, for the first buffers: graphs are captured anew when buffers move
+MAX_MORE_GROUPS = 2  # times as many groups, each of which reads its text, for fewer rows
 MAX_FIRST_PAGES = 1024  # of a GPU's first buffers
 
 
@@ -157,7 +158,7 @@ class FixedShapeSettings:
 
     max_tree_depth: int = BASE_TREE_DEPTH
     rows_per_call: int = 128  # of decoding calls: rows that an accelerator computes for about the price of one
-    rows_per_group: int = 8  # of one text, which attend together
+    rows_per_group: int = 8  # of one text, which attend together; of varied rows perhaps 1
     prefill_chunk: int = 256  # rows of a call that reads a prompt
     page_size: int = 256  # positions
     pages_per_block: int = 2  # that one product of attention reads
@@ -239,7 +240,7 @@ def split_into_calls(texts: Sequence[TextRows], settings: FixedShapeSettings) ->
             if settings.varied_rows:
                 groups, rows = size_class(-(-len(chunk) // settings.rows_per_group)), settings.rows_per_group
             yield _call((chunk,), groups, rows, 1, settings)  # no logits are needed
-    by, calls, groups_left = settings.rows_per_group, list[list[TextRows]](), list[int]()
+    by, calls, groups_left = _decoding_group(texts, settings), list[list[TextRows]](), list[int]()
     for text in texts:
         call = 0  # rows of one text are evaluated in their order
         for start in range(text.num_prompt_rows, len(text), settings.rows_per_call):
@@ -255,6 +256,14 @@ def split_into_calls(texts: Sequence[TextRows], settings: FixedShapeSettings) ->
     for parts, rest in zip(calls, groups_left, strict=True):
         groups = settings.rows_per_call // by
         yield _call(tuple(parts), size_class(groups - rest) if settings.varied_rows else groups, by, 0, settings)
+
+
+def _decoding_group(texts: Sequence[TextRows], settings: FixedShapeSettings) -> int:
+    """The rows of a group: one each where a group for each row is at most twice as many, as in a plain batch."""
+    counts = [len(text) - text.num_prompt_rows for text in texts]
+    groups = sum(-(-count // settings.rows_per_group) for count in counts)
+    single = settings.varied_rows and len(texts) > 1 and sum(counts) <= MAX_MORE_GROUPS * groups
+    return 1 if single else settings.rows_per_group
 
 
 def size_class(count: int) -> int:

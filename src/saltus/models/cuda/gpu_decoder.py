@@ -152,7 +152,6 @@ class GPUDecoder:
             queries,
             config.num_key_value_heads,
             shape.num_groups,
-            shape.rows_per_group,
             shape.num_pages * pool.page_size,
         )
         recent, collected, parts = inputs.recent_slots.view(rows, -1), [], None
