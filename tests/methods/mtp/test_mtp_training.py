@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_cli import complaint, lines, saltus_
 from test_dflash import corpus_of
+from test_gguf import MIXED, write
+from test_gguf import tiny as tiny_gguf
 
 import saltus
 from architectures import tiny
@@ -17,8 +19,10 @@ from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.loading.model_identity import model_fingerprint
 from saltus.methods.mtp.drafter import Mtp
+from saltus.methods.mtp.trained_head import save_head
 from saltus.methods.mtp.training.head import MtpShape, MtpTrainingTask, TrainableHead
 from saltus.models.causal import CausalNetwork
+from saltus.models.packed_decoder import PackedDecoder, transformers_model
 from saltus.training.data.hidden_states import HiddenStateCorpus
 from saltus.training.data.window_dataset import WindowSettings
 
@@ -132,6 +136,21 @@ def test_a_target_whose_layers_have_experts_is_refused_in_a_line(name):
     with pytest.raises(ValueError, match="which no head learns here; train a drafter") as error:
         TrainableHead(tiny(name), MtpShape(32, 3), torch.arange(300))
     assert "\n" not in str(error.value)
+
+
+def test_a_head_drafts_beside_the_packed_weights_of_a_file(tmp_path):
+    write(tiny_gguf("llama, tied"), tmp_path / "tiny.gguf", MIXED)
+    engine = saltus.load(str(tmp_path / "tiny.gguf"), "plain", device="cpu")
+    target, hidden = engine.network.model, engine.network.model.config.hidden_size
+    assert isinstance(target, PackedDecoder)
+    head = TrainableHead(transformers_model(target), MtpShape(hidden, 3), torch.arange(5, 90))
+    save_head(head.parts.state_dict(), head.tokens, tmp_path / "head", target, "tiny", {})
+    options = {"mtp": {"model": str(tmp_path / "head"), "min_probability": 0.0}}
+    engine = saltus.load(str(tmp_path / "tiny.gguf"), "mtp", device="cpu", options=options, adaptive=False)
+    given = {"raw": True, "max_new_tokens": 12, "ignore_eos": True}
+    found, plain = (engine.generate("one two", method=method, **given) for method in ("mtp", "plain"))
+    assert found.tokens == plain.tokens
+    assert found.statistics.draft_calls > 0
 
 
 @pytest.mark.slow
