@@ -412,7 +412,8 @@ def test_reading_a_prompt_is_not_held_against_a_drafter(length):
     assert len(made.steps) <= 7
 
 
-def test_a_trial_counts_what_steps_were_expected_to_decide_and_not_their_luck():
+def test_half_of_what_a_step_counts_is_what_it_was_expected_to_decide():
+    """Else trials of few steps would be decided by luck."""
     controller = Controller(call_cost=CallCost({1: 1.0, 8: 1.0}))
     for _ in range(40):  # half of the drafts are right, as stated
         for decided in ([3, 4], [5]):
@@ -426,7 +427,9 @@ def test_a_trial_counts_what_steps_were_expected_to_decide_and_not_their_luck():
             tree = controller.offered_tree([Branch([3], [0.5], "a")], 4)
             controller.record(tree, step(tree, 1, decided), draft_seconds=0.2, used_networks=True)
         rates.append(switch.rate)
-    assert rates == pytest.approx([1.11, 1.11], rel=0.05)
+    by_luck = 16 / (8 + 8 * 1.2), 24 / (8 + 8 * 1.2)
+    assert 0.3 < (rates[0] - rates[1]) / (by_luck[1] - by_luck[0]) < 0.6
+    assert sum(rates) / 2 == pytest.approx(sum(by_luck) / 2, rel=0.05)
 
 
 def test_without_draft_tokens_no_drafter_is_called():

@@ -347,7 +347,7 @@ def test_a_group_that_did_not_pay_is_tried_again():
     write(target, 200, calls=1, controller=controller)
     before = target.num_queries
     target.adapter = perfect_adapter(target, BY_UNIFORM)
-    write(target, 400, calls=1, controller=controller)
+    write(target, 900, calls=1, controller=controller)
     assert target.num_queries - before > 200
 
 

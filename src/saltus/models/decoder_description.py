@@ -189,8 +189,8 @@ class MLP:
     down: Weight
     activation: Activation = "silu"
     gate_scale: float = 1.0  # of what the gate gives, before the activation
-    gate_cutoff: float | None = None
     output_scale: float = 1.0
+    gate_cutoff: float | None = None
 
 
 @dataclass(frozen=True)

@@ -132,15 +132,16 @@ class Controller:
 
 
 def _tokens_of(tree: Tree, step: Step) -> float:
-    """The tokens that a step was expected to decide; those that it did, where drafts state payoffs.
+    """The mean of the tokens that a step decided and of those that it was expected to; the former with payoffs.
 
-    Acceptance records keep the expectation true on average, and it varies far less than what single steps decide: a
-    trial of 16 steps would often be lost by chance.
+    Acceptance records keep the expectation true on average, and it varies far less: by what steps decided alone, a
+    trial of 16 steps would often be lost by chance. By the expectation alone, a drafter that has become better would
+    have to be used for long to be seen.
     """
-    num_verified = step.inputs.num_draft_tokens
+    num_verified, decided = step.inputs.num_draft_tokens, float(len(step.tokens) - step.num_padding_tokens)
     if any(tree.payoff_sources[:num_verified]):
-        return float(len(step.tokens) - step.num_padding_tokens)
-    return 1.0 + sum(tree.expected_tokens[:num_verified])
+        return decided
+    return (decided + 1 + sum(tree.expected_tokens[:num_verified])) / 2
 
 
 def _same_drafter(source: str, other: str) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 TRIAL_STEPS = 16
 MAX_STEPS_BETWEEN_TRIALS = 256
+TIE = 0.98  # of the rate without drafts: steps with drafts that bring so much go on, since drafters still learn
 TRIAL_LOST_RATIO = 0.9  # a trial ends when its throughput falls below this share of the other's
 
 
@@ -74,7 +75,7 @@ class DraftingSwitch:
 
     def _switch(self) -> None:
         without_drafts, with_drafts = self._rates()
-        better = with_drafts > without_drafts
+        better = with_drafts > TIE * without_drafts
         if self.in_trial or self.drafting != better:
             if self.in_trial:
                 lost = self.drafting != better

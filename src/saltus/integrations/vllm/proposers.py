@@ -137,7 +137,7 @@ class Proposer:
         if self.reader is not None:
             spent = seconds + self.drafting.network_seconds
             throughput = self.switch.with_drafts if self.drafting.network_seconds else self.switch.without_drafts
-            throughput.record(num_decided, num_texts * spent / self.step_cost.seconds_for(num_texts))
+            throughput.record(float(num_decided), num_texts * spent / self.step_cost.seconds_for(num_texts))
 
 
 def query_starts() -> np.ndarray | None:
