@@ -131,6 +131,33 @@ def test_what_is_remembered_changes_no_bit(dtype: torch.dtype):
         canvas = canvas.fill(np.array([*tokens, 44]))
 
 
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_prepared_call_has_the_rows_of_any_other(seed: int, dtype: torch.dtype):
+    """Trees, queries after some of their nodes, and holes in any order, with and without a memory."""
+    random, network = np.random.default_rng(seed), tiny_network(dtype=dtype)
+    canvas = text_with_holes(seed=seed)
+    canvas = Canvas(canvas.tokens, random.permutation(canvas.order))
+    prepared = network.prepared_filling
+    assert prepared is not None
+    for hidden in (True, False):
+        parents = [int(random.integers(-1, node)) if node else -1 for node in range(int(random.integers(0, 7)))]
+        inputs = ForwardInputs(canvas, tuple(random.integers(0, 300, len(parents)).tolist()), tuple(parents), hidden)
+        if random.random() < 0.7:
+            chains = [(int(random.integers(-1, len(parents))), [0.5] * int(random.integers(1, 4)))]
+            inputs = with_query_chains(inputs, chains, 0.0)
+        found, expected = [], []
+        for each, outputs in ((prepared, found), (None, expected)):
+            network.prepared_filling, kv_cache = each, network.new_kv_cache()
+            for step in (inputs, replace(inputs, canvas=canvas.fill(np.array([7, 8])))):
+                outputs.append(network.forward([step], [kv_cache])[0])
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one.logits, other.logits)
+            assert (one.hidden_states is None) == (other.hidden_states is None)
+            assert one.hidden_states is None or torch.equal(one.hidden_states, other.hidden_states)
+        canvas = canvas.fill(np.array([5, 6, 7]))
+
+
 def test_a_memory_of_another_text_is_forgotten():
     """Given tokens saw all of each other: with one less, or one more, all of them are others."""
     network, kv_cache = tiny_network(), None
