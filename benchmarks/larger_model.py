@@ -21,6 +21,7 @@ from random_models import SHAPE_NAMES, SHAPES, random_model
 import saltus
 from saltus.core.control.call_cost import CallCost
 from saltus.engine.calibration import measure_call_seconds
+from saltus.loading.huge_pages import place_in_huge_pages
 from saltus.models.causal import CausalNetwork
 
 
@@ -59,7 +60,9 @@ def main() -> None:
     prompts = first_turns(options, args)
     tree = {} if args.max_draft_tokens is None else {"max_draft_tokens": args.max_draft_tokens, "adaptive": False}
     engine = saltus.load(args.model, "plain", tuned_settings=False, **tree)
-    add_price(engine.network, CausalNetwork(random_model(args.shape, args.weights)))
+    larger = random_model(args.shape, args.weights)
+    place_in_huge_pages(larger)  # as `saltus.load` does
+    add_price(engine.network, CausalNetwork(larger))
     engine.decoder.call_cost = CallCost(measure_call_seconds(engine.network))
     costs = engine.decoder.call_cost.seconds.items()
     print("ms a call by rows:", ", ".join(f"{rows}: {1000 * seconds:.0f}" for rows, seconds in costs))

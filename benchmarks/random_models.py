@@ -39,7 +39,7 @@ def random_model(
     """A model of this shape, whose weights are drawn on the device.
 
     Rows of a matrix repeat the first `distinct_rows`, which draws faster and reads alike; None: all are different.
-    `weights` may be packed ("q4_1", "q8_0", on the CPU).
+    `weights` may be packed ("q4_1", "q8_0", on the CPU) and then multiply activations of 8 bits.
     """
     config = SHAPES[shape]()
     with torch.device("meta"):
@@ -64,7 +64,7 @@ def _random(parameter: Any, weights: str, device: str, distinct_rows: int | None
         format = GGMLQuantizationType[weights.upper()]
         few = (torch.randn(distinct_rows, width) * 0.02).numpy()
         blocks = np.array(quantize(few, format)).view(np.uint8).reshape(distinct_rows, -1)
-        return PackedWeight.from_blocks(torch.from_numpy(blocks).repeat(rows // distinct_rows, 1), format)
+        return PackedWeight.from_blocks(torch.from_numpy(blocks).repeat(rows // distinct_rows, 1), format, "int8")
     if distinct_rows is None:
         return torch.randn(rows, width, dtype=dtype, device=device) * 0.02
     return (torch.randn(distinct_rows, width, device=device) * 0.02).to(dtype).repeat(rows // distinct_rows, 1)
