@@ -380,6 +380,18 @@ def test_a_trial_is_not_lost_before_its_first_step():
     assert drafting <= 3, "one that takes so long is"
 
 
+@pytest.mark.parametrize("batch_size", [1, 16])
+def test_a_batch_tries_no_more_of_its_calls_with_drafts_than_a_text_alone(batch_size):
+    switch, calls = DraftingSwitch(batch_size=batch_size), []
+    for _ in range(2000):
+        drafting = False
+        for _ in range(batch_size):
+            drafting |= switch.should_draft()
+            (switch.with_drafts if switch.drafting else switch.without_drafts).record(1.0, 1.0 + switch.drafting)
+        calls.append(drafting)
+    assert sum(calls[1000:]) <= 16
+
+
 @pytest.mark.parametrize("length", [20, 300])
 def test_reading_a_prompt_is_not_held_against_a_drafter(length):
     controller = Controller(call_cost=CallCost({1: 1.0, 16: 1.1}))

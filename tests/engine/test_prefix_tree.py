@@ -12,6 +12,7 @@ import saltus
 from conftest import TEMPLATE
 from saltus.engine.engine import Engine
 from saltus.engine.prefix_tree import PrefixTree
+from saltus.methods.shared.hidden_state_drafter import MAX_UNREAD
 from saltus.models.cpu.kv_cache import KVCache
 from saltus.server.engine_thread import EngineThread
 from saltus.server.served_request import Limits, serve_text
@@ -193,3 +194,21 @@ def test_several_texts_of_one_prompt_read_it_once(engine):
     for seed, job in enumerate(jobs):
         alone = engine.generate(prompt, raw=True, method="plain", seed=seed, max_new_tokens=8, temperature=1.0)
         assert job.request.tokens == alone.tokens
+
+
+def test_a_known_prompt_is_read_again_only_where_drafters_will_read_its_states(tiny_folder, partners):
+    """A drafter reads the hidden states of a prompt's last tokens, which the tree does not keep."""
+    engine = saltus.load(str(tiny_folder()), "ptp", options={"ptp": partners["ptp"]})
+    prompt = "the cat sat on the mat and the cat sat on the log and the"
+    length = len(engine.encode(prompt, raw=True))
+
+    def tokens_read(drafts_rest: bool) -> int:
+        switch = engine.decoder.setup("ptp").controller(1).drafting_switch
+        switch.in_trial, switch.drafting, switch.steps_left = False, not drafts_rest, 200
+        answer = engine.generate(prompt, raw=True, max_new_tokens=4)
+        assert answer.tokens == engine.generate(prompt, raw=True, method="plain", max_new_tokens=4).tokens
+        return answer.calls[0].context_tokens_read
+
+    assert tokens_read(drafts_rest=False) == length
+    assert tokens_read(drafts_rest=False) == min(length, MAX_UNREAD + 1)
+    assert tokens_read(drafts_rest=True) == 1

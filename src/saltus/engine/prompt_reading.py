@@ -50,9 +50,8 @@ class PromptReader:
             return
         prompt, kv_caches = scheduled.request.prompt, scheduled.sequence.kv_caches
         if TARGET not in kv_caches:  # only now: what runs beside it may have read a part
-            setup = scheduled.setup
-            known = prompt[: -1 - setup.num_unread_states(scheduled.request)]
-            kv_caches |= self.tree.take(known, setup.networks)
+            known = prompt[: -1 - _num_unread_states(scheduled)]
+            kv_caches |= self.tree.take(known, scheduled.setup.networks)
             kv_caches.setdefault(TARGET, self.target.new_kv_cache())
             scheduled.cached_tokens = len(kv_caches[TARGET].tokens)
             scheduled.num_unread_tokens -= scheduled.cached_tokens
@@ -77,7 +76,7 @@ class PromptReader:
         if self.tree is None:
             del kv_caches[TARGET]  # the text is that of a prompt that one call reads
         else:  # the last tokens are left to the first call, as ever
-            unread = scheduled.setup.num_unread_states(scheduled.request)
+            unread = _num_unread_states(scheduled)
             kv_cache.reuse_prefix(np.asarray(prompt[: max(len(prompt) - unread, 1)], dtype=np.int64))
 
     def keep(self, scheduled: ScheduledRequest, ended: bool = False) -> None:
@@ -93,3 +92,11 @@ class PromptReader:
             if not is_out_of_memory(error):
                 log.exception("the prefix tree has failed and is empty now")
             self.tree.clear()
+
+
+def _num_unread_states(scheduled: ScheduledRequest) -> int:
+    """Tokens at the end of a prompt whose hidden states drafters will read; none while draft models are off."""
+    assert scheduled.setup is not None
+    assert scheduled.controller is not None
+    most = scheduled.setup.num_unread_states(scheduled.request)
+    return most if most and scheduled.controller.needs_hidden_states(most) else 0

@@ -180,7 +180,8 @@ class Scheduler(Generic[AnyScheduled]):
         controller = BatchController(setup, lambda: len(self.running), most, self.keeps_states)
         generator = counting_generator(setup, scheduled.request, controller)
         scheduled.sequence = SequenceState(_isolated(generator, scheduled) if self.isolates_failures else generator)
-        scheduled.setup, scheduled.num_unread_tokens = setup, len(scheduled.request.prompt)
+        scheduled.setup, scheduled.controller = setup, controller
+        scheduled.num_unread_tokens = len(scheduled.request.prompt)
         self.on_begin(scheduled)
 
     def _read_prompts(self) -> list[AnyScheduled]:

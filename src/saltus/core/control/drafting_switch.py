@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 TRIAL_STEPS = 16
-MAX_STEPS_BETWEEN_TRIALS = 256
+MAX_STEPS_BETWEEN_TRIALS = 256  # of one text
 TIE = 0.98  # of the rate without drafts: steps with drafts that bring so much go on, since drafters still learn
 TRIAL_LOST_RATIO = 0.9  # a trial ends when its throughput falls below this share of the other's
 
@@ -52,6 +52,7 @@ class DraftingSwitch:
     in_trial: bool = True
     steps_left: int = TRIAL_STEPS  # in this mode
     steps_before_trial: int = TRIAL_STEPS  # steps in the better mode before the next trial
+    batch_size: int = 1  # texts whose steps are counted: a call of all of them is so many steps
 
     def should_draft(self) -> bool:
         """True if draft models should be used in this step."""
@@ -79,7 +80,7 @@ class DraftingSwitch:
         if self.in_trial or self.drafting != better:
             if self.in_trial:
                 lost = self.drafting != better
-                longer = min(2 * self.steps_before_trial, MAX_STEPS_BETWEEN_TRIALS)
+                longer = min(2 * self.steps_before_trial, MAX_STEPS_BETWEEN_TRIALS * self.batch_size)
                 self.steps_before_trial = longer if lost else TRIAL_STEPS
             self.in_trial, self.drafting, self.steps_left = False, better, self.steps_before_trial
         else:
