@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -226,12 +226,13 @@ class DraftNetwork:
         if len(batch) == 1 and isinstance(self.whole_pass, NativeDraftPass):
             started = time.perf_counter()
             native.share_threads()
-            outputs = self._forward(batch, kv_caches)
-            return [replace(outputs[0], seconds=time.perf_counter() - started)]
+            return self._forward(batch, kv_caches, started)
         with torch.inference_mode():
             return timed_outputs(lambda: self._forward(batch, kv_caches), self.device)
 
-    def _forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
+    def _forward(
+        self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache], started: float | None = None
+    ) -> list[ForwardOutputs]:
         """The rows of all texts in one pass; their drafts are predicted one after another."""
         pairs = list(zip(batch, kv_caches, strict=True))
         texts = [self._rows(*pair) for pair in pairs]
@@ -243,12 +244,15 @@ class DraftNetwork:
             by_text = self._run(texts)
             predictions = [self.predictor(logits[1:], states[1:]) for logits, states in by_text]
         outputs, num_rows = [], sum(text.num_rows for text in texts)
+        seconds = 0.0 if started is None else time.perf_counter() - started
         for (inputs, kv_cache), text, (logits, states), predicted in zip(
             pairs, texts, by_text, predictions, strict=True
         ):
             kv_cache.tokens = inputs.canvas.decided_prefix[kv_cache.first_position :].copy()
             outputs.append(
-                DraftOutputs(logits, states, 0.0, len(text.states), num_rows, self.model.tokens, predictions=predicted)
+                DraftOutputs(
+                    logits, states, seconds, len(text.states), num_rows, self.model.tokens, predictions=predicted
+                )
             )
         return outputs
 

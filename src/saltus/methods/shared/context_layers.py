@@ -78,7 +78,8 @@ def unread_states(
     assert inputs.hidden_states is not None
     begin = len(inputs.canvas.decided_prefix) - len(inputs.hidden_states)  # of the given hidden states
     past = kv_cache.reuse_prefix(inputs.canvas.decided_prefix, begin)
-    return select_hidden_states(inputs.hidden_states[past - begin :], layers, selected)
+    unread = inputs.hidden_states if past == begin else inputs.hidden_states[past - begin :]
+    return select_hidden_states(unread, layers, selected)
 
 
 @dataclass(frozen=True)

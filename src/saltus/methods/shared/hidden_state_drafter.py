@@ -43,7 +43,9 @@ class HiddenStateDrafter:
     def _draft(self, canvas: Canvas, num_draft_tokens: int) -> DraftCalls:
         hidden_states = self.pending[0] if len(self.pending) == 1 else torch.cat(self.pending)
         self.pending.clear()
-        return (yield from self.draft(canvas, hidden_states[-self.max_unread :], num_draft_tokens))
+        if len(hidden_states) > self.max_unread:
+            hidden_states = hidden_states[-self.max_unread :]
+        return (yield from self.draft(canvas, hidden_states, num_draft_tokens))
 
     def _collect(self, last: Step, num_decided: int) -> None:
         """Keep the states before the decided tokens: of the context that the call read, then of the accepted path."""
@@ -62,6 +64,8 @@ class HiddenStateDrafter:
 
 def state_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
     """Some rows of a tensor, ascending. On the CPU not by torch, whose threads would go on spinning."""
+    if len(rows) == len(x):
+        return x
     has_no_gaps = bool(rows) and rows[-1] - rows[0] == len(rows) - 1
     if has_no_gaps and 2 * len(rows) >= len(x):  # a view, which keeps all of the tensor
         return x[rows[0] : rows[-1] + 1]

@@ -42,8 +42,9 @@ class KVCache:
                 self.tokens = np.concatenate([self.tokens, tokens[known : known + len(nodes)]])
             self.pending_tree = None
         shared = min(len(self.tokens), len(tokens) - num_recomputed)
-        if not np.array_equal(self.tokens[:shared], tokens[:shared]):
-            shared = int((self.tokens[:shared] != tokens[:shared]).argmax())
+        known, given = self.tokens[:shared], tokens[:shared]
+        if known.tobytes() != given.tobytes():
+            shared = int((known != given).argmax())
         self.tokens = self.tokens[:shared]
         return shared
 
