@@ -263,7 +263,8 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #define TILE_UNIT ROWS  // of the height of a tile of attention
 #define OUTS 4   // outputs of a register tile of linear
 #define WIDE (4 * LANES)  // outputs of low rank that a thread computes at a time
-#define AHEAD 4  // outputs that weights are fetched ahead
+#define AHEAD 12288  // bytes of weights that are fetched ahead, in whole rows of OUTS outputs
+#define ROWS_AHEAD(size) (OUTS * ((AHEAD / OUTS + (size) - 1) / (size)))  // of so many bytes each
 #define GROUP 2  // tiles that share a pass over the rows; one is better where the tile itself is fast
 
 #define PACKABLE 0  // only bfloat16 weights can be packed
