@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,9 +11,10 @@ from torch import Tensor
 
 from saltus.kernels import native
 from saltus.kernels.native import altup
-from saltus.models.attention_span import AttentionSpan
 from saltus.models.cpu.altup_ops import StreamOps
 from saltus.models.cpu.attention import AttentionCall
+from saltus.models.cpu.attention_kinds import AttentionKinds
+from saltus.models.cpu.attention_ops import AttentionOps
 from saltus.models.cpu.decoder_weights import Resolver, linear_struct
 from saltus.models.cpu.expert_ops import experts_struct
 from saltus.models.cpu.hybrid_kv_cache import HybridKVCache, RecurrentCall, StateSizes
@@ -36,18 +35,6 @@ from saltus.models.decoder_description import (
     Weight,
     mixers_of,
 )
-from saltus.models.packed_decoder import check_heads
-
-
-@dataclass(frozen=True)
-class _AttentionKind:
-    """What calls of a kernel have in common: the first fields, and which memory they use."""
-
-    struct: bytes
-    span: AttentionSpan
-    own_memory: int | None  # the layer of the memory that this kind alone uses; None: that of most layers
-    row_bytes: tuple[int, ...]  # of queries, keys, values and outputs
-    new_rows: tuple[Tensor, Tensor]  # keys and values, [kv_heads, rows, size]
 
 
 class DecoderOps:
@@ -56,16 +43,15 @@ class DecoderOps:
     def __init__(
         self, description: DecoderDescription, weights: Resolver, hidden: Tensor, same_everywhere: bool
     ) -> None:
-        self.weights, self.hidden, self.same_everywhere = weights, hidden, same_everywhere
+        self.weights, self.hidden = weights, hidden
         self.buffers: dict[tuple[str, int], Tensor] = {}
         self.products: list[tuple[native.Linear, Sequence[Weight]]] = []  # and the layers whose outputs they are
         self.angles: list[Angles] = []  # of rotations
-        self.kinds: list[_AttentionKind] = []
         mixers = [mixer for layer in description.layers for mixer, _ in mixers_of(layer)]
-        attention = [mixer for mixer in mixers if isinstance(mixer, Attention)]
-        self.main_sizes = next(filter(None, map(_memory_sizes, mixers)), (0, 0, 0))
-        self.num_main_layers = 0  # whose keys and values have these sizes
-        self.states = StateSizes(0, 0, tuple((each.kv_heads, each.dim) for each in attention))
+        self.attention = AttentionKinds(mixers, same_everywhere)
+        self.states = StateSizes(
+            0, 0, tuple((each.kv_heads, each.dim) for each in mixers if isinstance(each, Attention))
+        )
         self.structs: list[Any] = []  # that operations point to
         self.list: list[tuple[int, Any, int, int]] = []
         if description.input_scale != 1:
@@ -77,8 +63,6 @@ class DecoderOps:
         self.streams = None if description.streams is None else StreamOps(self, description.streams)
         if self.streams is not None:
             self.streams.begin()
-        # of layers' keys and values: in the main memory, or their own
-        self.places: dict[int, tuple[int, int | None]] = {}
         for number, layer in enumerate(description.layers):
             self._layer(number, layer)
         self.op(native.LAYER_BEGINS, which=len(description.layers))  # none does, but the states may be wanted
@@ -263,100 +247,10 @@ class DecoderOps:
     def _mixer(self, number: int, mixer: Mixer, norm: Norm | None) -> Tensor:
         """What the output layer of a mixer multiplies."""
         if isinstance(mixer, Attention):
-            return self._attention(number, mixer, norm)
+            return AttentionOps(self, self.attention).add(number, mixer, norm)
         if isinstance(mixer, LatentAttention):
-            return self._latent_attention(number, mixer, norm)
+            return AttentionOps(self, self.attention).add_latent(number, mixer, norm)
         return MixerOps(self).add(mixer, norm)
-
-    def _attention(self, number: int, layer: Attention, norm: Norm | None) -> Tensor:
-        """The outputs of attention [rows, heads · size]."""
-        check_heads(layer.heads, layer.kv_heads, layer.dim)
-        dim, width = layer.dim, layer.dim * (1 + layer.gated)  # of a head's query, and perhaps its gate
-        q, out = self.buffer("q", layer.heads * width), self.buffer("out", layer.heads * dim)
-        k, v = (self.buffer(name, layer.kv_heads * dim) for name in ("k", "v"))
-        given = [
-            (weight, x) for weight, x in ((layer.query, q), (layer.key, k), (layer.value, v)) if weight is not None
-        ]
-        self.product(self.hidden, given, norm)
-        if layer.key is not None and layer.value is None:
-            self.copy(k, v)
-        self._prepare_heads(q, layer.heads, layer, layer.query_norm, layer.query_angles or layer.angles)
-        if layer.key is not None:
-            self._prepare_heads(k, layer.kv_heads, layer, layer.key_norm, layer.angles)
-            if layer.value_norm is not None:
-                self._rotate(v, layer.kv_heads, dim, layer.value_norm)
-        wide, *views = q.view(len(q), -1, width), *(x.view(len(x), -1, dim) for x in (k, v, out))
-        self._attend(number, layer, wide[..., :dim], *views)
-        if layer.gated:
-            MixerOps(self).gate(out, wide[..., dim:], dim, None, activation=native.ACTIVATION_NUMBERS["sigmoid"])
-        return out
-
-    def _latent_attention(self, number: int, layer: LatentAttention, norm: Norm | None) -> Tensor:
-        """The same, with keys and values that are expanded from latent vectors."""
-        nope, rope, heads, value = layer.nope_dim, layer.rope_dim, layer.heads, layer.value_dim
-        check_heads(heads, heads, nope + rope)
-        q, out = self.buffer("q", heads * (nope + rope)), self.buffer("out", heads * value)
-        latent = self.buffer("latent", len(self.weights.matrix(layer.latent).weight))
-        normed, k = self.buffer("latent normed", latent.shape[1] - rope), self.buffer("k", q.shape[1])
-        expanded, rotated = self.buffer("expanded", heads * (nope + value)), self.buffer("rotated", rope)
-        if layer.query_latent is None:
-            self.product(self.hidden, [(layer.query, q), (layer.latent, latent)], norm)
-        else:
-            made = self.buffer("query latent", len(self.weights.matrix(layer.query_latent).weight))
-            self.product(self.hidden, [(layer.query_latent, made), (layer.latent, latent)], norm)
-            self.product(made, [(layer.query, q)], layer.query_norm)
-        self.copy(latent, normed)
-        self.copy(latent, rotated, normed.shape[1])
-        self.product(normed, [(layer.expand, expanded)], layer.latent_norm)
-        self._rotate(rotated, 1, rope, None, layer.angles, layer.rope_interleaved)
-        self._rotate(q[:, nope:], heads, rope, None, layer.angles, layer.rope_interleaved)
-        width = expanded.shape[1]
-        runs = [run for head in range(heads) for run in ((head * (nope + value), nope), (width, rope))]
-        self.weights.made.append(torch.tensor(runs))
-        self.op(native.REARRANGE, native.Rearrangement(
-            x=expanded.data_ptr(), other=rotated.data_ptr(), out=k.data_ptr(), runs=self.weights.made[-1].data_ptr(),
-            inputs=width, others=rope, size=k.shape[1], num_runs=len(runs),
-        ))  # fmt: skip
-        views = [x.view(len(x), heads, -1) for x in (q, k, expanded, out)]
-        simple = Attention(
-            layer.query, layer.latent, layer.expand, layer.output, heads, heads, nope + rope, layer.scale
-        )  # fmt: skip
-        self._attend(number, simple, views[0], views[1], views[2][..., nope:], views[3])
-        return out
-
-    def _prepare_heads(self, x: Tensor, heads: int, layer: Attention, norm: Norm | None, angles: Angles | None) -> None:
-        """Norms and angles of queries or keys."""
-        assert layer.norm_per_head or not (layer.gated or layer.norms_rotated)
-        if norm is not None and not layer.norm_per_head:
-            self.normalize(x, norm, x)
-            norm = None
-        if layer.norms_rotated:
-            self._rotate(x, heads, layer.dim, None, angles, layer.rope_interleaved)
-            angles = None
-        self._rotate(x, heads, layer.dim, norm, angles, layer.rope_interleaved)
-
-    def _rotate(
-        self,
-        x: Tensor,
-        heads: int,
-        dim: int,
-        norm: Norm | None,
-        angles: Angles | None = None,
-        interleaved: bool = False,
-    ) -> None:
-        """Norm the first `dim` numbers of each head, and rotate them where there are angles."""
-        if norm is None and angles is None:
-            return
-        assert x.stride(0) % heads == 0
-        rotation = native.Rotary(
-            x=x.data_ptr(), heads=heads, dim=dim, stride=x.stride(0) // heads, interleaved=interleaved
-        )  # fmt: skip
-        if norm is not None:
-            given = self.weights.norm(norm, dim)
-            rotation.norm, rotation.norm_kind, rotation.epsilon = given.values.data_ptr(), given.kind, given.epsilon
-        if angles is not None and angles not in self.angles:
-            self.angles.append(angles)
-        self.op(native.ROTATE, rotation, -1 if angles is None else self.angles.index(angles))
 
     def set_angle_widths(self, widths: Sequence[int]) -> None:
         """How many dimensions of a head each kind of angles rotates."""
@@ -364,84 +258,6 @@ class DecoderOps:
             if kind == native.ROTATE and which >= 0:
                 assert widths[which] % 2 == 0 and 0 < widths[which] <= struct.dim
                 struct.turned = widths[which]
-
-    def _attend(self, number: int, layer: Attention, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        if layer.shares is None:
-            own = None if (layer.kv_heads, layer.dim, v.shape[-1]) == self.main_sizes else number
-            self.places[number] = self.num_main_layers if own is None else 0, own
-            self.num_main_layers += own is None
-        else:
-            self.places[number] = self.places[layer.shares]
-        place, own = self.places[number]
-        sinks = None
-        if layer.sinks is not None:
-            sinks = self.weights.tensor(layer.sinks).float().contiguous()
-            assert sinks.shape == (layer.heads,)
-            self.weights.made.append(sinks)
-        struct = native.Attention(
-            **{name: x.data_ptr() for name, x in zip(("query", "key", "value", "out"), (q, k, v, out), strict=True)},
-            **{f"{name}_row": x.stride(0) for name, x in zip(("query", "key", "value"), (q, k, v), strict=True)},
-            **{f"{name}_head": x.stride(1) for name, x in zip(("query", "key", "value"), (q, k, v), strict=True)},
-            heads=layer.heads, kv_heads=layer.kv_heads, dim=layer.dim, value_dim=v.shape[-1], scale=layer.scale,
-            softcap=layer.softcap or 0.0, same_everywhere=self.same_everywhere,
-            sinks=None if sinks is None else sinks.data_ptr(),
-        )  # fmt: skip
-        if layer.key is None:
-            assert layer.shares is not None and layer.shares < number
-            struct.key = None
-        row_bytes = tuple(x.stride(0) * x.element_size() for x in (q, k, v, out))
-        new_rows = k.transpose(0, 1), v.transpose(0, 1)
-        kind = _AttentionKind(bytes(struct), layer.span, own, row_bytes, new_rows)
-        known = [(each.struct, each.span, each.own_memory) for each in self.kinds]
-        if (same := (kind.struct, kind.span, own)) not in known:
-            self.kinds.append(kind)
-            known.append(same)
-        self.op(native.ATTEND, None, known.index(same), place)
-
-    def attention_structs(self, call: AttentionCall) -> tuple[ctypes.Array, ctypes.Array, ctypes.Array]:
-        """Kernel arguments by kind and text, and the bytes between layers of each text's keys and values."""
-        texts, start = len(call.sequences), 0
-        if texts > 1:
-            structs, key_steps, value_steps = self.new_attention_structs(texts)
-        else:  # all that differs from call to call is written again
-            structs, key_steps, value_steps = self.structs_of_one_text
-        if not self.kinds:
-            return structs, key_steps, value_steps
-        main_rows = self.main_rows
-        for number, sequence in enumerate(call.sequences):
-            cache, slots = sequence.kv_cache, sequence.past_length + sequence.num_rows
-            cache.reserve(self.num_main_layers, slots, *main_rows)
-            assert cache.keys is not None and cache.values is not None
-            main = cache.keys, cache.values
-            key_steps[number], value_steps[number] = (x.stride(0) * x.element_size() for x in main)
-            for index, kind in enumerate(self.kinds):
-                struct, (keys, values) = structs[index * texts + number], main
-                if kind.own_memory is not None:
-                    keys, values = cache.reserve_odd_layer(kind.own_memory, slots, *kind.new_rows)
-                struct.keys, struct.values, struct.capacity = keys.data_ptr(), values.data_ptr(), keys.shape[-2]
-                if start:
-                    for name, step in zip(("query", "key", "value", "out"), kind.row_bytes, strict=True):
-                        if getattr(struct, name) is not None:
-                            setattr(struct, name, getattr(struct, name) + start * step)
-                sequence.fill_rows(struct, kind.span)
-            start += sequence.num_rows
-        return structs, key_steps, value_steps
-
-    @cached_property
-    def structs_of_one_text(self) -> tuple[ctypes.Array, ctypes.Array, ctypes.Array]:
-        return self.new_attention_structs(1)
-
-    @cached_property
-    def main_rows(self) -> tuple[Tensor, Tensor]:
-        """New keys and values of the layers that share a memory."""
-        return next(kind.new_rows for kind in self.kinds if kind.own_memory is None)
-
-    def new_attention_structs(self, texts: int) -> tuple[ctypes.Array, ctypes.Array, ctypes.Array]:
-        """What `attention_structs` fills in."""
-        structs = (native.Attention * (texts * len(self.kinds))).from_buffer_copy(
-            b"".join(kind.struct * texts for kind in self.kinds)
-        )
-        return structs, (native.INTEGER * texts)(), (native.INTEGER * texts)()
 
     def recurrent_calls(self, call: AttentionCall) -> list[RecurrentCall]:
         """What layers that keep a state get of each text; to be ended after the call."""
@@ -454,10 +270,3 @@ class DecoderOps:
             calls.append(cache.begin_call(first, sequence.past_length, decided, sequence.parents, sequence.ends_text))
             first += sequence.num_rows
         return calls
-
-
-def _memory_sizes(mixer: Mixer) -> tuple[int, int, int] | None:
-    """The heads of a layer's keys and values, and the sizes of both; None: it has none."""
-    if isinstance(mixer, LatentAttention):
-        return mixer.heads, mixer.nope_dim + mixer.rope_dim, mixer.value_dim
-    return (mixer.kv_heads, mixer.dim, mixer.dim) if isinstance(mixer, Attention) else None

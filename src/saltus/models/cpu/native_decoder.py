@@ -135,7 +135,7 @@ class NativeDecoder:
         if not self.layers.states.state:
             return KVCache()
         cache = HybridKVCache(sizes=self.layers.states)
-        if not self.layers.kinds:  # no layer has keys
+        if not self.layers.attention.kinds:  # no layer has keys
             cache.keys = cache.values = torch.empty(0, 1, MANY_SLOTS, 1, dtype=self.dtype)
         return cache
 
@@ -222,7 +222,7 @@ class NativeDecoder:
         if recurrent:
             texts = (native.RecurrentText * len(recurrent))(*(each.struct for each in recurrent))
             struct.recurrent = ctypes.addressof(texts)
-        attentions, key_steps, value_steps = self.layers.attention_structs(call)
+        attentions, key_steps, value_steps = self.layers.attention.structs_of(call)
         struct.attentions, struct.texts, struct.rows = ctypes.addressof(attentions), len(call.sequences), rows
         struct.key_step, struct.value_step = ctypes.addressof(key_steps), ctypes.addressof(value_steps)
         kept, collected = self.no_layers_kept, []

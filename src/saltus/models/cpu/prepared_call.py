@@ -29,11 +29,11 @@ class PreparedRows:
         kernels, layers = native.load_kernels(), decoder.layers
         assert kernels is not None
         self.decoder, self.kernels, self.struct = decoder, kernels, struct
-        self.num_layers, self.new_rows = layers.num_main_layers, layers.main_rows
+        self.num_layers, self.new_rows = layers.attention.num_main_layers, layers.attention.main_rows
         self.parents, self.positions = ((native.INTEGER * MAX_ROWS)() for _ in range(2))
         self.numbers = (native.INTEGER * MAX_ROWS)(*range(MAX_ROWS))
         self.visible = (ctypes.c_uint8 * MAX_ROWS**2)()
-        self.attentions, self.key_steps, self.value_steps = layers.new_attention_structs(1)
+        self.attentions, self.key_steps, self.value_steps = layers.attention.new_structs(1)
         self.structs = list(self.attentions)
         for each in self.structs:
             each.visible, each.first = ctypes.addressof(self.visible), FROM_FIRST_SLOT_ADDRESS
@@ -53,8 +53,8 @@ class PreparedRows:
         layers = decoder.layers
         return (
             not layers.states.state
-            and bool(layers.kinds)
-            and all(kind.span is None and kind.own_memory is None for kind in layers.kinds)
+            and bool(layers.attention.kinds)
+            and all(kind.span is None and kind.own_memory is None for kind in layers.attention.kinds)
             and all(table.is_static for table in decoder.tables)
         )
 
