@@ -1,11 +1,20 @@
 """Text comes out as its tokens come in: whole characters, nothing taken back, stop strings never seen."""
 
+from copy import copy
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import byte_tokenizer, space_tokenizer
-from saltus.engine.detokenizer import MAX_PENDING_TOKENS, REPLACEMENT, Detokenizer, TextOutput, check_stop_strings
+from saltus.engine.detokenizer import (
+    MAX_PENDING_TOKENS,
+    REPLACEMENT,
+    Detokenizer,
+    TextOutput,
+    check_stop_strings,
+    text_decoder,
+)
 
 BYTES, SPACES = byte_tokenizer(), space_tokenizer()
 tokens = st.lists(st.integers(0, len(BYTES) - 1), max_size=40)
@@ -159,3 +168,21 @@ def test_an_empty_stop_string_is_refused():
         check_stop_strings(["a", ""])
     assert check_stop_strings("ab") == ("ab",)
     assert check_stop_strings(None) == ()
+
+
+@given(tokens)
+def test_the_tokenizers_library_decodes_as_the_tokenizer_does(ids):
+    for tokenizer in (BYTES, SPACES):
+        known = [token for token in ids if token < len(tokenizer)]
+        expected = tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert text_decoder(tokenizer)(known) == expected
+
+
+def test_a_tokenizer_that_decodes_in_its_own_way_is_asked_itself():
+    class Loud(type(BYTES)):
+        def _decode(self, *args, **settings) -> str:
+            return super()._decode(*args, **settings).upper()
+
+    loud = copy(BYTES)
+    loud.__class__ = Loud
+    assert pieces(BYTES("a b").input_ids, loud) == ["A", " ", "B"]

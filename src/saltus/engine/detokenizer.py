@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from saltus.engine.token_texts import TokenTexts
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # how tokenizers show a character that is not whole
 CONTEXT_TOKENS = 8  # tokens of the prompt that decide whether a space precedes the continuation
+TOKENIZERS_BACKEND = "transformers.tokenization_utils_tokenizers"  # whose `decode` calls the tokenizers library
 MAX_PENDING_TOKENS = 64  # tokens to wait for the rest of a character before broken bytes are emitted
 
 
@@ -33,6 +35,7 @@ class Detokenizer:
         shown: Mapping[int, str] | None = None,
     ) -> None:
         self.tokenizer, self.hidden, self.shown = tokenizer, hidden, shown or {}
+        self._text_of = text_decoder(tokenizer)
         self.context_tokens = [token for token in context if token not in hidden][-CONTEXT_TOKENS:]
         self.pending_tokens: list[int] = []
         self.context_text = self.emitted_text = self._decode(self.context_tokens)
@@ -61,9 +64,17 @@ class Detokenizer:
         return new
 
     def _decode(self, tokens: list[int]) -> str:
-        if not tokens:
-            return ""
-        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self._text_of(tokens) if tokens else ""
+
+
+def text_decoder(tokenizer: Any) -> Callable[[list[int]], str]:
+    """A tokenizer's `decode` without special tokens and clean-up; that of the tokenizers library, where it does all."""
+    for kind in type(tokenizer).__mro__:
+        if kind.__module__ == TOKENIZERS_BACKEND:
+            return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
+        if {"decode", "_decode"} & vars(kind).keys():
+            break
+    return partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 @dataclass
