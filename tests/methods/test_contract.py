@@ -68,6 +68,7 @@ class Reckless(Controller):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.dice = np.random.default_rng(self.seed)
 
     def should_draft(self) -> bool:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from saltus.core.control.acceptance import Acceptance
 from saltus.core.control.call_cost import CallCost
 from saltus.core.control.controller import Controller
-from saltus.core.control.drafting_switch import DraftingSwitch
 from saltus.core.forward import TARGET
 from saltus.core.noise import Noise
 from saltus.core.protocols import Drafter, Network, UsesCorpus, UsesHiddenStates, UsesMemory, UsesReferences
@@ -91,10 +90,7 @@ class DecodingSetup:
                 if batch_size == 1
                 else CallCost({rows: self.call_cost.seconds_for(rows * batch_size) for rows in CALIBRATION_ROWS})
             )
-            switch = DraftingSwitch(batch_size=batch_size)
-            self.controllers[batch_size] = Controller(
-                self.max_draft_tokens, True, self.acceptance, costs, switch, batch_size
-            )
+            self.controllers[batch_size] = Controller(self.max_draft_tokens, True, self.acceptance, costs, batch_size)
         return self.controllers[batch_size]
 
 

@@ -30,8 +30,11 @@ class Controller:
     adaptive: bool = True
     acceptance: Acceptance = field(default_factory=Acceptance)
     call_cost: CallCost = field(default_factory=CallCost)
-    drafting_switch: DraftingSwitch = field(default_factory=DraftingSwitch)
     batch_size: int = 1  # texts that are decoded together, one after another outside of calls
+    drafting_switch: DraftingSwitch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.drafting_switch = DraftingSwitch(batch_size=self.batch_size)
 
     def should_draft(self) -> bool:
         """True if drafters that call draft models, or add queries to a call, should do so in this step."""
