@@ -11,8 +11,9 @@ from fake_cuda import fake_cuda
 from methods.published.reference_dflash import block_drafter
 from methods.published.reference_eagle import published_head
 from mtp_checkpoints import write_checkpoint
+from saltus.core import distributions
 from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
-from saltus.models.cuda import gpu_decoder
+from saltus.models.cuda import gpu_decoder, pick_kernels
 from saltus.server.engine_thread import EngineThread
 from saltus.server.served_request import Limits, serve_text
 
@@ -74,6 +75,18 @@ def test_our_kernels_for_gpus_write_the_texts_of_plain_decoding(device, monkeypa
     check_texts(engine, [method], tokens=4)
     if method != "lookup":
         assert isinstance(engine.decoder.setup(method).networks["ptp"].whole_pass, GPUDraftPass)
+
+
+@pytest.mark.parametrize("method", ["plain", "lookup"])
+def test_sampled_tokens_are_picked_on_the_device_and_are_those_of_the_host(device, tiny_folder, monkeypatch, method):
+    engine = load(tiny_folder())
+    settings = {"raw": True, "max_new_tokens": 6, "temperature": 0.8, "ignore_eos": True, "method": method}
+    with monkeypatch.context() as patch:
+        patch.setattr(distributions, "pick_token", None)  # no row of logits is copied to the host
+        picked = [each.tokens for each in engine.generate(PROMPTS, **settings)]
+    monkeypatch.setattr(pick_kernels, "pick_tokens", lambda logits, greatest, *_: torch.full_like(greatest, -1))
+    engine = load(tiny_folder())
+    assert [each.tokens for each in engine.generate(PROMPTS, **settings)] == picked
 
 
 @pytest.mark.parametrize("name", ["Gemma3", "Llama4"])

@@ -97,6 +97,8 @@ class TargetDistributions:
         """The text's own token after `node` where a kernel can find it among the raw logits."""
         if not self.sampling.plain_gumbel_max or self.constraint is not None or self.outputs.token_ids is not None:
             return None
+        if self.outputs.picked is not None and (token := int(self.outputs.picked[node + 1])) >= 0:
+            return token
         row = self.outputs.logits[node + 1]
         return gumbel_max_token(row, self.sampling.temperature, self.noise, "text", self.position(node))
 

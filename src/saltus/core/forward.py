@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from saltus.core.canvas import Canvas
+from saltus.core.noise import Noise
 from saltus.core.sampling import Distribution
 
 NO_TOKEN = -1  # the token id of a node that has no token
@@ -54,6 +55,23 @@ class NodeRows(NamedTuple):
 
 
 @dataclass(frozen=True)
+class GumbelMax:
+    """How the rows of a pass pick the text's tokens: by the raw logits, a temperature and the text's Gumbel noise.
+
+    A network on a GPU picks them there (`ForwardOutputs.picked`), so that the logits need not be copied to the host.
+    """
+
+    noise: Noise
+    temperature: float  # above 0
+
+    def keys(self, canvas: Canvas, depths: Int[np.ndarray, "rows"]) -> Int[np.ndarray, "rows 2"]:
+        """The keys of the noise (`Noise.token_keys`, as int64) of the open positions with these numbers."""
+        last = int(depths.max(initial=0))
+        keys = self.noise.keys_of_tokens("text", canvas.open_positions[: last + 1])
+        return keys.view(np.int64)[depths.clip(0, len(keys) - 1)]
+
+
+@dataclass(frozen=True)
 class ForwardInputs:
     """The inputs of one forward pass for one text: a tree of nodes after the decided tokens.
 
@@ -75,6 +93,7 @@ class ForwardInputs:
     uniforms: tuple[float, ...] = ()  # of each query node; NaN where it is not conditioned on one
     temperature: float = 0.0  # an input of the adapter; 0 is greedy
     hidden_states: Float[Tensor, "slots hidden"] | None = None  # for a drafter: of the target, see below
+    gumbel_max: GumbelMax | None = None  # of the decided text and draft tokens; None: the host picks
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents)
@@ -195,3 +214,5 @@ class ForwardOutputs:
     token_ids: Int[Tensor, "vocab"] | None = None  # ascending ids of the columns, where a drafter knows only some
     # of each row the first greatest logit in float32, −1 where that is not finite; None: nobody looked for them yet
     likeliest: Int[np.ndarray, "rows"] | None = None
+    # the tokens that rows pick by `ForwardInputs.gumbel_max`, −1 where the host must decide; None: nobody looked
+    picked: Int[np.ndarray, "rows"] | None = None

@@ -12,7 +12,7 @@ from saltus.core.canvas import Canvas
 from saltus.core.constraint import Constraint, constrained_branches
 from saltus.core.control.controller import Controller
 from saltus.core.distributions import DecodeGenerator, Step, TargetDistributions
-from saltus.core.forward import ForwardInputs, ForwardOutputs
+from saltus.core.forward import ForwardInputs, ForwardOutputs, GumbelMax
 from saltus.core.noise import Noise
 from saltus.core.protocols import Drafter, FusedDrafter, StopCondition, UsesHiddenStates
 from saltus.core.rules import Rule, match
@@ -45,6 +45,9 @@ def speculate(
         drafter for drafter in drafters if isinstance(drafter, UsesHiddenStates) and drafter.output_hidden_states
     ]
     fused = [drafter for drafter in drafters if isinstance(drafter, FusedDrafter)]
+    gumbel_max = None
+    if rule is match and sampling.plain_gumbel_max and constraint is None:
+        gumbel_max = GumbelMax(noise, sampling.temperature)
     last: Step | None = None
     while len(canvas.open_positions):
         # The distribution after the last accepted node decides one hole more than the tree is deep.
@@ -66,8 +69,9 @@ def speculate(
         hidden_states = any(controller.needs_hidden_states(reader.max_unread) for reader in readers)
         draft_distributions = tree.distributions if any(tree.distributions) else None
         inputs = ForwardInputs(
-            canvas, tree.tokens, tree.parents, hidden_states, draft_distributions=draft_distributions
-        )
+            canvas, tree.tokens, tree.parents, hidden_states, draft_distributions=draft_distributions,
+            gumbel_max=gumbel_max,
+        )  # fmt: skip
         for drafter in fused if should_draft else ():
             probabilities = list(map(controller.calibrated_probability, tree.sources, tree.acceptance_probabilities))
             inputs = drafter.add_draft_queries(inputs, probabilities, controller)

@@ -52,24 +52,34 @@ class StaticInputs:
     def __init__(self, shape: FixedShape, max_tree_depth: int, device: torch.device) -> None:
         self.shape, self.max_tree_depth = shape, max_tree_depth
         rows, tables = shape.num_rows, shape.num_groups * shape.num_pages
-        sizes = [rows, rows, rows, rows * 2 * max_tree_depth, tables]
-        self.packed = torch.zeros(sum(sizes), dtype=torch.long, device=device)
-        self.tokens, self.positions, self.slots, self.recent_slots, block_tables = self.packed.split(sizes)
+        self.sizes = [rows, rows, rows, rows, 2 * rows, rows * 2 * max_tree_depth, tables]
+        self.packed = torch.zeros(sum(self.sizes), dtype=torch.long, device=device)
+        self.tokens, self.positions, self.slots, temperatures, keys, self.recent_slots, block_tables = (
+            self.packed.split(self.sizes)
+        )
+        self.temperatures = temperatures.view(torch.float64)  # of rows that pick a token (`GumbelMax`), 0 of others
+        self.keys = keys.view(rows, 2)  # of their noise
         self.block_tables = block_tables.view(shape.num_groups, shape.num_pages)  # the pages of each group's text
 
     def fill(self, call: Call) -> None:
         """Write the rows of a call in one copy; padding rows are token 0 at position 0 of the padding page."""
         (groups, by, pages, _), recent = self.shape, 2 * self.max_tree_depth
         source = torch.zeros(len(self.packed), dtype=torch.long, pin_memory=self.packed.device.type == "cuda")
-        staged, num_rows = source.numpy(), groups * by
-        rows = staged[: 3 * num_rows].reshape(3, num_rows)
-        recent_slots = staged[3 * num_rows : (3 + recent) * num_rows].reshape(num_rows, recent)
-        tables = staged[(3 + recent) * num_rows :].reshape(groups, pages)
+        num_rows, borders = groups * by, np.cumsum([3 * self.sizes[0], *self.sizes[3:-1]])
+        rows, temperatures, keys, recent_slots, tables = np.split(source.numpy(), borders)
+        rows, keys = rows.reshape(3, num_rows), keys.reshape(num_rows, 2)
+        temperatures = temperatures.view(np.float64)
+        recent_slots, tables = recent_slots.reshape(num_rows, recent), tables.reshape(groups, pages)
         tables[:] = PADDING_PAGE
         for start, part in call.placed():
             span = slice(start, start + len(part))
             rows[:, span] = part.tokens, part.positions, part.kv_cache.slots(part.entries)
             recent_slots[span] = part.kv_cache.slots(part.recent_entries)
+            if part.inputs is not None and (gumbel_max := part.inputs.gumbel_max) is not None:
+                picking = np.flatnonzero((part.output_rows >= 0) & (part.output_rows <= part.inputs.num_draft_tokens))
+                depths = np.array((0, *(1 + depth for depth in part.inputs.depths)))[part.output_rows[picking]]
+                temperatures[start + picking] = gumbel_max.temperature
+                keys[start + picking] = gumbel_max.keys(part.inputs.canvas, depths)
             table = part.kv_cache.pages[:pages]
             tables[start // by : -(-span.stop // by), : len(table)] = table
         self.packed.copy_(source, non_blocking=True)  # torch keeps pinned memory until it is copied

@@ -42,7 +42,7 @@ from saltus.models.cuda.fixed_shape_calls import (
     make_rows,
     split_into_calls,
 )
-from saltus.models.cuda.gpu_decoder import GPUDecoder
+from saltus.models.cuda.gpu_decoder import GPUDecoder, has_triton
 from saltus.models.gated_lora import Adapter, StaticGate
 from saltus.models.memory_use import layer_sizes
 
@@ -61,31 +61,43 @@ class CallOutputs(NamedTuple):
 
     logits: Float[Tensor, "rows vocab"]
     states: Float[Tensor, "rows states"] | None
-    greatest: Float[Tensor, "2 rows"]  # float64: the token of the first greatest logit, and that logit
+    found: Float[Tensor, "3 rows"]  # float64: the token of the first greatest logit, that logit, the picked token or −1
 
     @classmethod
-    def of(cls, logits: Tensor, states: Tensor) -> CallOutputs:
-        """With the greatest logits, found on the device, so that greedy decoding copies two numbers a row."""
-        tokens = logits.argmax(-1, keepdim=True)
-        greatest = torch.cat([tokens.double(), logits.gather(-1, tokens).double()], -1)  # bfloat16 would round tokens
-        return cls(logits, states, greatest.T.contiguous())
+    def of(cls, logits: Tensor, states: Tensor, inputs: StaticInputs) -> CallOutputs:
+        """With the tokens that rows pick, found on the device, so that decoding copies three numbers a row."""
+        tokens = logits.argmax(-1)
+        greatest = logits.gather(-1, tokens[:, None])[:, 0].double()  # bfloat16 would round tokens
+        if logits.is_cuda and has_triton():
+            from saltus.models.cuda.pick_kernels import pick_tokens
+
+            keys, temperatures = inputs.keys[-len(logits) :], inputs.temperatures[-len(logits) :]
+            picked = pick_tokens(logits, greatest, keys, temperatures)
+        else:
+            picked = torch.full_like(greatest, -1)
+        return cls(logits, states, torch.stack([tokens.double(), greatest, picked]))
 
     @classmethod
     def concatenated(cls, pieces: Sequence[CallOutputs]) -> CallOutputs:
         if len(pieces) == 1:
             return pieces[0]
-        logits, states, greatest = zip(*pieces, strict=True)
-        return cls(torch.cat(logits), None if states[0] is None else torch.cat(states), torch.cat(greatest, 1))
+        logits, states, found = zip(*pieces, strict=True)
+        return cls(torch.cat(logits), None if states[0] is None else torch.cat(states), torch.cat(found, 1))
 
     def copy_rows(self, rows: slice, output_states: bool) -> CallOutputs:
         states = self.states[rows].clone() if output_states and self.states is not None else None
-        return CallOutputs(self.logits[rows].clone(), states, self.greatest[:, rows].clone())
+        return CallOutputs(self.logits[rows].clone(), states, self.found[:, rows].clone())
 
     @property
     def likeliest(self) -> np.ndarray:
-        """As in ForwardOutputs; `greatest` must be on the CPU."""
-        tokens, logits = self.greatest.numpy()
+        """As in ForwardOutputs; `found` must be on the CPU."""
+        tokens, logits, _ = self.found.numpy()
         return np.where(np.isfinite(logits), tokens, -1).astype(np.int64)
+
+    @property
+    def picked(self) -> np.ndarray:
+        """As in ForwardOutputs; `found` must be on the CPU."""
+        return self.found[2].numpy().astype(np.int64)
 
 
 @dataclass
@@ -152,7 +164,7 @@ class FixedShapeRunner:
             kv_cache.token_history.pending_tree = inputs if inputs.tokens else None
         seconds, rows = time.perf_counter() - started, sum(read) + sum(len(inputs.tokens) for inputs in batch)
         return [
-            ForwardOutputs(out.logits, out.states, seconds, count, rows, likeliest=out.likeliest)
+            ForwardOutputs(out.logits, out.states, seconds, count, rows, likeliest=out.likeliest, picked=out.picked)
             for count, out in zip(read, outputs, strict=True)
         ]
 
@@ -184,10 +196,10 @@ class FixedShapeRunner:
                     span, states = slice(start + int(rows[0]), start + len(part)), batch[part.text].output_hidden_states
                     pieces[part.text].append(out.copy_rows(span, states))
         joined = [CallOutputs.concatenated(text_pieces) for text_pieces in pieces]
-        greatest = torch.cat([outputs.greatest for outputs in joined], 1).cpu()
+        found = torch.cat([outputs.found for outputs in joined], 1).cpu()
         return [
-            outputs._replace(greatest=part)
-            for outputs, part in zip(joined, greatest.split([len(text.logits) for text in joined], 1), strict=True)
+            outputs._replace(found=part)
+            for outputs, part in zip(joined, found.split([len(text.logits) for text in joined], 1), strict=True)
         ]
 
     def _copy_accepted_nodes(self, kv_caches: Sequence[FixedShapeKVCache]) -> None:
@@ -244,12 +256,12 @@ class FixedShapeRunner:
 
     def _run_static_inputs(self, inputs: StaticInputs, queries: QueryInputs | None) -> CallOutputs:
         if (decoder := self.active_decoder) is not None:
-            return CallOutputs.of(*decoder(inputs, self.pool, self.hidden_state_layers))
+            return CallOutputs.of(*decoder(inputs, self.pool, self.hidden_state_layers), inputs)
         call = FixedShapeAttention(self.pool, inputs, self.settings.pages_per_block, queries)
         with attention.attention_context(call):
             gate = None if queries is None else queries.gate
             out = self.run_model(inputs.tokens[None], inputs.positions[None], inputs.shape.num_logits, gate)
-            return CallOutputs.of(*out)
+            return CallOutputs.of(*out, inputs)
 
     def _capture_cuda_graph(self, inputs: StaticInputs, queries: QueryInputs | None) -> None:
         """Capture a call, or go on without graphs."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,13 +24,17 @@ DEPTH_MULTIPLE = 64  # of the sizes that products sum over
 FIRST_ANGLES = 8192  # positions of the table of angles, at first
 
 
+@lru_cache
+def has_triton() -> bool:
+    """True where our kernels for GPUs can be compiled."""
+    return importlib.util.find_spec("triton") is not None
+
+
 def supports_gpu_decoder(model: Any) -> bool:
     """True for an unmodified decoder of a supported type whose sizes the kernels know, where there is Triton."""
     if model.device.type != "cuda" or model.dtype not in KERNEL_DTYPES or os.environ.get("SALTUS_KERNELS") == "off":
         return False
-    try:
-        import triton  # noqa: F401
-    except ImportError:
+    if not has_triton():
         return False
     is_llama = type(model).__name__ in LLAMA_DECODERS and is_unmodified_decoder(model)
     return (isinstance(model, PackedDecoder) or is_llama) and fits_kernels(model)
