@@ -9,9 +9,15 @@ import torch
 
 pytest.importorskip("triton")
 
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+
 from architectures import random_tree, text, tiny
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
+from saltus.kernels import native
+from saltus.kernels.packed_weight import PackedWeight
+from saltus.loading.packing import quantized_blocks
 from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
 from saltus.methods.ptp.network import DrafterShape, DraftModel, DraftNetwork
 from saltus.methods.shared.context_layers import ContextKVCache, DraftRows
@@ -19,6 +25,7 @@ from saltus.models.causal import CausalNetwork
 from saltus.models.cuda import linear_kernels
 from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings, size_class
 from saltus.models.cuda.gpu_decoder import GPUDecoder, fits_kernels
+from saltus.models.cuda.packed_weight import GPUPackedWeight
 
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
@@ -98,6 +105,29 @@ def test_texts_of_few_rows_share_a_call_without_padding_and_have_the_bits_that_t
     assert all(torch.equal(one.logits, own) for one, own in zip(together, alone, strict=True))
 
 
+@pytest.mark.skipif(native.load_kernels() is None, reason="packed weights need compiled kernels")
+@torch.inference_mode()
+def test_packed_weights_decode_as_their_numbers_do():
+    model = tiny("Llama", **SIZES | {"num_hidden_layers": 1, "intermediate_size": 128}).to(DTYPE)
+    plain = copy.deepcopy(model).float()
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.nn.Linear):
+            blocks = quantized_blocks(layer.weight, GGMLQuantizationType.Q8_0)
+            numbers = dequantize(blocks.numpy(), GGMLQuantizationType.Q8_0)
+            plain.get_submodule(name).weight.data = torch.from_numpy(np.array(numbers))
+            packed = PackedWeight.from_blocks(blocks, GGMLQuantizationType.Q8_0, "int8")
+            layer._parameters["weight"] = GPUPackedWeight.from_packed(packed, DEVICE)
+    model.to(DEVICE)
+    network = CausalNetwork(model, fixed_shapes=True, fixed_shape_settings=SETTINGS)
+    network.fixed_shape_runner.decoder = GPUDecoder(model)
+    tokens = text(66)
+    found = logits(network, tokens, TREE)
+    expected = logits(CausalNetwork(plain, fixed_shapes=False, batch_invariant=False), tokens, TREE)
+    assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < BOUND
+    alone = logits(network, tokens)
+    assert torch.equal(alone[0], found[0])
+
+
 def test_accepted_nodes_are_read_from_where_text_is_read(llama):
     network, tokens = llama[0], text(20)
     kv_cache = network.new_kv_cache()
@@ -128,11 +158,11 @@ def test_a_product_is_right_and_its_rows_do_not_depend_on_their_number(outputs, 
     weight = (torch.randn(outputs, inputs, generator=generator) * inputs**-0.5).to(DEVICE, DTYPE)
     x = torch.randn(128, inputs, generator=generator).to(DEVICE, DTYPE)
     blocks = linear_kernels.blocks_of(weight)._replace(parts=parts)
-    whole = linear_kernels.linear_parts(x, weight, blocks, 128)
+    whole = linear_kernels.linear_parts(x, [weight], blocks, 128)
     expected = x.double() @ weight.double().T
     assert ((whole.double().sum(0) - expected).norm() / expected.norm()) < 1e-5
     for rows in (1, 17, 40):
-        assert torch.equal(linear_kernels.linear_parts(x, weight, blocks, rows), whole[:, :rows])
+        assert torch.equal(linear_kernels.linear_parts(x, [weight], blocks, rows), whole[:, :rows])
 
 
 def test_size_classes_are_few_and_never_too_small():

@@ -38,6 +38,7 @@ from saltus.models.architectures import describe_decoder
 from saltus.models.causal import CausalNetwork
 from saltus.models.cpu.native_decoder import supports_native_decoder
 from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
+from saltus.models.cuda.placement import move_to_gpu
 from saltus.models.evabyte import EvaByteNetwork
 from saltus.models.evabyte_decoder import EvaByteDecoder
 from saltus.models.packed_decoder import PackedDecoder
@@ -160,16 +161,17 @@ def load_model(
     EvaByte, which Transformers has no class for, is an EvaByteDecoder.
     Errors: ValueError if weights are missing, which Transformers would draw at random, or cannot be as `weights` says.
     """
-    if weights in PACKINGS and (device != "cpu" or dtype not in ("auto", torch.bfloat16)):
-        raise ValueError(
-            f"weights packed as {weights} are for bfloat16 on the CPU; leave out weights, dtype and device"
-        )
+    if weights in PACKINGS and dtype not in ("auto", torch.bfloat16):
+        raise ValueError(f"weights packed as {weights} are for bfloat16; leave out weights or dtype")
     if (folder / INDEX_FILE).is_file():
         if weights in PACKINGS:
             raise ValueError(f"the weights of {name} are packed in a GGUF file; weights can be file or bf16")
         kind = torch.bfloat16 if dtype == "auto" else dtype
-        packed = weights == "file" and device == "cpu"
-        made = load_gguf_model(folder, kind, packed, own_classes, _of_packed(arithmetic)).to(device)
+        made: Any = load_gguf_model(folder, kind, weights == "file", own_classes, _of_packed(arithmetic, device))
+        if device != "cpu":
+            made = move_to_gpu(made, device)
+            if not isinstance(made, PackedDecoder):
+                made.set_experts_implementation(experts_implementation(made))
         made.checkpoint_folder = folder  # where heads for multi-token prediction are found
         return made
     check_size(folder)
@@ -178,20 +180,20 @@ def load_model(
     if is_evabyte(folder):
         model: Any = load_evabyte(folder, dtype)
     else:
-        packed = weights == "file" and device == "cpu"
-        model = _transformers_model(name, folder, dtype, _of_packed(arithmetic) if packed else None)
-    model = model.to(device).eval()
-    model.checkpoint_folder = folder
+        packed = _of_packed(arithmetic, device) if weights == "file" else None
+        model = _transformers_model(name, folder, dtype, packed)
     if weights in PACKINGS:
-        pack_model(model, weights, folder, _of_packed(arithmetic))
+        pack_model(model, weights, folder, _of_packed(arithmetic, device))
+    model = (model if device == "cpu" else move_to_gpu(model, device)).eval()
+    model.checkpoint_folder = folder
     if (experts := experts_implementation(model)) == PACKED_EXPERTS:
         model.set_experts_implementation(experts)
     return model
 
 
-def _of_packed(arithmetic: str) -> Arithmetic:
-    """How packed weights are multiplied."""
-    return "bf16" if arithmetic == "bf16" else "int8"
+def _of_packed(arithmetic: str, device: str) -> Arithmetic:
+    """How packed weights are multiplied, and arranged; those for a GPU are made from the arrangement for 8 bits."""
+    return "bf16" if arithmetic == "bf16" and device == "cpu" else "int8"
 
 
 def _transformers_model(name: str, folder: Path, dtype: Any, arithmetic: Arithmetic | None) -> Any:

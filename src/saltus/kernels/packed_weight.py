@@ -293,7 +293,8 @@ def describe_weights(model: Any) -> str:
     sizes: dict[str, int] = {}
     for weight in model.parameters():
         if weight.ndim >= 2:
-            name = weight.format.name if isinstance(weight, PackedWeight) else str(weight.dtype).removeprefix("torch.")
+            format = getattr(weight, "format", None)  # on a GPU another class has it, too
+            name = str(weight.dtype).removeprefix("torch.") if format is None else format.name
             sizes[name] = sizes.get(name, 0) + weight.nbytes
     return ", ".join(sorted(sizes, key=lambda name: -sizes[name])) + (
         ", int8 activations" if uses_integers(model) else ""

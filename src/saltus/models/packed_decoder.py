@@ -155,9 +155,10 @@ class RotaryEmbedding(nn.Module):
         rope = config.rope_parameters
         self.rope_type = rope["rope_type"]
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-        self.inv_freq = 1.0 / (rope["rope_theta"] ** exponents)
+        frequencies = 1.0 / (rope["rope_theta"] ** exponents)
         if self.rope_type == "linear":
-            self.inv_freq /= rope["factor"]
+            frequencies /= rope["factor"]
+        self.register_buffer("inv_freq", frequencies, persistent=False)  # moves with the model
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """[batch, positions, head_dim] each, in the dtype of x."""
@@ -253,7 +254,7 @@ class PackedDecoder(nn.Module):
                 setattr(made.get_submodule(path), attribute, weight)
             if self.config.tie_word_embeddings:
                 made.lm_head.weight = made.model.embed_tokens.weight
-            made.model.rotary_emb.inv_freq.copy_(self.model.rotary_emb.inv_freq)
+            made.model.rotary_emb.to(self.device).inv_freq.copy_(self.model.rotary_emb.inv_freq)
             self._transformers_model.append(made.eval())
         return self._transformers_model[0]
 

@@ -105,13 +105,13 @@ class GPUDraftPass:
         )
         blocks = linear_kernels.blocks_of(model.fuse.weight)
         hidden = features.new_empty(wide, model.shape.hidden)
-        context = linear_kernels.linear_parts(features, model.fuse.weight, blocks, rows)
+        context = linear_kernels.linear_parts(features, [model.fuse.weight], blocks, rows)
         draft_kernels.draft_inputs(context, inputs.sources, inputs.queries, hidden[:rows])
         states = self.decoder.run_layers(hidden, static, self.pool)[0]
-        logits = self.decoder.product(states, model.lm_head.weight, rows)
+        logits = linear_kernels.product(states, model.lm_head.weight, rows)
         correction = model.correction
         projected = (
-            states[:rows, :0] if correction is None else self.decoder.product(states, correction.state.weight, rows)
+            states[:rows, :0] if correction is None else linear_kernels.product(states, correction.state.weight, rows)
         )
         return logits, states[:rows], projected
 

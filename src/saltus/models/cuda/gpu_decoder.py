@@ -16,6 +16,7 @@ from saltus.models.common_layers import sliding_window
 from saltus.models.cpu.native_decoder import STATIC_ROPE_TYPES, is_unmodified_decoder
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.fixed_shape_calls import KVPagePool
+from saltus.models.cuda.packed_weight import GPUPackedWeight, joined_packed
 from saltus.models.decoder_description import LLAMA_DECODERS
 from saltus.models.packed_decoder import PackedDecoder
 
@@ -30,11 +31,19 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def has_kernels() -> bool:
+    """True unless there is no Triton, or SALTUS_KERNELS says that our kernels are off."""
+    return has_triton() and os.environ.get("SALTUS_KERNELS") != "off"
+
+
 def supports_gpu_decoder(model: Any) -> bool:
+    """True for a model on a GPU that our kernels decode."""
+    return model.device.type == "cuda" and can_decode(model)
+
+
+def can_decode(model: Any) -> bool:
     """True for an unmodified decoder of a supported type whose sizes the kernels know, where there is Triton."""
-    if model.device.type != "cuda" or model.dtype not in KERNEL_DTYPES or os.environ.get("SALTUS_KERNELS") == "off":
-        return False
-    if not has_triton():
+    if model.dtype not in KERNEL_DTYPES or not has_kernels():
         return False
     is_llama = type(model).__name__ in LLAMA_DECODERS and is_unmodified_decoder(model)
     return (isinstance(model, PackedDecoder) or is_llama) and fits_kernels(model)
@@ -63,14 +72,13 @@ class _Layer:
     """The weights of a layer; those of queries, keys and values lie beside each other."""
 
     input_norm: Any
-    qkv: Tensor
+    qkv: Sequence[Tensor]  # one, or several where packed ones have several formats
     bias: Tensor | None
     head_norms: tuple[Any, Any] | None
-    o: Tensor
+    o: Sequence[Tensor]
     post_norm: Any
-    gate: Tensor
-    up: Tensor
-    down: Tensor
+    gate_and_up: Sequence[Tensor]
+    down: Sequence[Tensor]
     scale: float
     window: int | None
 
@@ -89,23 +97,27 @@ class GPUDecoder:
         self.layers = [self._merged(*each) for each in enumerate(self.base.layers)]
         first = self.layers[0]
         self.qkv_blocks, self.o_blocks, self.down_blocks = (
-            blocks_of(weight) for weight in (first.qkv, first.o, first.down)
+            blocks_of(*weights) for weights in (first.qkv, first.o, first.down)
         )
-        self.gate_blocks = blocks_of(first.gate, parts=False)
+        self.gate_blocks = blocks_of(first.gate_and_up[0], parts=False)
         self.angles = self._angles(FIRST_ANGLES)
 
     def _merged(self, number: int, layer: Any) -> _Layer:
-        """The layer's weights; the model's own of queries, keys and values become views of the merged ones."""
+        """The layer's weights; the model's own that are merged become views of the merged ones."""
         a, mlp = layer.self_attn, layer.mlp
-        projections = a.q_proj, a.k_proj, a.v_proj
-        merged = torch.cat([each.weight.detach() for each in projections])
-        for each, part in zip(projections, merged.split([len(each.weight) for each in projections]), strict=True):
-            each.weight.data = part
+        projections, feeding = (a.q_proj, a.k_proj, a.v_proj), [mlp.gate_proj.weight, mlp.up_proj.weight]
+        merged, feeding = joined_packed([each.weight for each in projections]), joined_packed(feeding)
+        if not any(isinstance(weight, GPUPackedWeight) for weight in merged):
+            merged = [torch.cat([each.weight.detach() for each in projections])]
+            for each, part in zip(
+                projections, merged[0].split([len(each.weight) for each in projections]), strict=True
+            ):
+                each.weight.data = part
         norms = (a.q_norm, a.k_norm) if getattr(a, "q_norm", None) is not None else None
         bias = None if a.q_proj.bias is None else torch.cat([each.bias.detach() for each in projections])
         return _Layer(
-            layer.input_layernorm, merged, bias, norms, a.o_proj.weight.detach(), layer.post_attention_layernorm,
-            mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach(), mlp.down_proj.weight.detach(), a.scaling,
+            layer.input_layernorm, merged, bias, norms, [a.o_proj.weight.detach()], layer.post_attention_layernorm,
+            [each.detach() for each in feeding], [mlp.down_proj.weight.detach()], a.scaling,
             sliding_window(self.model.config, number),
         )  # fmt: skip
 
@@ -136,7 +148,7 @@ class GPUDecoder:
         x, collected = self.run_layers(hidden, inputs, pool, hidden_state_layers)
         first = rows - inputs.shape.num_logits if inputs.shape.num_logits else 0
         states = torch.cat([*(each[first:] for each in collected), x[first:rows]], -1)
-        return self.product(x[first:], self.model.lm_head.weight, rows - first), states
+        return linear_kernels.product(x[first:], self.model.lm_head.weight, rows - first), states
 
     def run_layers(
         self, hidden: Tensor, inputs: StaticInputs, pool: KVPagePool, hidden_state_layers: Sequence[int] = ()
@@ -176,20 +188,9 @@ class GPUDecoder:
             )  # fmt: skip
             parts = linear_kernels.linear_parts(attended.flatten(1), layer.o, self.o_blocks, rows)
             row_kernels.add_and_norm(parts, hidden, layer.post_norm, x, rows)
-            linear_kernels.gate_and_up(x, layer.gate, layer.up, active, self.gate_blocks, rows)
+            linear_kernels.gate_and_up(x, layer.gate_and_up, active, self.gate_blocks, rows)
             parts = linear_kernels.linear_parts(active, layer.down, self.down_blocks, rows)
         row_kernels.add_and_norm(parts, hidden, self.base.norm, x, rows)
         if len(self.layers) in hidden_state_layers:
             collected.append(hidden[:rows].clone())
         return x, collected
-
-    def product(self, x: Tensor, weight: Tensor, rows: int) -> Tensor:
-        """The first rows of x times a weight; a tile may read beyond them, so they are copied where x ends before."""
-        from saltus.models.cuda import linear_kernels
-
-        wide = linear_kernels.padded_rows(rows)
-        if len(x) < wide:
-            x = torch.cat([x[:rows], x.new_zeros(wide - rows, x.shape[1])])
-        out = x.new_empty(rows, len(weight))
-        linear_kernels.linear(x, weight, out, linear_kernels.blocks_of(weight, parts=False), rows)
-        return out

@@ -11,6 +11,7 @@ them in their order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from saltus.models.cuda.launching import kernel, power_of_two
+from saltus.models.cuda.packed_kernels import packed_linear
+from saltus.models.cuda.packed_weight import GPUPackedWeight
 
 MIN_TILE_ROWS, MAX_TILE_ROWS = 16, 128
 PROGRAMS = 132  # that a product should have, where its sizes allow: the processors of a large GPU
@@ -35,9 +38,9 @@ class Blocks(NamedTuple):
     stages: int = 4  # of the pipeline, at most: they change no sums
 
 
-def blocks_of(weight: Tensor, parts: bool = True) -> Blocks:
-    """How to cut a product with a weight [outputs, inputs]; without `parts` its sums are whole."""
-    outputs, inputs = weight.shape
+def blocks_of(*weights: Tensor, parts: bool = True) -> Blocks:
+    """How to cut a product with weights [outputs, inputs] of the same inputs; without `parts` its sums are whole."""
+    outputs, inputs = sum(map(len, weights)), weights[0].shape[1]
     depth = 128 if inputs % 128 == 0 else 64
     tiles, steps = -(-outputs // 64), -(-inputs // depth)
     count = max(1, min(round(PROGRAMS / tiles), steps // MIN_STEPS)) if parts else 1
@@ -57,10 +60,10 @@ def padded_rows(rows: int) -> int:
 @kernel("num_rows")
 def _linear(
     x, weight, out, num_rows,
-    N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """out[part, row, n]: the part's sums, in the dtype of `out`."""
+    """out[part, row, FIRST + n]: the part's sums, in the dtype of `out`."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part, rows = tl.program_id(1), tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     depth = tl.arange(0, BLOCK_K)
@@ -79,8 +82,19 @@ def _linear(
             w = tl.load(weights + start, mask=inside[:, None] & exists[None, :], other=0.0)
             row = tl.load(inputs + start, mask=exists[:, None], other=0.0)
         sums = tl.dot(w, row, sums, input_precision="ieee")
-    place = (part.to(tl.int64) * num_rows + rows[None, :]) * N + columns[:, None]
+    place = (part.to(tl.int64) * num_rows + rows[None, :]) * WIDTH + FIRST + columns[:, None]
     tl.store(out + place, sums.to(out.dtype.element_ty), mask=inside[:, None] & (rows[None, :] < num_rows))
+
+
+@kernel()
+def _activate(both, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """out[row, n] = SiLU(both[row, n]) · both[row, SIZE + n], rounded as Transformers rounds it."""
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, dtype = at < SIZE, out.dtype.element_ty
+    gated = tl.load(both + 2 * row * SIZE + at, mask=inside, other=0.0).to(tl.float32)
+    raised = tl.load(both + (2 * row + 1) * SIZE + at, mask=inside, other=0.0).to(tl.float32)
+    active = (gated / (1.0 + tl.exp(-gated))).to(dtype).to(tl.float32)
+    tl.store(out + row * SIZE + at, (active * raised).to(dtype), mask=inside)
 
 
 @kernel("num_rows")
@@ -113,26 +127,60 @@ def _gate_and_up(
     tl.store(out + at, product, mask=inside[:, None] & (rows[None, :] < num_rows))
 
 
-def linear(x: Tensor, weight: Tensor, out: Tensor, blocks: Blocks, rows: int) -> None:
-    """out [parts, rows, N] or [rows, N] of x [padded rows, K] and weight [N, K]; rows after `rows` are not written."""
-    (outputs, inputs), wide = weight.shape, tile_rows(rows)
-    grid = -(-outputs // blocks.columns), blocks.parts, -(-rows // wide)
-    sizes = {"N": outputs, "K": inputs, "PARTS": blocks.parts}
-    _launch(_linear, grid, blocks, 1, x, weight, out, rows, **sizes, ROWS=wide)
+def linear(x: Tensor, weights: Sequence[Tensor], out: Tensor, blocks: Blocks, rows: int) -> None:
+    """out [parts, rows, N] or [rows, N] of x [padded rows, K] and weights of N outputs together, each [.., K].
+
+    Rows after `rows` are not written.
+    """
+    wide, width, first = tile_rows(rows), out.shape[-1], 0
+    for weight in weights:
+        outputs, inputs = weight.shape
+        if isinstance(weight, GPUPackedWeight):
+            packed_linear(x, weight, out, tile_rows=wide, parts=blocks.parts, rows=rows, first=first)
+        else:
+            grid = -(-outputs // blocks.columns), blocks.parts, -(-rows // wide)
+            sizes = {"N": outputs, "K": inputs, "PARTS": blocks.parts, "FIRST": first, "WIDTH": width, "ROWS": wide}
+            _launch(_linear, grid, blocks, 1, x, weight, out, rows, **sizes)
+        first += outputs
 
 
-def linear_parts(x: Tensor, weight: Tensor, blocks: Blocks, rows: int) -> Tensor:
+def linear_parts(x: Tensor, weights: Sequence[Tensor], blocks: Blocks, rows: int) -> Tensor:
     """The parts of a product in float32, [parts, rows, N]; see `linear`."""
-    parts = x.new_empty(blocks.parts, rows, len(weight), dtype=torch.float32)
-    linear(x, weight, parts, blocks, rows)
+    parts = x.new_empty(blocks.parts, rows, sum(map(len, weights)), dtype=torch.float32)
+    linear(x, weights, parts, blocks, rows)
     return parts
 
 
-def gate_and_up(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, blocks: Blocks, rows: int) -> None:
-    """out [rows, N], what the MLP's last layer reads, of x [padded rows, K] and weights [N, K]."""
+def product(x: Tensor, weight: Tensor, rows: int) -> Tensor:
+    """The first rows of x [.., K] times a weight [N, K]. Tiles may read beyond them: x is copied if it ends before."""
+    wide = padded_rows(rows)
+    if len(x) < wide:
+        x = torch.cat([x[:rows], x.new_zeros(wide - rows, x.shape[1])])
+    out = x.new_empty(rows, len(weight))
+    linear(x, [weight], out, blocks_of(weight, parts=False), rows)
+    return out
+
+
+def gate_and_up(x: Tensor, weights: Sequence[Tensor], out: Tensor, blocks: Blocks, rows: int) -> None:
+    """out [rows, N], what the MLP's last layer reads, of x [padded rows, K] and the weights [N, K] of gate and up.
+
+    Those of packed weights may be joined.
+    """
+    if any(isinstance(weight, GPUPackedWeight) for weight in weights):
+        both = x.new_empty(rows, 2 * out.shape[1])
+        linear(x, weights, both, blocks, rows)
+        activate(both, out)
+        return
+    gate, up = weights
     (outputs, inputs), wide = gate.shape, tile_rows(rows)
     grid = -(-outputs // blocks.columns), -(-rows // wide)
     _launch(_gate_and_up, grid, blocks, 2, x, gate, up, out, rows, N=outputs, K=inputs, ROWS=wide)
+
+
+def activate(both: Tensor, out: Tensor) -> None:
+    """out [rows, N] of the products [rows, 2 N] with gate and up."""
+    rows, block = len(both), 1024
+    _activate[(rows, -(-out.shape[1] // block))](both, out, SIZE=out.shape[1], BLOCK=block, num_warps=4)
 
 
 def _launch(

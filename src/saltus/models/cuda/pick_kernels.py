@@ -5,7 +5,7 @@ float32, weights and exponentials in float64. Where two tokens are so close that
 """
 
 # Triton's own types differ between its releases, and say of `range` in a kernel that nothing comes back.
-# pyright: reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 
 from __future__ import annotations
 

@@ -1,0 +1,151 @@
+"""Multiply rows by packed weights, whose integers become numbers in registers: a call reads the bytes of the blocks.
+
+Tiles, parts and the order of sums are as in linear_kernels.py: they follow from the layer's sizes alone. A step
+multiplies 64 inputs, first one of the two that each lane has, then the other (`packed_weight.Planes`).
+"""
+
+# Triton's own types differ between its releases, and say of `range` in a kernel that nothing comes back.
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import triton
+import triton.language as tl
+from gguf import GGMLQuantizationType
+from torch import Tensor
+
+from saltus.models.cuda.launching import kernel
+from saltus.models.cuda.packed_weight import LANES, STEP, TILE_OUTPUTS, GPUPackedWeight
+
+STAGES = 4  # of the pipeline: they change no sums
+WIDE_TILE = 2 * TILE_OUTPUTS  # outputs, where a weight has whole ones: what is common to all lanes is half as often
+
+
+def device_function(function: Callable[..., Any]) -> Any:
+    """A function for kernels to call; see `launching.kernel`."""
+    return triton.jit(inspect.unwrap(function))
+
+
+@device_function
+def _signed(byte):
+    """A byte as the number of 8 bits that it is, −128 to 127."""
+    return byte - (byte & 128) * 2
+
+
+@device_function
+def _number(word, place: tl.constexpr, BFLOAT16: tl.constexpr):
+    """One of the two numbers of 16 bits of a word, in float32."""
+    bits = ((word >> 16 * place) & 0xFFFF).to(tl.uint16)
+    if BFLOAT16:
+        return bits.to(tl.bfloat16, bitcast=True).to(tl.float32)
+    return bits.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@device_function
+def _scales(
+    word, second_word, whole, upper, place: tl.constexpr, UNIT: tl.constexpr,
+    OF_256: tl.constexpr, MINIMUMS: tl.constexpr, HALVES: tl.constexpr, BFLOAT16: tl.constexpr,
+):  # fmt: skip
+    """The scale, over UNIT, and the minimum of each output's first or second 32 inputs, [outputs, 1].
+
+    Where halves of these have their own, [outputs, lanes]; `upper` says which lanes belong to the second half.
+    """
+    if OF_256:
+        first, second = (word >> 16 * place) & 255, (word >> 16 * place + 8) & 255
+        scale, least = _number(whole, 0, BFLOAT16) * (1 / UNIT), -_number(whole, 1, BFLOAT16)
+        if HALVES:
+            if MINIMUMS:
+                own, other = scale * (first & 15).to(tl.float32), scale * (second & 15).to(tl.float32)
+            else:
+                own, other = scale * _signed(first).to(tl.float32), scale * _signed(second).to(tl.float32)
+            scales = tl.where(upper, other[:, None], own[:, None])
+            low, high = least * (first >> 4).to(tl.float32), least * (second >> 4).to(tl.float32)
+            minimums = tl.where(upper, high[:, None], low[:, None])
+        else:
+            scales = (scale * (first if MINIMUMS else _signed(first)).to(tl.float32))[:, None]
+            minimums = (least * second.to(tl.float32))[:, None]
+    else:
+        scales = (_number(word, place, BFLOAT16) * (1 / UNIT))[:, None]
+        minimums = _number(second_word, place, BFLOAT16)[:, None]
+    return scales, minimums
+
+
+@device_function
+def _less(integer, zero: tl.constexpr):
+    """An integer below 2^23 less a constant, in float32; as the low bits of 2^23 it needs no slow conversion."""
+    return (integer | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + zero)
+
+
+@kernel("num_rows")
+def _packed_linear(
+    x, low, high, fine, coarse, out, num_rows,
+    N: tl.constexpr, STRIDE: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr,
+    WIDTH: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, OF_256: tl.constexpr, MINIMUMS: tl.constexpr,
+    HALVES: tl.constexpr, BFLOAT16: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    LANES: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """out[part, row, FIRST + n]: the part's sums, in the dtype of `out`."""
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    part, rows = tl.program_id(1).to(tl.int64), tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, LANES)
+    upper = (lane >= LANES // 2)[None, :]
+    place = columns[:, None] * LANES + lane[None, :]
+    inputs = x + rows[None, :] * K + lane[:, None]
+    sums = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
+    dtype: tl.constexpr = x.dtype.element_ty
+    unit: tl.constexpr = 1 if BITS == 8 else 16  # of the second integer, which stays where it is in its byte  # pyright: ignore[reportAssignmentType]
+    steps: tl.constexpr = K // STEP
+    per_part: tl.constexpr = (steps + PARTS - 1) // PARTS
+    for number in tl.range(0, tl.minimum(per_part, steps - part * per_part)):
+        step = part * per_part + number
+        at = step * STRIDE
+        if BITS == 8:
+            first = tl.load(low + 2 * at * LANES + place).to(tl.int32)
+            second = tl.load(low + (2 * at + STRIDE) * LANES + place).to(tl.int32)
+        else:
+            both = tl.load(low + at * LANES + place).to(tl.int32)
+            first, second = both & 15, both & 240
+            if BITS > 4:
+                width: tl.constexpr = BITS - 4
+                per_byte: tl.constexpr = 4 // width
+                mask: tl.constexpr = (1 << width) - 1
+                more = tl.load(high + step // per_byte * STRIDE * LANES + place).to(tl.int32)
+                more = more >> (step % per_byte * 2 * width).to(tl.int32)
+                first, second = first | (more & mask) << 4, second | ((more >> width) & mask) << 8
+        word = tl.load(fine + at + columns)
+        second_word, whole = word, word
+        if OF_256:
+            whole = tl.load(coarse + step // 4 * STRIDE + columns)
+        elif MINIMUMS:
+            second_word = tl.load(fine + steps * STRIDE + at + columns)
+        scale, minimum = _scales(word, second_word, whole, upper, 0, 1, OF_256, MINIMUMS, HALVES, BFLOAT16)
+        weight = _less(first, ZERO) * scale
+        if MINIMUMS:
+            weight += minimum
+        sums = tl.dot(weight.to(dtype), tl.load(inputs + step * STEP), sums, input_precision="ieee")
+        scale, minimum = _scales(word, second_word, whole, upper, 1, unit, OF_256, MINIMUMS, HALVES, BFLOAT16)
+        weight = _less(second, ZERO * unit) * scale
+        if MINIMUMS:
+            weight += minimum
+        sums = tl.dot(weight.to(dtype), tl.load(inputs + step * STEP + LANES), sums, input_precision="ieee")
+    to = out + (part * num_rows + rows[None, :]) * WIDTH + FIRST + columns[:, None]
+    tl.store(to, sums.to(out.dtype.element_ty), mask=(columns < N)[:, None] & (rows[None, :] < num_rows))
+
+
+def packed_linear(
+    x: Tensor, weight: GPUPackedWeight, out: Tensor, *, tile_rows: int, parts: int, rows: int, first: int
+) -> None:
+    """Columns from `first` on of out [parts, rows, width], of x [whole tiles of rows, K] and a weight [N, K]."""
+    (outputs, inputs), planes, layout = weight.shape, weight.planes, weight.block_layout
+    columns = WIDE_TILE if planes.fine.shape[-1] % WIDE_TILE == 0 else TILE_OUTPUTS
+    _packed_linear[(-(-outputs // columns), parts, -(-rows // tile_rows))](
+        x, *planes, out, rows,
+        N=outputs, STRIDE=planes.fine.stride(1), K=inputs, PARTS=parts, FIRST=first, WIDTH=out.shape[-1],
+        BITS=layout.kept_bits, ZERO=layout.zero, OF_256=layout.of_256, MINIMUMS=layout.minimums, HALVES=layout.halves,
+        BFLOAT16=weight.format is GGMLQuantizationType.MXFP4, BLOCK_N=columns, ROWS=tile_rows, LANES=LANES, STEP=STEP,
+        num_warps=4, num_stages=STAGES,
+    )  # fmt: skip

@@ -1,0 +1,110 @@
+"""Packed weights for GPUs: the numbers of the CPU's, and products by our kernels in Triton's interpreter."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from gguf import GGML_QUANT_SIZES
+from gguf.quants import dequantize
+
+from saltus.kernels import native
+from saltus.kernels.packed_weight import PackedWeight
+from saltus.models.cuda import linear_kernels
+from saltus.models.cuda.packed_weight import LAYOUTS, GPUPackedWeight, Q, can_pack, joined_packed
+
+CUDA = torch.cuda.is_available()
+DEVICE, DTYPE, BOUND = ("cuda", torch.bfloat16, 0.01) if CUDA else ("cpu", torch.float32, 1e-6)
+FLOATS = {Q.Q6_K: (208,), Q.Q3_K: (108,), Q.Q2_K: (80, 82), Q.Q4_K: (0, 2), Q.Q5_K: (0, 2), Q.Q4_1: (0, 2),
+          Q.Q5_1: (0, 2), Q.MXFP4: ()}  # fmt: skip  # where blocks have numbers of float16
+pytestmark = [
+    pytest.mark.slow, pytest.mark.skipif(native.load_kernels() is None, reason="packed weights need compiled kernels")
+]  # fmt: skip
+
+
+def blocks(format: Q, outputs: int, inputs: int, seed: int = 0) -> torch.Tensor:
+    """Blocks whose bytes are random, with scales that are numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    weights, size = GGML_QUANT_SIZES[format]
+    made = torch.randint(0, 256, (outputs, inputs // weights, size), dtype=torch.uint8, generator=generator)
+    for start in FLOATS.get(format, (0,)):
+        scales = torch.randn(made.shape[:2], generator=generator) * 0.01
+        made[:, :, start : start + 2] = scales.half()[..., None].view(torch.uint8)
+    if format is Q.MXFP4:
+        made[:, :, 0] = made[:, :, 0] % 20 + 110
+    return made.flatten(1)
+
+
+def packed(format: Q, outputs: int, inputs: int, seed: int = 0) -> tuple[GPUPackedWeight, torch.Tensor]:
+    """A weight, and its numbers in float32."""
+    made = blocks(format, outputs, inputs, seed)
+    weight = PackedWeight.from_blocks(made, format, "int8")
+    return GPUPackedWeight.from_packed(weight, DEVICE), torch.from_numpy(np.array(dequantize(made.numpy(), format)))
+
+
+@pytest.mark.parametrize("format", LAYOUTS, ids=lambda format: format.name)
+@pytest.mark.parametrize(("outputs", "inputs"), [(48, 768), (100, 320)])  # outputs that fill no tile; a cut plane
+def test_numbers_are_those_of_the_cpus_weight(format, outputs, inputs):
+    if inputs % GGML_QUANT_SIZES[format][0]:
+        pytest.skip("rows are whole blocks")
+    weight = PackedWeight.from_blocks(blocks(format, outputs, inputs), format, "int8")
+    assert torch.equal(GPUPackedWeight.from_packed(weight, DEVICE).dequantize().cpu(), weight.dequantize())
+
+
+@pytest.mark.parametrize("format", LAYOUTS, ids=lambda format: format.name)
+def test_a_product_is_right_and_its_rows_do_not_depend_on_their_number(format):
+    weight, numbers = packed(format, 100, 512)
+    x = torch.randn(128, 512, generator=torch.Generator().manual_seed(1)).to(DEVICE, DTYPE)
+    blocks = linear_kernels.blocks_of(weight)._replace(parts=3)  # of 8 steps
+    whole = linear_kernels.linear_parts(x, [weight], blocks, 40)
+    expected = x[:40].double().cpu() @ numbers.double().T
+    assert ((whole.double().sum(0).cpu() - expected).norm() / expected.norm()) < BOUND
+    for rows in (1, 17):
+        assert torch.equal(linear_kernels.linear_parts(x, [weight], blocks, rows), whole[:, :rows])
+
+
+def test_weights_of_several_formats_share_a_product():
+    several = [packed(Q.Q4_K, 64, 256, 0), packed(Q.Q4_K, 128, 256, 1), packed(Q.Q6_K, 64, 256, 2)]
+    dense = torch.randn(32, 256, generator=torch.Generator().manual_seed(3))
+    numbers = torch.cat([*(each for _, each in several), dense])
+    weights = joined_packed([*(weight for weight, _ in several), dense.to(DEVICE, DTYPE)])
+    assert [len(weight) for weight in weights] == [192, 64, 32]
+    x = torch.randn(16, 256, generator=torch.Generator().manual_seed(4)).to(DEVICE, DTYPE)
+    parts = linear_kernels.linear_parts(x, weights, linear_kernels.blocks_of(*weights), 16)
+    expected = x.double().cpu() @ numbers.double().T
+    assert ((parts.double().sum(0).cpu() - expected).norm() / expected.norm()) < BOUND
+    for weight, own in several[:2]:  # views of the joined one
+        assert torch.equal(weight.dequantize().cpu(), own.to(torch.bfloat16))
+        found = linear_kernels.product(x, weight, 16).double().cpu()
+        assert (found - x.double().cpu() @ own.double().T).norm() < BOUND * expected.norm()
+
+
+def test_gate_and_up_of_packed_weights_are_activated_as_dense_ones_are():
+    (gate, gates), (up, ups) = packed(Q.Q8_0, 64, 128, 0), packed(Q.Q8_0, 64, 128, 1)
+    x = torch.randn(16, 128, generator=torch.Generator().manual_seed(2)).to(DEVICE, DTYPE)
+    out, expected = x.new_empty(16, 64), x.new_empty(16, 64)
+    blocks = linear_kernels.blocks_of(gate, parts=False)
+    linear_kernels.gate_and_up(x, joined_packed([gate, up]), out, blocks, 16)
+    linear_kernels.gate_and_up(x, [gates.to(DEVICE, DTYPE), ups.to(DEVICE, DTYPE)], expected, blocks, 16)
+    assert (out.float() - expected.float()).norm() < BOUND * expected.float().norm()
+
+
+def test_other_operations_expand_it():
+    weight, numbers = packed(Q.Q4_0, 70, 64)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
+    expanded = numbers.to(torch.bfloat16).to(DEVICE)
+    assert weight.shape == (70, 64)
+    assert weight.dtype == torch.bfloat16
+    assert weight.nbytes < 128 * 64
+    assert torch.equal(weight @ x.T, expanded @ x.T)
+    assert torch.equal(weight.float(), expanded.float())
+    if not CUDA:  # in float32 a linear layer is one of them
+        assert torch.equal(torch.nn.functional.linear(x.float(), weight.float()), x.float() @ expanded.float().T)
+
+
+def test_what_the_kernels_do_not_read_is_not_packed():
+    assert not can_pack(PackedWeight.from_blocks(blocks(Q.Q4_0, 16, 96), Q.Q4_0, "int8"))  # half a step
+    assert not can_pack(PackedWeight.from_blocks(blocks(Q.Q4_0, 16, 64), Q.Q4_0, "bf16"))
+    stack = blocks(Q.Q4_0, 32, 64).unflatten(0, (2, 16))
+    assert not can_pack(PackedWeight.from_blocks(stack, Q.Q4_0, "int8"))
