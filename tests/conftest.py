@@ -166,15 +166,16 @@ def architecture_folder(tmp_path_factory) -> Callable[..., Path]:
     """A folder with a tiny model of an architecture by its class, and a byte-level tokenizer."""
     from architectures import tiny
 
-    made: dict[tuple[str, int], Path] = {}
+    made: dict[str, Path] = {}
 
-    def folder(name: str, seed: int = 0) -> Path:
-        if (name, seed) not in made:
-            made[name, seed] = tmp_path_factory.mktemp("architecture")
-            model = tiny(name, seed, vocab_size=300, eos_token_id=0, pad_token_id=1, bos_token_id=2)
-            model.save_pretrained(made[name, seed])
-            byte_tokenizer().save_pretrained(made[name, seed])
-        return made[name, seed]
+    def folder(name: str, seed: int = 0, **sizes: int) -> Path:
+        key = repr((name, seed, sizes))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("architecture")
+            model = tiny(name, seed, vocab_size=300, eos_token_id=0, pad_token_id=1, bos_token_id=2, **sizes)
+            model.save_pretrained(made[key])
+            byte_tokenizer().save_pretrained(made[key])
+        return made[key]
 
     return folder
 

@@ -4,16 +4,20 @@ import queue
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from transformers import LlamaForCausalLM
 
 import saltus
 from fake_cuda import fake_cuda
+from loading.test_gguf import tiny as tiny_llama
+from loading.test_gguf import write
 from methods.published.reference_dflash import block_drafter
 from methods.published.reference_eagle import published_head
 from mtp_checkpoints import write_checkpoint
 from saltus.core import distributions
 from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
-from saltus.models.cuda import gpu_decoder, pick_kernels
+from saltus.models.cuda import gpu_decoder, packed_weight, pick_kernels
+from saltus.models.cuda.packed_weight import GPUPackedWeight
 from saltus.server.engine_thread import EngineThread
 from saltus.server.served_request import Limits, serve_text
 
@@ -87,6 +91,43 @@ def test_sampled_tokens_are_picked_on_the_device_and_are_those_of_the_host(devic
     monkeypatch.setattr(pick_kernels, "pick_tokens", lambda logits, greatest, *_: torch.full_like(greatest, -1))
     engine = load(tiny_folder())
     assert [each.tokens for each in engine.generate(PROMPTS, **settings)] == picked
+
+
+def kinds_of_weights(model) -> dict[str, set[type]]:
+    """By the last part of their modules' names; all are on the device."""
+    found: dict[str, set[type]] = {}
+    for name, weight in model.named_parameters():
+        assert weight.device.type == "cuda", name
+        found.setdefault(name.split(".")[-2], set()).add(type(weight))
+    return found
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+def test_packed_weights_stay_packed_on_the_device(device, tiny_folder, architecture_folder, monkeypatch, name):
+    def expanding(x, weight, bias=None):  # as the kernels, which need bfloat16, that the interpreter lacks
+        return torch.nn.functional.linear(x, weight.dequantize(), bias)
+
+    monkeypatch.setattr(packed_weight, "_linear", expanding)
+    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", set())
+    folder = tiny_folder(**OWN_KERNELS) if name == "Llama" else architecture_folder(name, **OWN_KERNELS)
+    engine = saltus.load(str(folder), "plain", device="cuda", weights="q8_0", adaptive=False)
+    kinds = kinds_of_weights(engine.network.model)
+    packed = {name for name, types in kinds.items() if GPUPackedWeight in types}
+    assert {"q_proj", "down_proj", "lm_head"} <= packed
+    assert "embed_tokens" not in packed
+    check_texts(engine, ["lookup"], temperature=0.0)
+
+
+def test_a_gguf_file_is_packed_and_decoded_by_our_kernels_on_the_device(device, tmp_path):
+    write(tiny_llama("llama"), tmp_path / "tiny.gguf", [GGMLQuantizationType.Q8_0])
+    engine = saltus.load(str(tmp_path / "tiny.gguf"), "plain", device="cuda")
+    assert engine.network.compute_path == "native"
+    kinds = kinds_of_weights(engine.network.model)
+    assert kinds["gate_proj"] == kinds["v_proj"] == {GPUPackedWeight}
+    assert GPUPackedWeight not in kinds["embed_tokens"]
+    (joined,) = engine.network.fixed_shape_runner.decoder.layers[0].qkv
+    attention = engine.network.model.model.layers[0].self_attn
+    assert torch.equal(joined.dequantize()[-128:], attention.v_proj.weight.dequantize())
 
 
 @pytest.mark.parametrize("name", ["Gemma3", "Llama4"])
