@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 import saltus
 from fake_cuda import fake_cuda
@@ -89,6 +90,21 @@ def test_calls_are_timed_against_the_roofline(run, monkeypatch, capsys):
     graph = next(result for result in found if result["what"] == "graph")
     assert 0 < graph["graph_ms"] < graph["ms"]
     assert "a copy moves" in capsys.readouterr().out.lower()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unchecked")
+def test_calls_of_packed_weights_are_timed(run, monkeypatch):
+    monkeypatch.setattr("gpu.call_stage.ROUNDS", 2)
+    monkeypatch.setattr(  # as the kernels, which need bfloat16, that the interpreter lacks
+        "saltus.models.cuda.packed_weight._linear",
+        lambda x, weight, bias=None: torch.nn.functional.linear(x, weight.dequantize(), bias),
+    )
+    options = "--rows", "1", "--contexts", "20", "--batches", "2", "--buffer-mb", 4, "--product", 64
+    code, found, _ = run("calls", "--models", "tiny,tiny@q4_1", *options)
+    assert code == 0
+    read = {one["model"]: one["weight_bytes"] for one in found if one["what"] == "call"}
+    assert read["tiny@q4_1"] < 0.4 * read["tiny"]
 
 
 @pytest.mark.slow

@@ -98,7 +98,7 @@ def add_shared_options(options: argparse.ArgumentParser, stage: str) -> None:
     """What all stages take; `models` and `methods` where the stage has them."""
     models, methods = options.get_default("models"), options.get_default("methods")
     if models is not None:
-        shapes = f"models, and shapes with random weights ({SHAPE_NAMES})"
+        shapes = f"models, and shapes with random weights ({SHAPE_NAMES}); MODEL@FORMAT: with --weights FORMAT"
         options.add_argument("--models", default=models, help=shapes)
     if methods is not None:
         options.add_argument("--methods", default=methods, help="methods, by commas as all lists")

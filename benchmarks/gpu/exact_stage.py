@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from random_models import SHAPES
 
-from gpu.loaded_models import kept, load_engine, load_network, read_prompts, require_graphs
+from gpu.loaded_models import is_shape, kept, load_engine, load_network, read_prompts, require_graphs, split_name
 from gpu.part_results import Part
 from gpu.table_lines import markdown_table
 from saltus.core.canvas import Canvas, continuation
@@ -49,14 +48,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def parts(args: argparse.Namespace) -> list[Part]:
     found = []
     for model in args.models:
-        for dtype in args.dtypes[:1] if model in SHAPES else args.dtypes:
+        for dtype in args.dtypes if not is_shape(model) and "@" not in model else args.dtypes[:1]:
             for batch, nodes in itertools.product(args.batches, (0, TREE_NODES)):
                 facts = {"count": "rows", "model": model, "dtype": dtype, "batch": batch, "nodes": nodes}
                 found.append(Part(facts, partial(rows, args, model, dtype, batch, nodes)))
             if args.device.startswith("cuda"):
                 facts = {"count": "rows", "model": model, "dtype": dtype, "batch": 1, "nodes": "0, no graphs"}
                 found.append(Part(facts, partial(rows_without_graphs, args, model, dtype)))
-            for way in itertools.product(args.temperatures, args.batches, args.methods) if model not in SHAPES else ():
+            for way in itertools.product(args.temperatures, args.batches, args.methods) if not is_shape(model) else ():
                 facts = {"count": "texts", "model": model, "dtype": dtype}
                 facts |= zip(("temperature", "batch", "method"), way, strict=True)
                 found.append(Part(facts, partial(texts, args, model, dtype, *way)))
@@ -181,7 +180,7 @@ def texts(
     def load() -> PlainTexts:
         options = args.option
         if not any(option.startswith("small_model.model=") for option in options):  # the model drafts for itself
-            options = [*options, f"small_model.model={model}"]
+            options = [*options, f"small_model.model={split_name(model)[0]}"]
         given = argparse.Namespace(**vars(args) | {"option": options})
         engine = load_engine(given, model, dtype, adaptive=False, batch_size=max(args.batches))
         return PlainTexts(engine, read_prompts(args.prompts, max(*args.batches, FEWEST_TEXTS)))

@@ -18,6 +18,7 @@ from saltus.engine.prompts import read_prompts_file
 from saltus.evaluation.benchmarks.suites import load_tasks
 from saltus.models.causal import CausalNetwork
 from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
+from saltus.models.cuda.placement import move_to_gpu
 
 MAX_NODES = 31  # draft tokens of a call
 Made = TypeVar("Made")
@@ -35,22 +36,39 @@ def kept(key: Any, make: Callable[[], Made]) -> Made:
     return _kept[key]
 
 
+def split_name(model: str) -> tuple[str, str]:
+    """The model or shape that a name such as 7B@q4_1 stands for, and how its weights are stored."""
+    name, _, weights = model.partition("@")
+    return name, weights or "bf16"
+
+
+def is_shape(model: str) -> bool:
+    """True for a shape with random weights."""
+    return split_name(model)[0] in SHAPES
+
+
 def load_engine(args: argparse.Namespace, model: str, dtype: str = "bfloat16", **settings: Any) -> saltus.Engine:
     """An engine for all methods, which may draft with what `--option` names."""
     named = dict.fromkeys(option.partition(".")[0] for option in args.option)
     options = parse_method_options(args.option, "+".join(named))
+    name, weights = split_name(model)
     return saltus.load(
-        model, "plain", device=args.device, dtype=dtype, weights="bf16", tuned_settings=False, options=options,
+        name, "plain", device=args.device, dtype=dtype, weights=weights, tuned_settings=False, options=options,
         **settings,
     )  # fmt: skip
 
 
 def load_network(args: argparse.Namespace, model: str, dtype: str = "bfloat16") -> Any:
     """The network of a model, or of a shape with random weights, all of which differ."""
-    if model not in SHAPES:
-        return saltus.load(model, "plain", device=args.device, dtype=dtype, weights="bf16").network
+    name, weights = split_name(model)
+    if name not in SHAPES:
+        return saltus.load(name, "plain", device=args.device, dtype=dtype, weights=weights).network
     kind = getattr(torch, dtype)
-    random = random_model(model, device=args.device, distinct_rows=None, dtype=kind)
+    if weights == "bf16":
+        random = random_model(name, device=args.device, distinct_rows=None, dtype=kind)
+    else:
+        random = random_model(name, weights)
+        random = random if args.device == "cpu" else move_to_gpu(random, args.device)
     return CausalNetwork(random, fixed_shape_settings=FixedShapeSettings.for_max_draft_tokens(MAX_NODES))
 
 
