@@ -93,6 +93,27 @@ def test_sampled_tokens_are_picked_on_the_device_and_are_those_of_the_host(devic
     assert [each.tokens for each in engine.generate(PROMPTS, **settings)] == picked
 
 
+def test_a_conversation_is_read_from_where_it_is_known(device, monkeypatch, tiny_folder):
+    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
+    folder = tiny_folder(**OWN_KERNELS)
+    settings = {"raw": True, "max_new_tokens": 4, "temperature": 0, "ignore_eos": True, "method": "lookup"}
+    first, second = "the cat sat on the mat", "the cat sat on a dog"
+    texts = [load(folder).generate(prompt, **settings).tokens for prompt in (first, second)]
+    engine, read = load(folder), []
+    forward = engine.network.forward
+
+    def counted(batch, kv_caches):
+        outputs = forward(batch, kv_caches)
+        read.extend(each.context_tokens_read for each in outputs)
+        return outputs
+
+    monkeypatch.setattr(engine.network, "forward", counted)
+    assert [engine.generate(prompt, **settings).tokens for prompt in (first, second)] == texts
+    prompts = [tokens for tokens in read if tokens > 1]
+    assert len(prompts) == 2
+    assert prompts[1] < prompts[0] == len(engine.tokenizer(first).input_ids)
+
+
 def kinds_of_weights(model) -> dict[str, set[type]]:
     """By the last part of their modules' names; all are on the device."""
     found: dict[str, set[type]] = {}

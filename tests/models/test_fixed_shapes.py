@@ -16,7 +16,7 @@ from saltus.core.forward import ForwardInputs
 from saltus.engine.decoder import MAX_DRAFT_TOKENS
 from saltus.models.causal import CausalNetwork
 from saltus.models.cuda import fixed_shape_attention, fixed_shape_calls
-from saltus.models.cuda.fixed_shape_calls import FixedShapeKVCache, FixedShapeSettings
+from saltus.models.cuda.fixed_shape_calls import FixedShape, FixedShapeKVCache, FixedShapeSettings
 from saltus.models.cuda.fixed_shapes import CallOutputs, why_not_fixed_shapes
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -255,7 +255,8 @@ def test_calls_attend_to_few_numbers_of_pages(entries, expected):
 def test_the_greatest_logits_are_found_in_any_dtype_and_vocabulary():
     logits = torch.zeros(3, 50_000, dtype=torch.bfloat16)
     logits[0, 40_001], logits[0, 40_003], logits[1, 299], logits[2, 7] = 2, 2, 1, torch.nan
-    found = CallOutputs.of(logits, logits[:, :4]).likeliest
+    inputs = fixed_shape_attention.StaticInputs(FixedShape(1, 3, 1, 0), 32, torch.device("cpu"))
+    found = CallOutputs.of(logits, logits[:, :4], inputs).likeliest
     assert found.tolist() == [40_001, 299, -1]
 
 

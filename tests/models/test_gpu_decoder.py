@@ -15,6 +15,7 @@ from gguf.quants import dequantize
 from architectures import random_tree, text, tiny
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
+from saltus.engine.prefix_tree import PrefixTree, supports_prefix_tree
 from saltus.kernels import native
 from saltus.kernels.packed_weight import PackedWeight
 from saltus.loading.packing import quantized_blocks
@@ -48,6 +49,7 @@ def decoded(name: str, **changes) -> tuple[CausalNetwork, CausalNetwork]:
     assert fits_kernels(model)
     network = CausalNetwork(model, fixed_shapes=True, fixed_shape_settings=SETTINGS)
     network.fixed_shape_runner.decoder = GPUDecoder(model)
+    network.attach_adapter(None)  # as if it had been made with our kernels
     return network, plain
 
 
@@ -126,6 +128,27 @@ def test_packed_weights_decode_as_their_numbers_do():
     assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < BOUND
     alone = logits(network, tokens)
     assert torch.equal(alone[0], found[0])
+
+
+def test_a_prompt_that_begins_like_a_known_text_is_read_from_there_with_the_same_bits(llama):
+    network, tokens, tree = llama[0], text(140), PrefixTree()
+    assert supports_prefix_tree(network)
+    kv_cache = network.new_kv_cache()
+    plain = logits(network, tokens[:131], TREE, kv_cache)
+    network.forward(
+        [ForwardInputs(continuation(tokens, 9))], [kv_cache]
+    )  # moves accepted nodes, of which there are none
+    tree.put(tokens.tolist(), {"target": kv_cache})
+    assert tree.num_bytes == 140 * kv_cache.bytes_per_token
+    del kv_cache
+    taken = tree.take([*tokens[:130].tolist(), 7, 8])["target"]  # within a page and a chunk
+    assert taken.tokens.tolist() == tokens[:130].tolist()
+    outputs = network.forward([ForwardInputs(continuation(tokens[:131], 60), *TREE)], [taken])[0]
+    assert outputs.context_tokens_read == 1
+    assert torch.equal(outputs.logits.float().cpu(), plain)
+    network.fixed_shape_runner.pool.keeps_prefixes = False  # as with an adapter, whose calls have fixed shapes
+    assert tree.take(tokens.tolist()) == {}
+    network.fixed_shape_runner.pool.keeps_prefixes = True
 
 
 def test_accepted_nodes_are_read_from_where_text_is_read(llama):

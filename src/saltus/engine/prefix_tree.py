@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from saltus.models.cpu.hybrid_kv_cache import HybridKVCache, StateSizes
 from saltus.models.cpu.kv_cache import MIN_GROWTH, KVCache
+from saltus.models.cuda.fixed_shape_calls import FixedShapeKVCache, KVPagePool
 from saltus.models.protocols import TargetNetwork
 
 MAX_WHOLE_CACHES = 4
@@ -24,7 +25,20 @@ def supports_prefix_tree(network: TargetNetwork) -> bool:
     """
     if getattr(network, "long_rope", None) is not None:
         return False
+    runner = getattr(network, "fixed_shape_runner", None)
+    if runner is not None:  # fixed shapes alone read prompts from their beginning
+        return runner.decoder is not None
     return network.model.device.type == "cpu" and network.batch_invariant and not network.any_subset
+
+
+Reader = Callable[[slice], tuple[Tensor, Tensor]]
+"""A copy of the keys and values, [layers, kv_heads, tokens, dim], of some tokens of a cache."""
+
+
+def _reader(kv_cache: KVCache) -> Reader:
+    keys, values = kv_cache.keys, kv_cache.values
+    assert keys is not None and values is not None
+    return lambda span: (keys[:, :, span].clone(), values[:, :, span].clone())
 
 
 @dataclass(eq=False)
@@ -62,6 +76,8 @@ class PrefixTree:
     Where recurrent layers keep states, a text takes the prefix up to a snapshot of these. They take half of the memory
     at most, without copies of their own: they are never written to.
 
+    Caches in pages of a GPU give copies, which stay on the GPU.
+
     KV caches that cannot be cut in pieces (EvaByte's, and those whose layers differ in size) are kept whole, the latest
     four, and taken whole by one text: one that begins with all of the kept text's prompt, such as the next turn of a
     conversation.
@@ -70,6 +86,7 @@ class PrefixTree:
     max_bytes: int = 2**30
     num_bytes: int = field(default=0, init=False)
     _roots: dict[str, _Node] = field(default_factory=dict, init=False)  # by network
+    _pools: dict[str, KVPagePool] = field(default_factory=dict, init=False)  # of networks whose caches have pages
     _whole: list[tuple[str, int, KVCache]] = field(default_factory=list, init=False)  # network, prompt's length, cache
     # All nodes but the roots, those first that were not used for longest. A use moves children before their parents to
     # the end, so that the first node of all is always an end of the tree.
@@ -81,6 +98,7 @@ class PrefixTree:
     def clear(self) -> None:
         """Forget everything."""
         self._roots.clear()
+        self._pools.clear()
         self._by_use.clear()
         self._whole.clear()
         self._states_by_use.clear()
@@ -100,6 +118,10 @@ class PrefixTree:
             if name in self._state_sizes:
                 if (kv_cache := self._taken_with_states(name, path, len(tokens) + MIN_GROWTH)) is not None:
                     taken[name] = kv_cache
+            elif path and (pool := self._pools.get(name)) is not None:
+                if pool.keeps_prefixes:
+                    taken[name] = kv_cache = FixedShapeKVCache(pool)
+                    kv_cache.fill(*_joined(path, 0))
             elif path:
                 taken[name] = KVCache(*_joined(path, len(tokens) + MIN_GROWTH))
         for name in {name for name, *_ in self._whole} - set(taken):
@@ -140,12 +162,17 @@ class PrefixTree:
         Where a text has `ended`, its caches that cannot be cut are kept themselves.
         """
         for name, kv_cache in kv_caches.items():
+            if isinstance(kv_cache, FixedShapeKVCache):
+                if kv_cache.pool.keeps_prefixes and len(kv_cache.tokens):
+                    self._pools[name] = kv_cache.pool
+                    self._add(name, kv_cache.tokens, kv_cache.read)
+                continue
             if not isinstance(kv_cache, KVCache) or kv_cache.keys is None or not len(kv_cache.tokens):
                 continue
             if isinstance(kv_cache, HybridKVCache) and not kv_cache.odd_layers:
                 self._add_with_states(name, kv_cache, ended)
             elif type(kv_cache) is KVCache and not kv_cache.odd_layers:
-                self._add(name, kv_cache, len(kv_cache.tokens))
+                self._add(name, kv_cache.tokens, _reader(kv_cache))
             elif ended:
                 self._whole.append((name, len(prompt), kv_cache))
                 self.num_bytes += _num_bytes(kv_cache)
@@ -176,7 +203,7 @@ class PrefixTree:
         if not states:
             return
         self._state_sizes[name] = kv_cache.sizes
-        self._add(name, kv_cache, max(states))
+        self._add(name, kv_cache.tokens[: max(states)], _reader(kv_cache))
         end = 0
         for node, shared in self._path(self._roots[name], kv_cache.tokens[: max(states)]):
             begin, end = end, end + shared
@@ -192,12 +219,10 @@ class PrefixTree:
         self._state_bytes -= state.states.nbytes
         self.num_bytes -= state.states.nbytes
 
-    def _add(self, name: str, kv_cache: KVCache, length: int) -> None:
-        tokens, keys, values = kv_cache.tokens[:length], kv_cache.keys, kv_cache.values
-        assert keys is not None and values is not None
+    def _add(self, name: str, tokens: np.ndarray, read: Reader) -> None:
+        """Add tokens, whose keys and values `read` copies."""
         if name not in self._roots:
-            nothing = keys[:, :, :0].clone()
-            self._roots[name] = _Node(tokens[:0].copy(), nothing, nothing, None)
+            self._roots[name] = _Node(tokens[:0].copy(), *read(slice(0, 0)), None)
         path = self._path(self._roots[name], tokens)
         node, known = self._roots[name], sum(shared for _, shared in path)
         if known < len(tokens):
@@ -206,7 +231,7 @@ class PrefixTree:
                 if shared < len(node.tokens):
                     self._by_use[_split(node, shared)] = None
             new = slice(known, len(tokens))
-            end = _Node(tokens[new].copy(), keys[:, :, new].clone(), values[:, :, new].clone(), node)
+            end = _Node(tokens[new].copy(), *read(new), node)
             node.children[int(tokens[known])] = end
             self.num_bytes += end.num_bytes
             self._by_use[end] = None

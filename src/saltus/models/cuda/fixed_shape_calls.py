@@ -40,6 +40,7 @@ class KVPagePool:
     values: Tensor | None = None
     free_pages: list[int] = field(default_factory=list)
     graphs: dict[Any, Any] = field(default_factory=dict)  # CUDA graphs over these buffers; dropped when they move
+    keeps_prefixes: bool = False  # rows round alike wherever a call begins, so texts may share what was read
 
     def allocate(
         self, key: Float[Tensor, "kv_heads rows dim"], value: Float[Tensor, "kv_heads rows value_dim"]
@@ -146,6 +147,31 @@ class FixedShapeKVCache:
         """The slots of the pool that hold these entries."""
         page, offset = np.divmod(entries, self.pool.page_size)
         return np.array(self.pages, dtype=np.int64)[page] * self.pool.page_size + offset
+
+    def read(
+        self, span: slice
+    ) -> tuple[Float[Tensor, "layers kv_heads tokens dim"], Float[Tensor, "layers kv_heads tokens value_dim"]]:
+        """A copy of the keys and values of some of `tokens`."""
+        assert self.keys is not None and self.values is not None and not self.pending_copies
+        slots = torch.from_numpy(self.slots(np.arange(span.start, span.stop))).to(self.keys.device)
+        keys, values = (buffer.index_select(1, slots).transpose(1, 2) for buffer in (self.keys, self.values))
+        return keys.contiguous(), values.contiguous()
+
+    @torch.inference_mode()  # as the calls that write to the pool
+    def fill(
+        self,
+        tokens: Int[np.ndarray, "tokens"],
+        keys: Float[Tensor, "layers kv_heads tokens dim"],
+        values: Float[Tensor, "layers kv_heads tokens value_dim"],
+    ) -> None:
+        """Let an empty cache hold these tokens. Errors: out of memory; the cache stays empty."""
+        self.pool.allocate(keys[0], values[0])
+        self.reserve(len(tokens))
+        assert self.keys is not None and self.values is not None
+        slots = torch.from_numpy(self.slots(np.arange(len(tokens)))).to(self.keys.device)
+        for buffer, new in ((self.keys, keys), (self.values, values)):
+            buffer.index_copy_(1, slots, new.transpose(1, 2))
+        self.token_history.tokens = tokens
 
     def forget(self) -> None:
         """Keep the pages, but nothing of what they hold."""
@@ -289,11 +315,11 @@ def make_rows(
 ) -> TextRows:
     """The rows of a forward pass: decided tokens that are not in the cache, then the nodes.
 
-    A prompt is read from the start of a chunk on, and its last token in a decoding call.
+    A prompt is read from the start of a chunk on, unless rows are varied, and its last token in a decoding call.
     """
     decided, nodes, depth = inputs.canvas.decided_prefix, len(inputs.tokens), settings.max_tree_depth
     base, prompt, chunk = len(decided), int(inputs.canvas.order[0]) - 1, settings.prefill_chunk
-    start = past_length // chunk * chunk if past_length < prompt else past_length
+    start = past_length // chunk * chunk if past_length < prompt and not settings.varied_rows else past_length
     unread, node_rows = np.arange(start, base), inputs.node_rows(query_start)
     positions = np.concatenate([unread, base + node_rows.offsets])
     entries = np.arange(start, base + nodes)

@@ -118,7 +118,7 @@ class FixedShapeRunner:
     capture: GraphCapture = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pool = KVPagePool(self.num_layers, self.settings.page_size)
+        self.pool = KVPagePool(self.num_layers, self.settings.page_size, keeps_prefixes=self.decoder is not None)
         self.capture = GraphCapture(self.device)
         if self.device.type == "cuda":  # parts of a product's sums are added in float32, in this process from now on
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -215,6 +215,7 @@ class FixedShapeRunner:
     def attach_adapter(self, adapter: Adapter | None) -> None:
         """Use this adapter for queries. Graphs belong to its inputs: those of another one are not replayed."""
         before, self.adapter, self.query_inputs = self.active_decoder, adapter, None
+        self.pool.keeps_prefixes = self.active_decoder is not None
         if before is not None and adapter is not None:
             log.warning("with an adapter, calls have fixed shapes: texts may round otherwise than without it")
         for shape, has_queries in list(self.pool.graphs):
