@@ -69,6 +69,16 @@ def test_neither_batches_nor_processes_change_a_text(folder, prompts_file, tmp_p
     assert shards(tmp_path / "one") == shards(tmp_path / "two")
 
 
+def test_more_prompts_go_on_where_fewer_ended(folder, prompts_file, tmp_path):
+    options = "-f", prompts_file, "-m", folder, "--texts-per-file", 4
+    collect(*options, "--out", tmp_path / "whole")
+    for limit in (3, 4):  # a file that is not full, and one that is
+        collect(*options, "--out", tmp_path / f"{limit}", "--limit", limit)
+        collect(*options, "--out", tmp_path / f"{limit}")
+        assert shards(tmp_path / f"{limit}") == shards(tmp_path / "whole")
+        assert (tmp_path / f"{limit}/collect.json").read_text() == (tmp_path / "whole/collect.json").read_text()
+
+
 def test_prompts_are_messages_or_lines_with_a_source(folder, tmp_path):
     file = lines(
         tmp_path / "prompts.jsonl",

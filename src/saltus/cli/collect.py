@@ -129,8 +129,8 @@ def text(
     """Let a model answer prompts, and write the answers as token ids.
 
     [dim]Give the same command again after an interruption: it writes the files that
-    are missing. A text depends on the seed and on the number of its prompt, not
-    on batches or processes.[/dim]
+    are missing, also with more prompts behind the same first ones. A text depends
+    on the seed and on the number of its prompt, not on batches or processes.[/dim]
 
     [bold]Examples[/bold]
 
@@ -184,8 +184,9 @@ def jacobi(
     """Let a model answer prompts by Jacobi decoding, and write every iterate of every block.
 
     [dim]Give the same command again after an interruption: it writes the files that
-    are missing. A text depends on the seed and on the number of its prompt, not
-    on batches, processes or machines.[/dim]
+    are missing, also with more prompts behind the same first ones. A text depends
+    on the seed and on the number of its prompt, not on batches, processes or
+    machines.[/dim]
 
     [bold]Examples[/bold]
 

@@ -6,7 +6,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -135,13 +135,19 @@ def text_seed(seed: int, prompt_number: int) -> int:
 def prepare_folder(folder: Path, plan: CollectionPlan, metadata: Mapping[str, Any]) -> list[int]:
     """Write the folder's metadata; returns the numbers of the missing shards.
 
-    Errors: ValueError where it holds other texts, or a damaged shard.
+    A folder that was begun with the first of these prompts alone goes on with all. Errors: ValueError where it holds
+    other texts, or a damaged shard.
     """
     if not (folder / METADATA_FILE).exists():
-        write_atomically(
-            folder / METADATA_FILE, lambda out: out.write((json.dumps(metadata, indent=1) + "\n").encode())
-        )
+        _write_metadata(folder, metadata)
     begun = read_metadata(folder)
+    if begun.get("questions", 0) < len(plan.prompts):
+        first = replace(plan, prompts=plan.prompts[: begun.get("questions", 0)])
+        if {**metadata, **first.settings_metadata(), "model": begun.get("model")} == begun:
+            if first.num_texts % plan.texts_per_shard:  # its last shard gets more texts
+                (folder / first.shard_names[-1]).unlink(missing_ok=True)
+            begun = {**metadata, "model": begun["model"]}
+            _write_metadata(folder, begun)
     names = [name for name in {**metadata, **begun} if name != "model"]
     differs = next((name for name in names if begun.get(name) != metadata.get(name)), None)
     if differs in ("prompts", "fingerprint"):
@@ -159,6 +165,10 @@ def prepare_folder(folder: Path, plan: CollectionPlan, metadata: Mapping[str, An
             " give the same again, or collect into another folder"
         )
     return missing_shards(folder, plan)
+
+
+def _write_metadata(folder: Path, metadata: Mapping[str, Any]) -> None:
+    write_atomically(folder / METADATA_FILE, lambda out: out.write((json.dumps(metadata, indent=1) + "\n").encode()))
 
 
 def read_metadata(folder: Path) -> dict[str, Any]:
