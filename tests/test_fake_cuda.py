@@ -16,7 +16,7 @@ from methods.published.reference_eagle import published_head
 from mtp_checkpoints import write_checkpoint
 from saltus.core import distributions
 from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
-from saltus.models.cuda import gpu_decoder, packed_weight, pick_kernels
+from saltus.models.cuda import gpu_decoder, launching, packed_weight, pick_kernels
 from saltus.models.cuda.packed_weight import GPUPackedWeight
 from saltus.server.engine_thread import EngineThread
 from saltus.server.served_request import Limits, serve_text
@@ -216,3 +216,20 @@ def test_a_tensor_on_the_wrong_device_is_found(device, monkeypatch, tiny_folder)
     monkeypatch.setattr(embed, "forward", lambda tokens: embed.weight.cpu()[tokens.cpu()])
     with pytest.raises(RuntimeError, match="same device"):
         check_texts(engine, [])
+
+
+def test_without_a_compiler_for_our_kernels_a_warning_says_so_and_texts_are_written(
+    device, tiny_folder, monkeypatch, caplog
+):
+    def fails() -> None:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nmore")
+
+    monkeypatch.setattr(launching, "check_launch", fails)
+    gpu_decoder._kernels_run.cache_clear()
+    try:
+        engine = load(tiny_folder())
+        check_texts(engine, ["lookup"])
+        (told,) = [each for each in caplog.messages if "kernels for GPUs are off" in each]
+        assert told.endswith("Failed to find C compiler. Please specify via CC environment variable.")
+    finally:
+        gpu_decoder._kernels_run.cache_clear()

@@ -42,7 +42,7 @@ from saltus.models.cuda.fixed_shape_calls import (
     make_rows,
     split_into_calls,
 )
-from saltus.models.cuda.gpu_decoder import GPUDecoder, has_triton
+from saltus.models.cuda.gpu_decoder import GPUDecoder, has_kernels
 from saltus.models.gated_lora import Adapter, StaticGate
 from saltus.models.memory_use import layer_sizes
 
@@ -68,7 +68,7 @@ class CallOutputs(NamedTuple):
         """With the tokens that rows pick, found on the device, so that decoding copies three numbers a row."""
         tokens = logits.argmax(-1)
         greatest = logits.gather(-1, tokens[:, None])[:, 0].double()  # bfloat16 would round tokens
-        if logits.is_cuda and has_triton():
+        if logits.is_cuda and has_kernels():
             from saltus.models.cuda.pick_kernels import pick_tokens
 
             keys, temperatures = inputs.keys[-len(logits) :], inputs.temperatures[-len(logits) :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,20 +21,32 @@ from saltus.models.cuda.packed_weight import GPUPackedWeight, joined_packed
 from saltus.models.decoder_description import LLAMA_DECODERS
 from saltus.models.packed_decoder import PackedDecoder
 
+log = logging.getLogger("saltus")
+
 KERNEL_DTYPES = {torch.bfloat16, torch.float16}
 DEPTH_MULTIPLE = 64  # of the sizes that products sum over
 FIRST_ANGLES = 8192  # positions of the table of angles, at first
 
 
-@lru_cache
-def has_triton() -> bool:
-    """True where our kernels for GPUs can be compiled."""
-    return importlib.util.find_spec("triton") is not None
-
-
 def has_kernels() -> bool:
-    """True unless there is no Triton, or SALTUS_KERNELS says that our kernels are off."""
-    return has_triton() and os.environ.get("SALTUS_KERNELS") != "off"
+    """True where our kernels for GPUs run, unless SALTUS_KERNELS says that they are off."""
+    return os.environ.get("SALTUS_KERNELS") != "off" and _kernels_run()
+
+
+@lru_cache
+def _kernels_run() -> bool:
+    """True if Triton is there and can compile, for which it needs a C compiler; where it fails a warning says so."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        from saltus.models.cuda.launching import check_launch
+
+        check_launch()
+    except Exception as error:  # of many kinds, by what is missing
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        log.warning("our kernels for GPUs are off, since Triton compiles nothing here: %s", reason)
+        return False
+    return True
 
 
 def supports_gpu_decoder(model: Any) -> bool:

@@ -6,7 +6,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import triton
+import triton.language as tl
 
 
 def power_of_two(count: int) -> int:
@@ -21,3 +23,17 @@ def kernel(*shared: str) -> Callable[[Callable[..., None]], Any]:
     """
     make: Any = triton.jit(do_not_specialize=list(shared))
     return lambda function: make(inspect.unwrap(function))
+
+
+@kernel()
+def _write_one(out):
+    tl.store(out, 1.0)
+
+
+def check_launch() -> None:
+    """Compile and run a kernel on the GPU, if there is one. Errors: those of Triton, which needs a C compiler."""
+    if torch.cuda.is_available():
+        out = torch.zeros(1, device="cuda")
+        _write_one[(1,)](out)
+        if out.item() != 1:
+            raise RuntimeError("a kernel wrote something else than it should")
