@@ -13,11 +13,13 @@ from loading.test_gguf import tiny as tiny_llama
 from loading.test_gguf import write
 from methods.published.reference_dflash import block_drafter
 from methods.published.reference_eagle import published_head
+from models.test_fixed_queries import adapter_folder
 from mtp_checkpoints import write_checkpoint
 from saltus.core import distributions
 from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
 from saltus.models.cuda import gpu_decoder, launching, packed_weight, pick_kernels
 from saltus.models.cuda.packed_weight import GPUPackedWeight
+from saltus.models.gated_lora import new_adapter
 from saltus.server.engine_thread import EngineThread
 from saltus.server.served_request import Limits, serve_text
 
@@ -93,6 +95,25 @@ def test_sampled_tokens_are_picked_on_the_device_and_are_those_of_the_host(devic
     assert [each.tokens for each in engine.generate(PROMPTS, **settings)] == picked
 
 
+@pytest.mark.parametrize("two_calls", [False, True])
+def test_an_adapter_drafts_beside_our_kernels_and_changes_no_text(
+    device, monkeypatch, tiny_folder, tmp_path, two_calls
+):
+    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
+    folder = tiny_folder(**OWN_KERNELS)
+    training = {"form": "one-hot", "window": 8, "coupling": "probability"}
+    options = {"ptp": {"model": str(adapter_folder(folder, tmp_path, **training)), "two_calls": two_calls}}
+    settings = {"raw": True, "max_new_tokens": 5, "temperature": 0.8, "coupling": "probability", "ignore_eos": True}
+    without = [each.tokens for each in load(folder).generate(PROMPTS, method="plain", **settings)]
+    engine = load(folder, options)
+    drafted = engine.generate(PROMPTS, method="ptp", **settings)
+    assert [each.tokens for each in drafted] == without
+    assert all(each.statistics.nodes_per_call > 0 for each in drafted)
+    assert engine.network.adapter is not None
+    assert engine.network.compute_path == "native"
+    assert {has_queries for _, has_queries in engine.network.fixed_shape_runner.pool.graphs} == {True, False}
+
+
 def test_a_conversation_is_read_from_where_it_is_known(device, monkeypatch, tiny_folder):
     monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
     folder = tiny_folder(**OWN_KERNELS)
@@ -149,6 +170,10 @@ def test_a_gguf_file_is_packed_and_decoded_by_our_kernels_on_the_device(device, 
     (joined,) = engine.network.fixed_shape_runner.decoder.layers[0].qkv
     attention = engine.network.model.model.layers[0].self_attn
     assert torch.equal(joined.dequantize()[-128:], attention.v_proj.weight.dequantize())
+    engine.network.attach_adapter(new_adapter(engine.network.model))
+    layers = engine.network.module.model  # of Transformers
+    assert layers.layers[0].self_attn.v_proj.weight is attention.v_proj.weight
+    assert layers.rotary_emb.inv_freq.device.type == "cuda"
 
 
 @pytest.mark.parametrize("name", ["Gemma3", "Llama4"])

@@ -49,7 +49,7 @@ def decoded(name: str, **changes) -> tuple[CausalNetwork, CausalNetwork]:
     assert fits_kernels(model)
     network = CausalNetwork(model, fixed_shapes=True, fixed_shape_settings=SETTINGS)
     network.fixed_shape_runner.decoder = GPUDecoder(model)
-    network.attach_adapter(None)  # as if it had been made with our kernels
+    network.fixed_shape_runner.pool.keeps_prefixes = True
     return network, plain
 
 

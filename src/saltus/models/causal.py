@@ -32,7 +32,7 @@ from saltus.models.cuda.gpu_decoder import GPUDecoder, supports_gpu_decoder
 from saltus.models.decoder_of import decoder_of
 from saltus.models.gated_lora import Adapter, Gate, StaticGate, gated_adapter
 from saltus.models.long_rope import LongRope, find_long_rope
-from saltus.models.packed_decoder import PackedDecoder
+from saltus.models.packed_decoder import PackedDecoder, transformers_model
 from saltus.models.packed_experts import experts_implementation
 
 log = logging.getLogger("saltus")
@@ -77,10 +77,11 @@ class CausalNetwork:
     adapter: Adapter | None = field(init=False, default=None)
     long_rope: LongRope | None = field(init=False, default=None)
     lock: threading.Lock = field(init=False, default_factory=threading.Lock)  # a model serves one call at a time
+    module: Any = field(init=False)  # of Transformers, that evaluates calls which our kernels do not
     device: torch.device = field(init=False)  # `model.device` searches the parameters on every access
 
     def __post_init__(self) -> None:
-        self.device = self.model.device
+        self.device, self.module = self.model.device, self.model
         if not isinstance(self.model, PackedDecoder):
             attention.install_attention(self.model)
             if self.batch_invariant:  # experts as linear layers: grouped products round by their shapes
@@ -112,7 +113,7 @@ class CausalNetwork:
     def compute_path(self) -> Literal["native", "fixed shapes", "transformers", "torch"]:
         """See TargetNetwork."""
         runner = self.fixed_shape_runner
-        if self.native_decoder is not None or (runner is not None and runner.active_decoder is not None):
+        if self.native_decoder is not None or (runner is not None and runner.decoder is not None):
             return "native"
         return "transformers" if self.fixed_shape_runner is None else "fixed shapes"
 
@@ -163,6 +164,9 @@ class CausalNetwork:
             adapter.check_fits(self.model)
         with self.lock:
             self.adapter = adapter
+            if adapter is not None and self.fixed_shape_runner is not None and isinstance(self.model, PackedDecoder):
+                self.module = transformers_model(self.model)  # evaluates the queries
+                attention.install_attention(self.module)
             if self.native_decoder is not None:
                 self.native_decoder.attach_adapter(adapter)
             if self.fixed_shape_runner is not None:
@@ -282,9 +286,9 @@ class CausalNetwork:
         if num_logits:  # by a number, Gemma 4 would leave out the other rows of layers that share keys, too
             kept = torch.arange(rows - num_logits, rows, device=tokens.device)
         exact = BatchInvariantMode() if tokens.device.type == "cpu" else contextlib.nullcontext()
-        gated = gated_adapter(self.model, self.adapter, gate) if gate and self.adapter else contextlib.nullcontext()
+        gated = gated_adapter(self.module, self.adapter, gate) if gate and self.adapter else contextlib.nullcontext()
         with self._capture_hidden_states() as hidden_states, exact, gated:
-            out = self.model(input_ids=tokens, position_ids=positions, logits_to_keep=kept, use_cache=False)
+            out = self.module(input_ids=tokens, position_ids=positions, logits_to_keep=kept, use_cache=False)
         states = hidden_states()
         return out.logits[0], states[-num_logits:] if num_logits else states
 
@@ -354,7 +358,7 @@ class CausalNetwork:
 
     def _capture_hidden_states(self) -> _HiddenStateCapture:
         active_stream = getattr(self.model.config.get_text_config(), "altup_active_idx", None)
-        return _HiddenStateCapture(decoder_of(self.model), self.hidden_state_layers, active_stream)
+        return _HiddenStateCapture(decoder_of(self.module), self.hidden_state_layers, active_stream)
 
 
 class _HiddenStateCapture:

@@ -150,6 +150,8 @@ class RMSNorm(nn.Module):
 class RotaryEmbedding(nn.Module):
     """Cosines and sines of rotary position embeddings (Su et al. 2021), computed as Transformers does."""
 
+    inv_freq: Tensor
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         rope = config.rope_parameters

@@ -236,6 +236,12 @@ class TextRows:
         """Which rows are queries; a drafter's rows have none."""
         return np.flatnonzero(self.output_rows > self.inputs.num_draft_tokens) if self.inputs else np.empty(0, np.int64)
 
+    def without_queries(self) -> tuple[TextRows, TextRows]:
+        """The rows that are no queries, then the queries, which are the last ones."""
+        border = len(self) - len(self.query_rows)
+        drafts = replace(self.select(slice(0, border)), num_prompt_rows=self.num_prompt_rows)
+        return drafts, self.select(slice(border, len(self)))
+
     def select(self, rows: slice) -> TextRows:
         """Some of the rows, none of which counts as a prompt's."""
         names = ("tokens", "positions", "entries", "recent_entries", "output_rows")

@@ -13,14 +13,15 @@ end of its prompt, never from the method or from the other texts.
 Keys and values are in pages of one pool (fixed_shape_calls.py), so CUDA graphs belong to a shape, not to a text.
 
 Queries of an adapter share decoding calls with draft tokens. In such a call the adapter evaluates all rows, and a mask
-takes its results for the queries alone; the model's own products have the shapes that they always have.
+takes its results for the queries alone; the model's own products have the shapes that they always have. Beside our own
+kernels, which know no adapters, queries have calls of fixed shapes to themselves: they only draft.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ from saltus.models.cuda.fixed_shape_calls import (
     FixedShapeKVCache,
     FixedShapeSettings,
     KVPagePool,
+    TextRows,
     make_rows,
     split_into_calls,
 )
@@ -110,7 +112,7 @@ class FixedShapeRunner:
     settings: FixedShapeSettings = field(default_factory=FixedShapeSettings)
     use_cuda_graphs: bool = False
     pool: KVPagePool = field(init=False)
-    decoder: GPUDecoder | None = None  # our own kernels, which run calls without queries in place of `run_model`
+    decoder: GPUDecoder | None = None  # our own kernels, which run all rows but queries in place of `run_model`
     hidden_state_layers: tuple[int, ...] = ()  # that our kernels return, as CausalNetwork's
     adapter: Adapter | None = None  # of the query rows
     query_inputs: QueryInputs | None = None  # for this adapter
@@ -122,18 +124,6 @@ class FixedShapeRunner:
         self.capture = GraphCapture(self.device)
         if self.device.type == "cuda":  # parts of a product's sums are added in float32, in this process from now on
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-
-    @property
-    def active_decoder(self) -> GPUDecoder | None:
-        """Our kernels, unless an adapter is attached, which they do not know."""
-        return self.decoder if self.adapter is None else None
-
-    @property
-    def active_settings(self) -> FixedShapeSettings:
-        """As few rows a call as a text needs, where rows round alike in calls of any size."""
-        if self.active_decoder is None:
-            return self.settings
-        return replace(self.settings, varied_rows=True, rows_per_call=MAX_VARIED_ROWS)
 
     def new_kv_cache(self) -> FixedShapeKVCache:
         return FixedShapeKVCache(self.pool)
@@ -182,13 +172,15 @@ class FixedShapeRunner:
     ) -> list[CallOutputs]:
         """The output rows of each text, nodes + 1 of them. Waits for the device."""
         self._copy_accepted_nodes(kv_caches)
-        settings, query_start = self.active_settings, self.adapter.settings.query_start if self.adapter else "blank"
+        settings, query_start = self.settings, self.adapter.settings.query_start if self.adapter else "blank"
+        if self.decoder is not None:  # rows round alike in calls of any size: as few of them as a text needs
+            settings = replace(settings, varied_rows=True, rows_per_call=MAX_VARIED_ROWS)
         texts = [
             make_rows(number, inputs, kv_cache, past, settings, query_start)
             for number, (inputs, kv_cache, past) in enumerate(zip(batch, kv_caches, past_lengths, strict=True))
         ]
         pieces: list[list[CallOutputs]] = [[] for _ in batch]
-        for call in split_into_calls(texts, settings):
+        for call in self._calls(texts, settings):
             out = self._run_call(call)
             for start, part in call.placed():
                 rows = np.flatnonzero(part.output_rows >= 0)
@@ -202,6 +194,15 @@ class FixedShapeRunner:
             for outputs, part in zip(joined, found.split([len(text.logits) for text in joined], 1), strict=True)
         ]
 
+    def _calls(self, texts: Sequence[TextRows], settings: FixedShapeSettings) -> Iterator[Call]:
+        """The calls of these rows, in turn."""
+        if self.decoder is None:
+            yield from split_into_calls(texts, settings)
+            return
+        parts = [text.without_queries() for text in texts]
+        yield from split_into_calls([drafts for drafts, _ in parts], settings)
+        yield from split_into_calls([queries for _, queries in parts if len(queries)], self.settings)
+
     def _copy_accepted_nodes(self, kv_caches: Sequence[FixedShapeKVCache]) -> None:
         """Copy the entries of accepted nodes to those of their positions."""
         slots = [
@@ -214,12 +215,9 @@ class FixedShapeRunner:
 
     def attach_adapter(self, adapter: Adapter | None) -> None:
         """Use this adapter for queries. Graphs belong to its inputs: those of another one are not replayed."""
-        before, self.adapter, self.query_inputs = self.active_decoder, adapter, None
-        self.pool.keeps_prefixes = self.active_decoder is not None
-        if before is not None and adapter is not None:
-            log.warning("with an adapter, calls have fixed shapes: texts may round otherwise than without it")
+        self.adapter, self.query_inputs = adapter, None
         for shape, has_queries in list(self.pool.graphs):
-            if has_queries or before is not self.active_decoder:
+            if has_queries:
                 del self.pool.graphs[shape, has_queries]
 
     def _run_call(self, call: Call) -> CallOutputs:
@@ -256,8 +254,8 @@ class FixedShapeRunner:
         return self.query_inputs
 
     def _run_static_inputs(self, inputs: StaticInputs, queries: QueryInputs | None) -> CallOutputs:
-        if (decoder := self.active_decoder) is not None:
-            return CallOutputs.of(*decoder(inputs, self.pool, self.hidden_state_layers), inputs)
+        if queries is None and self.decoder is not None:
+            return CallOutputs.of(*self.decoder(inputs, self.pool, self.hidden_state_layers), inputs)
         call = FixedShapeAttention(self.pool, inputs, self.settings.pages_per_block, queries)
         with attention.attention_context(call):
             gate = None if queries is None else queries.gate
