@@ -301,6 +301,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         "synchronize": lambda *_: wait("synchronize"), "get_device_name": lambda *_: "a GPU that does not exist",
         "current_stream": lambda *_: stream, "device": lambda *_: contextlib.nullcontext(),
         "mem_get_info": lambda *_: (1 << 24, 1 << 24), "get_device_capability": lambda *_: (9, 0),
+        "get_device_properties": lambda *_: SimpleNamespace(shared_memory_per_block_optin=101_376),
         "max_memory_allocated": lambda *_: 0, "reset_peak_memory_stats": lambda *_: None, "empty_cache": lambda: None,
         "Event": Event, "is_current_stream_capturing": lambda: STATE.capturing,
     }  # fmt: skip

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+LARGEST_SHARED_MEMORY = 232_448  # bytes of a program, of the GPUs that have most (compute capability 9.0 and 10.0)
 
 
 def power_of_two(count: int) -> int:
@@ -23,6 +26,15 @@ def kernel(*shared: str) -> Callable[[Callable[..., None]], Any]:
     """
     make: Any = triton.jit(do_not_specialize=list(shared))
     return lambda function: make(inspect.unwrap(function))
+
+
+@lru_cache
+def pipeline_bytes(device: torch.device) -> int:
+    """Bytes of shared memory for the pipeline of a program: seven eighths of what a program may have."""
+    whole = LARGEST_SHARED_MEMORY
+    if device.type == "cuda":
+        whole = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return whole * 7 // 8
 
 
 @kernel()

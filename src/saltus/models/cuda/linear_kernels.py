@@ -18,13 +18,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from saltus.models.cuda.launching import kernel, power_of_two
+from saltus.models.cuda.launching import kernel, pipeline_bytes, power_of_two
 from saltus.models.cuda.packed_kernels import packed_linear
 from saltus.models.cuda.packed_weight import GPUPackedWeight
 
 MIN_TILE_ROWS, MAX_TILE_ROWS = 16, 128
 PROGRAMS = 132  # that a product should have, where its sizes allow: the processors of a large GPU
-MAX_TILE_BYTES = 200_000  # of shared memory that a program may use
 MIN_STEPS = 3  # of BLOCK_K columns, in each part of a sum
 
 
@@ -90,7 +89,8 @@ def _linear(
 def _activate(both, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """out[row, n] = SiLU(both[row, n]) · both[row, SIZE + n], rounded as Transformers rounds it."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside, dtype = at < SIZE, out.dtype.element_ty
+    inside = at < SIZE
+    dtype = out.dtype.element_ty
     gated = tl.load(both + 2 * row * SIZE + at, mask=inside, other=0.0).to(tl.float32)
     raised = tl.load(both + (2 * row + 1) * SIZE + at, mask=inside, other=0.0).to(tl.float32)
     active = (gated / (1.0 + tl.exp(-gated))).to(dtype).to(tl.float32)
@@ -188,6 +188,6 @@ def _launch(
 ) -> None:
     """Start a kernel that reads tiles of `weights` weights and of x, in a pipeline as deep as shared memory allows."""
     stage = (weights * blocks.columns + constants["ROWS"]) * blocks.depth * x.element_size()
-    stages = max(1, min(blocks.stages, MAX_TILE_BYTES // stage))
+    stages = max(1, min(blocks.stages, pipeline_bytes(x.device) // stage))
     tile = {"BLOCK_N": blocks.columns, "BLOCK_K": blocks.depth}
     run[grid](x, *args, **constants, **tile, num_warps=blocks.warps, num_stages=stages)

@@ -18,10 +18,10 @@ import triton.language as tl
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
-from saltus.models.cuda.launching import kernel
+from saltus.models.cuda.launching import kernel, pipeline_bytes
 from saltus.models.cuda.packed_weight import LANES, STEP, TILE_OUTPUTS, GPUPackedWeight
 
-STAGES = 4  # of the pipeline: they change no sums
+STAGES = 4  # of the pipeline, at most: they change no sums
 WIDE_TILE = 2 * TILE_OUTPUTS  # outputs, where a weight has whole ones: what is common to all lanes is half as often
 
 
@@ -142,10 +142,13 @@ def packed_linear(
     """Columns from `first` on of out [parts, rows, width], of x [whole tiles of rows, K] and a weight [N, K]."""
     (outputs, inputs), planes, layout = weight.shape, weight.planes, weight.block_layout
     columns = WIDE_TILE if planes.fine.shape[-1] % WIDE_TILE == 0 else TILE_OUTPUTS
+    bytes_of_output = LANES * (1 if layout.kept_bits == 4 else 2) + 8
+    stage = columns * bytes_of_output + tile_rows * STEP * x.element_size()
+    stages = max(1, min(STAGES, pipeline_bytes(x.device) // stage))
     _packed_linear[(-(-outputs // columns), parts, -(-rows // tile_rows))](
         x, *planes, out, rows,
         N=outputs, STRIDE=planes.fine.stride(1), K=inputs, PARTS=parts, FIRST=first, WIDTH=out.shape[-1],
         BITS=layout.kept_bits, ZERO=layout.zero, OF_256=layout.of_256, MINIMUMS=layout.minimums, HALVES=layout.halves,
         BFLOAT16=weight.format is GGMLQuantizationType.MXFP4, BLOCK_N=columns, ROWS=tile_rows, LANES=LANES, STEP=STEP,
-        num_warps=4, num_stages=STAGES,
+        num_warps=4, num_stages=stages,
     )  # fmt: skip

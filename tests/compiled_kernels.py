@@ -1,0 +1,133 @@
+"""Compile every kernel for GPUs that a decoder, a drafter and the picks launch, for a GPU that need not be there.
+
+    python tests/compiled_kernels.py CAPABILITY…    # such as 80 90
+
+Launches compile in place of running, so that calls on the CPU reach all of them; what they compute is memory as it was.
+Prints a line for each binary. Exits with an error where Triton or ptxas refuses one.
+"""
+
+import sys
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from saltus.kernels.packed_weight import PackedWeight
+from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
+from saltus.methods.ptp.network import DrafterShape, DraftModel
+from saltus.methods.shared.context_layers import ContextKVCache, DraftRows
+from saltus.models.cuda import launching, linear_kernels, pick_kernels
+from saltus.models.cuda.fixed_shape_attention import StaticInputs
+from saltus.models.cuda.fixed_shape_calls import FixedShape, KVPagePool
+from saltus.models.cuda.gpu_decoder import GPUDecoder
+from saltus.models.cuda.packed_weight import LAYOUTS, GPUPackedWeight
+
+TYPES = {
+    torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int64: "*i64", torch.int32: "*i32",
+    torch.uint8: "*u8",
+}  # fmt: skip
+OPTIONS = ("num_warps", "num_stages")
+SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes of a program
+
+
+class Compiler:
+    """What launches call: `run` compiles the kernel for the values of its arguments, once for each kind of them."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+        self.binaries: dict[Any, Any] = {}
+
+    def run(self, function: JITFunction, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        options = {name: named.pop(name) for name in OPTIONS if name in named}
+        given = dict(zip(function.arg_names, args, strict=False)) | named
+        signature, constants, attributes = {}, {}, {}
+        for place, parameter in enumerate(function.params):
+            value = given[parameter.name]
+            if parameter.is_constexpr:
+                signature[parameter.name], constants[(place,)] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[parameter.name] = TYPES[value.dtype]
+                attributes[(place,)] = [["tt.divisibility", 16]]
+            else:
+                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+        key = function.fn.__qualname__, str(signature), str(constants), str(options)
+        if key not in self.binaries:
+            source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
+            made = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
+            self.binaries[key] = made
+            assert made.metadata.shared <= SHARED_MEMORY[self.capability], "more shared memory than there is"
+            print(self.capability, key[0], f"{made.metadata.shared:,} bytes of shared memory", flush=True)
+
+
+def decode(
+    rows: int, packed: tuple[GGMLQuantizationType, ...] = (), bias: bool = False, norms: bool = False,
+    heads: int = 4, kv_heads: int = 2, head_dim: int = 64,
+) -> None:  # fmt: skip
+    """A call of a decoder of two layers, whose linear layers may be packed in some formats by turns."""
+    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
+
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": heads,
+             "num_key_value_heads": kv_heads, "vocab_size": 300, "head_dim": head_dim}  # fmt: skip
+    config = Qwen3Config(**sizes) if norms else Qwen2Config(**sizes, attention_bias=bias)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    layers = [module for module in model.modules() if packed and isinstance(module, torch.nn.Linear)]
+    for number, layer in enumerate(layers):
+        layer._parameters["weight"] = packed_weight(packed[number % len(packed)], *layer.weight.shape)
+    decoder, pool = GPUDecoder(model), KVPagePool(2, 256)
+    inputs = StaticInputs(FixedShape(-(-rows // 8), 8, 2, 0), 32, torch.device("cpu"))
+    logits, _ = decoder(inputs, pool)
+    greatest = torch.zeros(len(logits), dtype=torch.float64)
+    pick_kernels.pick_tokens(logits, greatest, inputs.keys, inputs.temperatures)
+
+
+def packed_weight(format: GGMLQuantizationType, outputs: int, inputs: int) -> GPUPackedWeight:
+    weights, size = GGML_QUANT_SIZES[format]
+    blocks = torch.zeros(outputs, inputs // weights * size, dtype=torch.uint8)
+    return GPUPackedWeight.from_packed(PackedWeight.from_blocks(blocks, format, "int8"), "cpu")
+
+
+def multiply_packed() -> None:
+    """Products with weights of each format, by tiles of few and of many rows and of few and of many outputs."""
+    for format in LAYOUTS:
+        for rows, outputs in ((1, 64), (200, 256)):
+            linear_kernels.product(
+                torch.zeros(rows, 512, dtype=torch.bfloat16), packed_weight(format, outputs, 512), rows
+            )
+
+
+def draft() -> None:
+    """A pass of a drafter."""
+    shape = DrafterShape(64, 128, (1,), layers=2, heads=2, kv_heads=1, reads_uniforms=False, correction=16)
+    embeddings = torch.randn(90, 64)
+    drafter = DraftModel(shape, torch.arange(3, 80), embeddings, embeddings).eval().to(torch.bfloat16)
+    drafter.embeddings = [drafter.embeddings[0].to(torch.bfloat16)]
+    ours = GPUDraftPass(drafter, use_cuda_graphs=False)
+    states, queries = (torch.zeros(count, size, dtype=torch.bfloat16) for count, size in ((9, 128), (4, 64)))
+    ours([DraftRows(states, np.arange(9), queries, ContextKVCache(ours.new_kv_cache), 0)])
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    for capability in map(int, sys.argv[1:]):
+        compiler = Compiler(capability)
+        launching.LARGEST_SHARED_MEMORY = SHARED_MEMORY[capability]
+        launching.pipeline_bytes.cache_clear()
+        JITFunction.run = lambda self, *args, compiler=compiler, **named: compiler.run(self, *args, **named)
+        with torch.inference_mode():
+            decode(1)
+            decode(160, bias=True)
+            decode(1, norms=True, heads=28, kv_heads=4, head_dim=128)
+            decode(1, norms=True, heads=8, kv_heads=1, head_dim=256)
+            decode(1, packed=(GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K))
+            multiply_packed()
+            draft()
+
+
+if __name__ == "__main__":
+    main()

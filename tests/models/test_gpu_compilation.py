@@ -1,0 +1,31 @@
+"""Every kernel for GPUs compiles, for much and for little shared memory: the interpreter takes what Triton refuses."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from saltus.kernels import native
+
+SCRIPT = Path(__file__).parents[1] / "compiled_kernels.py"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(native.load_kernels() is None, reason="packed weights need compiled kernels")
+@pytest.mark.parametrize("capability", ["89", "90"])
+def test_every_kernel_compiles(capability, tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, SCRIPT, capability], env=environment | {"TRITON_CACHE_DIR": str(tmp_path)}, timeout=600,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    compiled = {line.split()[1] for line in done.stdout.splitlines()}
+    assert compiled == {
+        "_linear", "_gate_and_up", "_activate", "_packed_linear", "_add_and_norm", "_rotate_and_store", "_attend_split",
+        "_combine", "_race", "_best", "_normalize_features", "_draft_inputs",
+    }  # fmt: skip
