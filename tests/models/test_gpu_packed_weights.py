@@ -103,6 +103,16 @@ def test_other_operations_expand_it():
         assert torch.equal(torch.nn.functional.linear(x.float(), weight.float()), x.float() @ expanded.float().T)
 
 
+def test_gradients_pass_through_it():
+    weight, numbers = packed(Q.Q4_0, 70, 64)
+    expanded, grads = numbers.to(torch.bfloat16).to(DEVICE), []
+    for each in (weight, expanded):
+        x = torch.ones(3, 64, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+        torch.nn.functional.linear(x, each).float().pow(2).sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+
+
 def test_what_the_kernels_do_not_read_is_not_packed():
     assert not can_pack(PackedWeight.from_blocks(blocks(Q.Q4_0, 16, 96), Q.Q4_0, "int8"))  # half a step
     assert not can_pack(PackedWeight.from_blocks(blocks(Q.Q4_0, 16, 64), Q.Q4_0, "bf16"))

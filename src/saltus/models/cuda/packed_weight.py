@@ -173,7 +173,12 @@ class GPUPackedWeight(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is F.linear and not kwargs and args[0].dtype == torch.bfloat16:
+        if (
+            func is F.linear
+            and not kwargs
+            and args[0].dtype == torch.bfloat16
+            and not (torch.is_grad_enabled() and args[0].requires_grad)
+        ):
             return _linear(*args)
         with torch._C.DisableTorchFunctionSubclass():  # the results are plain tensors
             return func(*args, **(kwargs or {}))
