@@ -134,7 +134,8 @@ def test_the_walk_decides_what_match_decides(seed, temperature, dtype, broken, h
     assert found[0].dtype == np.int64
     followed, _, is_complete = followed_tokens(distributions)
     assert followed == expected[: len(followed)]
-    assert is_complete or broken
+    at_end = bool(followed) and followed[-1] in sampling.hole_end_ids  # in the last place of its hole: the next is open
+    assert is_complete or broken or at_end
 
 
 def test_a_walk_is_left_to_the_definition_where_more_than_logits_decides():
