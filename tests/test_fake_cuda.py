@@ -17,7 +17,7 @@ from models.test_fixed_queries import adapter_folder
 from mtp_checkpoints import write_checkpoint
 from saltus.core import distributions
 from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
-from saltus.models.cuda import gpu_decoder, launching, packed_weight, pick_kernels
+from saltus.models.cuda import fixed_shapes, gpu_decoder, launching, packed_weight, pick_kernels
 from saltus.models.cuda.packed_weight import GPUPackedWeight
 from saltus.models.gated_lora import new_adapter
 from saltus.server.engine_thread import EngineThread
@@ -93,6 +93,18 @@ def test_sampled_tokens_are_picked_on_the_device_and_are_those_of_the_host(devic
     monkeypatch.setattr(pick_kernels, "pick_tokens", lambda logits, greatest, *_: torch.full_like(greatest, -1))
     engine = load(tiny_folder())
     assert [each.tokens for each in engine.generate(PROMPTS, **settings)] == picked
+
+
+@pytest.mark.parametrize("method", ["plain", "lookup"])
+def test_truncated_sampling_needs_the_likeliest_tokens_alone_and_writes_the_same_texts(
+    device, tiny_folder, monkeypatch, method
+):
+    settings = {"raw": True, "max_new_tokens": 6, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "ignore_eos": True}
+    with monkeypatch.context() as patch:
+        patch.setattr(distributions, "token_distribution", None)  # no row of logits is copied to the host
+        found = [each.tokens for each in load(tiny_folder()).generate(PROMPTS, method=method, **settings)]
+    monkeypatch.setattr(fixed_shapes, "find_candidates", lambda batch, logits: [None] * len(batch))
+    assert [each.tokens for each in load(tiny_folder()).generate(PROMPTS, method=method, **settings)] == found
 
 
 @pytest.mark.parametrize("two_calls", [False, True])

@@ -23,6 +23,8 @@ from transformers.generation.logits_process import (
 from saltus.core.noise import Noise
 from saltus.core.sampling import (
     BLOCK,
+    NUM_CANDIDATES,
+    Candidates,
     Distribution,
     Sampling,
     greedy_tokens,
@@ -34,6 +36,7 @@ from saltus.core.sampling import (
     residual,
     sample,
     token_distribution,
+    truncated_distribution,
     uniform_interval,
 )
 
@@ -296,6 +299,47 @@ def test_of_tokens_that_tie_at_the_border_of_top_p_as_many_are_kept_as_by_any_so
     border = scores[ours].min()
     assert (scores == border).sum() > (scores[ours] == border).sum()  # some of the equals are kept, some not
     assert np.flatnonzero(scores == border)[-1] in ours
+
+
+def candidates_of(logits: torch.Tensor, temperature: float, error: float = 0.0) -> Candidates:
+    """As a device finds them, with such an error of the sum."""
+    scores = logits.float()
+    best, tokens = scores.topk(min(NUM_CANDIDATES, len(scores)))
+    total = ((scores - scores.max()) / temperature).exp().sum(dtype=torch.float64).item()
+    return Candidates(tokens.numpy(), best.numpy(), total * (1 + error), len(scores))
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 2**32), st.sampled_from([5, 100, 4_000, 30_000]), st.sampled_from(DTYPES),
+    st.sampled_from([1.0, 4.0]), st.sampled_from([0, 1, 5, 40, 150]), st.sampled_from([0.0, 0.2, 0.9, 0.95, 1.0]), st.sampled_from([0.0, 0.01, 0.2]),
+    st.sampled_from([0.5, 1.0, 1.3]), st.floats(-4e-6, 4e-6),
+)  # fmt: skip
+def test_the_likeliest_tokens_give_the_whole_rows_distribution_or_none(
+    seed, size, dtype, sharp, top_k, top_p, min_p, temperature, error
+):
+    logits, sampling = rows(size, dtype, seed, sharp), Sampling(temperature, top_k, top_p, min_p)
+    if not sampling.needs_candidates:
+        return
+    found = truncated_distribution(candidates_of(logits, temperature, error), sampling)
+    if found is not None:
+        expected = token_distribution(logits, sampling)
+        tokens = np.arange(len(expected.weights)) if expected.tokens is None else expected.tokens
+        assert found.tokens.tolist() == tokens.tolist()
+        assert found.weights.tolist() == expected.weights.tolist()
+
+
+def test_where_the_likeliest_tokens_are_enough_they_are_used():
+    logits = rows(50_000, torch.float32, 1, sharp=4.0)
+    for sampling in (Sampling(0.7, top_p=0.9), Sampling(1.0, top_k=50), Sampling(1.0, top_k=40, top_p=0.95),
+                     Sampling(1.0, min_p=0.1)):  # fmt: skip
+        assert truncated_distribution(candidates_of(logits, sampling.temperature), sampling) is not None
+    for sampling in (Sampling(1.0, top_p=0.9999), Sampling(1.0, top_k=NUM_CANDIDATES), Sampling(1.0, min_p=1e-6)):
+        assert truncated_distribution(candidates_of(logits, 1.0), sampling) is None
+    tied = torch.zeros(1_000)
+    tied[:3] = 2.0
+    assert truncated_distribution(candidates_of(tied, 1.0), Sampling(1.0, top_k=5)) is None
+    assert truncated_distribution(candidates_of(tied * math.nan, 1.0), Sampling(1.0, top_k=2)) is None
 
 
 def test_tokens_of_zero_weight_are_not_listed():

@@ -14,7 +14,15 @@ from saltus.core.constraint import Constraint, restricted
 from saltus.core.coupling import draft_tokens, gumbel_max_token, pick_token
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
-from saltus.core.sampling import Distribution, Sampling, float_row, greedy_tokens, one_hot, token_distribution
+from saltus.core.sampling import (
+    Distribution,
+    Sampling,
+    float_row,
+    greedy_tokens,
+    one_hot,
+    token_distribution,
+    truncated_distribution,
+)
 
 
 @dataclass
@@ -42,6 +50,10 @@ class TargetDistributions:
         index = canvas.num_decided + self.depth(node)
         if sampling.hole_end_tokens and node >= 0 and sampling.num_padding_after(index - 1, inputs.tokens[node]):
             return one_hot(inputs.tokens[node])
+        if self.outputs.candidates is not None and self.constraint is None and sampling.needs_candidates:
+            found = truncated_distribution(self.outputs.candidates[node + 1], sampling)
+            if found is not None:
+                return found
         context = None
         if sampling.uses_context:
             path = np.array(inputs.path_tokens(node), dtype=np.int64)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from saltus.core.canvas import Canvas
 from saltus.core.noise import Noise
-from saltus.core.sampling import Distribution
+from saltus.core.sampling import Candidates, Distribution
 
 NO_TOKEN = -1  # the token id of a node that has no token
 PLACEHOLDER_TOKEN = 0  # that a network reads in its place; its embedding is replaced by that of the query
@@ -94,6 +94,7 @@ class ForwardInputs:
     temperature: float = 0.0  # an input of the adapter; 0 is greedy
     hidden_states: Float[Tensor, "slots hidden"] | None = None  # for a drafter: of the target, see below
     gumbel_max: GumbelMax | None = None  # of the decided text and draft tokens; None: the host picks
+    candidate_temperature: float = 0.0  # of sampling for which candidates are enough; 0: they are of no use
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents)
@@ -216,3 +217,4 @@ class ForwardOutputs:
     likeliest: Int[np.ndarray, "rows"] | None = None
     # the tokens that rows pick by `ForwardInputs.gumbel_max`, −1 where the host must decide; None: nobody looked
     picked: Int[np.ndarray, "rows"] | None = None
+    candidates: Sequence[Candidates] | None = None  # of these rows, from a GPU; None: there are only logits

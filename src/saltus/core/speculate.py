@@ -48,6 +48,7 @@ def speculate(
     gumbel_max = None
     if rule is match and sampling.plain_gumbel_max and constraint is None:
         gumbel_max = GumbelMax(noise, sampling.temperature)
+    candidate_temperature = sampling.temperature if sampling.needs_candidates and constraint is None else 0.0
     last: Step | None = None
     while len(canvas.open_positions):
         # The distribution after the last accepted node decides one hole more than the tree is deep.
@@ -70,7 +71,7 @@ def speculate(
         draft_distributions = tree.distributions if any(tree.distributions) else None
         inputs = ForwardInputs(
             canvas, tree.tokens, tree.parents, hidden_states, draft_distributions=draft_distributions,
-            gumbel_max=gumbel_max,
+            gumbel_max=gumbel_max, candidate_temperature=candidate_temperature,
         )  # fmt: skip
         for drafter in fused if should_draft else ():
             probabilities = list(map(controller.calibrated_probability, tree.sources, tree.acceptance_probabilities))

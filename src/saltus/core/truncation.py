@@ -34,8 +34,7 @@ def top_p(scores: np.ndarray, top_p: float, top: np.float32, vocab: int) -> np.n
     tail = max(total - likely.sum(dtype=np.float64), 0.0)
     running = tail + np.cumsum(likely, dtype=np.float64)
     dropped = int(np.searchsorted(running, limit * total, side="right"))
-    steps = ((len(scores) - len(ordered)) * tail + running.sum()) / 4  # partial sums of one lane of a float32 sum
-    slack = limit * (2.0**-24 * steps + 2.0**-18 * total) + 2.0**-44 * total
+    slack = rounding_of_mass(limit, total, (len(scores) - len(ordered)) * tail + running.sum())
     if np.abs(running[max(dropped - 1, 0) : dropped + 1] - limit * total).min() <= slack:
         ordered = np.full(vocab, -np.inf, dtype=np.float32)
         ordered[vocab - len(scores) :] = np.sort(scores)
@@ -43,6 +42,14 @@ def top_p(scores: np.ndarray, top_p: float, top: np.float32, vocab: int) -> np.n
         dropped = int(np.searchsorted(masses, limit, side="right"))
     dropped = min(dropped, len(ordered) - 1)
     return _greatest(scores, ordered[dropped], len(ordered) - dropped)
+
+
+def rounding_of_mass(limit: np.float32, total: float, partial_sums: float) -> float:
+    """How far a mass that is summed in float32, as Transformers does, may be from `limit` times the total.
+
+    `partial_sums` is the sum of the partial sums of all tokens; four lanes share them.
+    """
+    return float(limit * (2.0**-24 * partial_sums / 4 + 2.0**-18 * total) + 2.0**-44 * total)
 
 
 def _greatest(scores: np.ndarray, border: np.float32, count: int) -> np.ndarray:

@@ -34,7 +34,8 @@ class ResizedVocabulary:
     def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[Any]) -> list[ForwardOutputs]:
         """The network's outputs; a token that it does not have gets no probability."""
         outputs = self.network.forward([self._readable(inputs) for inputs in batch], kv_caches)
-        return [replace(output, logits=self._resized(output.logits), likeliest=None, picked=None) for output in outputs]
+        unknown = dict.fromkeys(("likeliest", "picked", "candidates"))
+        return [replace(output, logits=self._resized(output.logits), **unknown) for output in outputs]
 
     def _readable(self, inputs: ForwardInputs) -> ForwardInputs:
         tokens = inputs.canvas.tokens

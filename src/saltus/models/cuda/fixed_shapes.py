@@ -31,6 +31,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from saltus.core.forward import ForwardInputs, ForwardOutputs
+from saltus.core.sampling import NUM_CANDIDATES, Candidates
 from saltus.models.cpu import attention
 from saltus.models.cuda.cuda_graphs import GraphCapture
 from saltus.models.cuda.fixed_shape_attention import MAX_TREE_NODES, FixedShapeAttention, QueryInputs, StaticInputs
@@ -102,6 +103,29 @@ class CallOutputs(NamedTuple):
         return self.found[2].numpy().astype(np.int64)
 
 
+def find_candidates(batch: Sequence[ForwardInputs], logits: Sequence[Tensor]) -> list[list[Candidates] | None]:
+    """The likeliest tokens of the rows of texts that ask for them, found on the device and copied at once."""
+    asking = [number for number, inputs in enumerate(batch) if inputs.candidate_temperature]
+    found: list[list[Candidates] | None] = [None] * len(batch)
+    if not asking:
+        return found
+    counts = [1 + batch[number].num_draft_tokens for number in asking]
+    rows = torch.cat([logits[number][:count] for number, count in zip(asking, counts, strict=True)]).float()
+    best, tokens = rows.topk(min(NUM_CANDIDATES, rows.shape[1]))
+    temperatures = np.repeat([batch[number].candidate_temperature for number in asking], counts).astype(np.float32)
+    scores = rows / torch.from_numpy(temperatures).to(rows.device)[:, None]
+    totals = (scores - scores.amax(-1, keepdim=True)).exp().sum(-1, keepdim=True, dtype=torch.float64)
+    host = torch.cat([tokens.double(), best.double(), totals], -1).cpu().numpy()
+    likely, row = best.shape[1], 0
+    for number, count in zip(asking, counts, strict=True):
+        found[number] = [
+            Candidates(one[:likely].astype(np.int64), one[likely:-1].astype(np.float32), float(one[-1]), rows.shape[1])
+            for one in host[row : row + count]
+        ]
+        row += count
+    return found
+
+
 @dataclass
 class FixedShapeRunner:
     """Forward passes of batches in fixed shapes, replayed from CUDA graphs with `use_cuda_graphs`."""
@@ -145,6 +169,7 @@ class FixedShapeRunner:
             kv_cache.reserve(len(inputs.canvas.decided_prefix) + len(inputs.tokens))
         try:
             outputs = self._forward(batch, kv_caches, past)
+            candidates = find_candidates(batch, [each.logits for each in outputs])
         except BaseException:
             for kv_cache in kv_caches:
                 kv_cache.forget()
@@ -154,8 +179,17 @@ class FixedShapeRunner:
             kv_cache.token_history.pending_tree = inputs if inputs.tokens else None
         seconds, rows = time.perf_counter() - started, sum(read) + sum(len(inputs.tokens) for inputs in batch)
         return [
-            ForwardOutputs(out.logits, out.states, seconds, count, rows, likeliest=out.likeliest, picked=out.picked)
-            for count, out in zip(read, outputs, strict=True)
+            ForwardOutputs(
+                out.logits,
+                out.states,
+                seconds,
+                count,
+                rows,
+                likeliest=out.likeliest,
+                picked=out.picked,
+                candidates=found,
+            )
+            for count, out, found in zip(read, outputs, candidates, strict=True)
         ]
 
     def _check_tree(self, inputs: ForwardInputs) -> None:
