@@ -170,7 +170,7 @@ def load_model(
         made: Any = load_gguf_model(folder, kind, weights == "file", own_classes, _of_packed(arithmetic, device))
         if device != "cpu":
             made = move_to_gpu(made, device)
-            if not isinstance(made, PackedDecoder):
+            if hasattr(made, "set_experts_implementation"):  # of Transformers
                 made.set_experts_implementation(experts_implementation(made))
         made.checkpoint_folder = folder  # where heads for multi-token prediction are found
         return made
