@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from gguf import GGMLQuantizationType
@@ -80,6 +81,15 @@ def _less(integer, zero: tl.constexpr):
     return (integer | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + zero)
 
 
+@device_function
+def _bytes(words):
+    """The bytes [outputs, 4 · words] of words of 32 bits, each in a number of its own."""
+    first, second = words & 255, (words >> 8) & 255
+    third, fourth = (words >> 16) & 255, (words >> 24) & 255
+    pairs = tl.join(tl.join(first, third), tl.join(second, fourth))  # [outputs, words, half, byte of the half]
+    return tl.reshape(pairs, (words.shape[0], 4 * words.shape[1]))
+
+
 @kernel("num_rows")
 def _packed_linear(
     x, low, high, fine, coarse, out, num_rows,
@@ -88,16 +98,18 @@ def _packed_linear(
     HALVES: tl.constexpr, BFLOAT16: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     LANES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """out[part, row, FIRST + n]: the part's sums, in the dtype of `out`."""
+    """out[part, row, FIRST + n]: the part's sums, in the dtype of `out`. Of 5 and 6 bits `low` and `high` are words."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part, rows = tl.program_id(1).to(tl.int64), tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, LANES)
     upper = (lane >= LANES // 2)[None, :]
+    words: tl.constexpr = LANES // 4
     place = columns[:, None] * LANES + lane[None, :]
+    place_of_word = columns[:, None] * words + tl.arange(0, words)[None, :]
     inputs = x + rows[None, :] * K + lane[:, None]
     sums = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
     dtype: tl.constexpr = x.dtype.element_ty
-    unit: tl.constexpr = 1 if BITS == 8 else 16  # of the second integer, which stays where it is in its byte  # pyright: ignore[reportAssignmentType]
+    unit: tl.constexpr = 16 if BITS == 4 else 1  # of the second integer, if it stays in place  # pyright: ignore[reportAssignmentType]
     steps: tl.constexpr = K // STEP
     per_part: tl.constexpr = (steps + PARTS - 1) // PARTS
     for number in tl.range(0, tl.minimum(per_part, steps - part * per_part)):
@@ -106,16 +118,18 @@ def _packed_linear(
         if BITS == 8:
             first = tl.load(low + 2 * at * LANES + place).to(tl.int32)
             second = tl.load(low + (2 * at + STRIDE) * LANES + place).to(tl.int32)
-        else:
+        elif BITS == 4:
             both = tl.load(low + at * LANES + place).to(tl.int32)
             first, second = both & 15, both & 240
-            if BITS > 4:
-                width: tl.constexpr = BITS - 4
-                per_byte: tl.constexpr = 4 // width
-                mask: tl.constexpr = (1 << width) - 1
-                more = tl.load(high + step // per_byte * STRIDE * LANES + place).to(tl.int32)
-                more = more >> (step % per_byte * 2 * width).to(tl.int32)
-                first, second = first | (more & mask) << 4, second | ((more >> width) & mask) << 8
+        else:  # four lanes at once, in words: it takes several operations to put a number together
+            width: tl.constexpr = BITS - 4
+            per_byte: tl.constexpr = 4 // width
+            mask: tl.constexpr = 0x01010101 * ((1 << width) - 1)
+            both = tl.load(low + at * words + place_of_word)
+            more = tl.load(high + step // per_byte * STRIDE * words + place_of_word)
+            more = more >> (step % per_byte * 2 * width).to(tl.int32)
+            first = _bytes((both & 0x0F0F0F0F) | (more & mask) << 4)
+            second = _bytes(((both >> 4) & 0x0F0F0F0F) | ((more >> width) & mask) << 4)
         word = tl.load(fine + at + columns)
         second_word, whole = word, word
         if OF_256:
@@ -145,6 +159,8 @@ def packed_linear(
     bytes_of_output = LANES * (1 if layout.kept_bits == 4 else 2) + 8
     stage = columns * bytes_of_output + tile_rows * STEP * x.element_size()
     stages = max(1, min(STAGES, pipeline_bytes(x.device) // stage))
+    if layout.kept_bits in (5, 6):
+        planes = planes._replace(low=planes.low.view(torch.int32), high=planes.high.view(torch.int32))
     _packed_linear[(-(-outputs // columns), parts, -(-rows // tile_rows))](
         x, *planes, out, rows,
         N=outputs, STRIDE=planes.fine.stride(1), K=inputs, PARTS=parts, FIRST=first, WIDTH=out.shape[-1],
