@@ -20,6 +20,7 @@ from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
 from saltus.models.cuda import fixed_shapes, gpu_decoder, launching, packed_weight, pick_kernels
 from saltus.models.cuda.packed_weight import GPUPackedWeight
 from saltus.models.gated_lora import new_adapter
+from saltus.models.packed_decoder import transformers_model
 from saltus.server.engine_thread import EngineThread
 from saltus.server.served_request import Limits, serve_text
 
@@ -183,7 +184,7 @@ def test_a_gguf_file_is_packed_and_decoded_by_our_kernels_on_the_device(device, 
     attention = engine.network.model.model.layers[0].self_attn
     assert torch.equal(joined.dequantize()[-128:], attention.v_proj.weight.dequantize())
     engine.network.attach_adapter(new_adapter(engine.network.model))
-    layers = engine.network.module.model  # of Transformers
+    layers = transformers_model(engine.network.model).model
     assert layers.layers[0].self_attn.v_proj.weight is attention.v_proj.weight
     assert layers.rotary_emb.inv_freq.device.type == "cuda"
 

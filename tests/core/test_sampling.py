@@ -20,11 +20,10 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from saltus.core.candidates import NUM_CANDIDATES, Candidates, truncated_distribution
 from saltus.core.noise import Noise
 from saltus.core.sampling import (
     BLOCK,
-    NUM_CANDIDATES,
-    Candidates,
     Distribution,
     Sampling,
     greedy_tokens,
@@ -36,7 +35,6 @@ from saltus.core.sampling import (
     residual,
     sample,
     token_distribution,
-    truncated_distribution,
     uniform_interval,
 )
 

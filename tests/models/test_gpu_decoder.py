@@ -49,7 +49,6 @@ def decoded(name: str, **changes) -> tuple[CausalNetwork, CausalNetwork]:
     assert fits_kernels(model)
     network = CausalNetwork(model, fixed_shapes=True, fixed_shape_settings=SETTINGS)
     network.fixed_shape_runner.decoder = GPUDecoder(model)
-    network.fixed_shape_runner.pool.keeps_prefixes = True
     return network, plain
 
 
@@ -146,9 +145,6 @@ def test_a_prompt_that_begins_like_a_known_text_is_read_from_there_with_the_same
     outputs = network.forward([ForwardInputs(continuation(tokens[:131], 60), *TREE)], [taken])[0]
     assert outputs.context_tokens_read == 1
     assert torch.equal(outputs.logits.float().cpu(), plain)
-    network.fixed_shape_runner.pool.keeps_prefixes = False  # as with an adapter, whose calls have fixed shapes
-    assert tree.take(tokens.tolist()) == {}
-    network.fixed_shape_runner.pool.keeps_prefixes = True
 
 
 def test_accepted_nodes_are_read_from_where_text_is_read(llama):

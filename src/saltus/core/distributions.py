@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from saltus.core.candidates import truncated_distribution
 from saltus.core.canvas import Canvas
 from saltus.core.constraint import Constraint, restricted
 from saltus.core.coupling import draft_tokens, gumbel_max_token, pick_token
@@ -21,7 +22,6 @@ from saltus.core.sampling import (
     greedy_tokens,
     one_hot,
     token_distribution,
-    truncated_distribution,
 )
 
 

@@ -12,9 +12,10 @@ import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from saltus.core.candidates import Candidates
 from saltus.core.canvas import Canvas
 from saltus.core.noise import Noise
-from saltus.core.sampling import Candidates, Distribution
+from saltus.core.sampling import Distribution
 
 NO_TOKEN = -1  # the token id of a node that has no token
 PLACEHOLDER_TOKEN = 0  # that a network reads in its place; its embedding is replaced by that of the query

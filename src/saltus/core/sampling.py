@@ -12,7 +12,7 @@ import ctypes
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -20,16 +20,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from saltus.core.penalties import penalised
-from saltus.core.truncation import min_p, rounding_of_mass, top_k, top_p
+from saltus.core.truncation import min_p, top_k, top_p
 from saltus.kernels import native
 
 BLOCK = 128  # tokens whose cumulative sums are computed together, on demand
 LIKELY_THRESHOLD = 2.0**-10  # times the greatest probability: tokens above it are picked in order of probability
 TINY = 2.0**-960  # cumulative weights below it count as zero: u · total keeps 53 bits, and pick can be inverted
 MAX_BIAS = 1e30  # of a logit; more would be infinite in float32
-NUM_CANDIDATES = 128  # of a row, that a device sends to the host in place of the row
-TOTAL_ERROR = 1e-5  # of a sum of weights that a device computed, as a share
-TINY_MIN_P, CLOSE_MIN_P = 1e-30, 2.0**-18  # where `min_p` needs the whole row
 MIN_TEMPERATURE = 1e-6  # below it only the likeliest token has a probability in float32, and a division may overflow
 Coupling = Literal["probability", "token-order", "gumbel"]
 """Which token the random numbers of a position pick: the inverse CDF, with tokens by falling probability or by id as in
@@ -114,7 +111,7 @@ class Sampling:
 
     @cached_property
     def needs_candidates(self) -> bool:
-        """True if the likeliest tokens of a row are usually all that its distribution needs; see `Candidates`."""
+        """True if the likeliest tokens of a row are usually all that its distribution needs; see core/candidates.py."""
         return not self.greedy and self.truncates and self.token_independent
 
     @cached_property
@@ -281,67 +278,6 @@ def token_distribution(
     if tokens is not None and not weights.all():
         tokens, weights = tokens[weights > 0], weights[weights > 0]
     return Distribution(tokens, weights, sampling.coupling)
-
-
-class Candidates(NamedTuple):
-    """The likeliest tokens of a row of logits, and what is left: enough to truncate it without the whole row."""
-
-    tokens: np.ndarray  # [n] int64, in any order; their logits are not below any other
-    logits: np.ndarray  # [n] float32
-    total: float  # Σ exp(logit / temperature − the greatest) of the whole row, to TOTAL_ERROR of it
-    vocab: int
-
-
-def truncated_distribution(candidates: Candidates, sampling: Sampling) -> Distribution | None:
-    """What `token_distribution` gives for the row of these candidates; None if they cannot tell.
-
-    So it is where the cut is below the least of them, or too close for the rounding of `total`, and for logits that are
-    not finite. For sampling that truncates and is `token_independent`.
-    """
-    order = np.argsort(candidates.tokens)
-    tokens, scores = candidates.tokens[order], candidates.logits[order]
-    if not np.isfinite(scores.max()):
-        return None
-    if sampling.temperature != 1:
-        scores = scores / np.float32(sampling.temperature)
-    top, least, complete = scores.max(), scores.min(), len(scores) == candidates.vocab
-    cut = False
-    if sampling.top_k:
-        kept = top_k(scores, sampling.top_k)
-        cut = complete or bool(scores[kept].min() > least)
-        if not cut:
-            return None
-        tokens, scores = tokens[kept], scores[kept]
-    if sampling.top_p < 1:
-        if cut or complete:
-            kept = top_p(scores, sampling.top_p, top, candidates.vocab)
-        elif (kept := _nucleus(scores, sampling.top_p, top, candidates.total, candidates.vocab)) is None:
-            return None
-        tokens, scores, cut = tokens[kept], scores[kept], True
-    if sampling.min_p > 0:
-        above = scores - top - np.float32(math.log(sampling.min_p))
-        known = cut or complete or bool(least - top - np.float32(math.log(sampling.min_p)) < 0)
-        if not known or sampling.min_p <= TINY_MIN_P or np.abs(above).min() <= CLOSE_MIN_P:
-            return None
-        tokens, scores = tokens[above > 0], scores[above > 0]
-    weights = np.exp((scores - top).astype(np.float64))
-    return Distribution(tokens[weights > 0], weights[weights > 0], sampling.coupling)
-
-
-def _nucleus(scores: np.ndarray, share: float, top: np.float32, total: float, vocab: int) -> np.ndarray | None:
-    """The places that `top_p` keeps of a row's greatest scores, given the sum of all weights; None if unknown."""
-    limit = np.float32(1 - share)
-    order = np.argsort(scores, kind="stable")  # of equals the later ids are kept
-    likely = np.exp((scores[order] - top).astype(np.float64))
-    tail = max(total - likely.sum(), 0.0)
-    running = tail + np.cumsum(likely)
-    dropped = int(np.searchsorted(running, limit * total, side="right"))
-    close = rounding_of_mass(limit, total, (vocab - len(order)) * tail + running.sum()) + TOTAL_ERROR * total
-    if dropped == 0 or dropped == len(order) or np.abs(running - limit * total).min() <= close:
-        return None
-    if scores[order[dropped]] == scores[order[0]]:  # perhaps equal to scores that are not here
-        return None
-    return np.sort(order[dropped:])
 
 
 def greedy_tokens(logits: Float[Tensor, "rows vocab"]) -> list[int]:

@@ -59,10 +59,15 @@ def _greatest(scores: np.ndarray, border: np.float32, count: int) -> np.ndarray:
     return np.delete(kept, equals[: len(kept) - count])
 
 
+def gaps_above_min_p(scores: np.ndarray, min_p: float, top: np.float32) -> np.ndarray | None:
+    """How far scores are above that of a token as likely as min_p times the best; None if a cut is close."""
+    above = scores - top - np.float32(math.log(min_p))
+    return above if min_p > 1e-30 and np.abs(above).min() > 2.0**-18 else None
+
+
 def min_p(scores: np.ndarray, min_p: float, top: np.float32, vocab: int, tokens: np.ndarray | None) -> np.ndarray:
     """MinPLogitsWarper: drop tokens less likely than min_p times the best; close cuts use Transformers' arithmetic."""
-    above = scores - top - np.float32(math.log(min_p))
-    if min_p > 1e-30 and np.abs(above).min() > 2.0**-18:
+    if (above := gaps_above_min_p(scores, min_p, top)) is not None:
         return np.flatnonzero(above > 0)
     row = np.full(vocab, -np.inf, dtype=np.float32)
     row[slice(None) if tokens is None else tokens] = scores

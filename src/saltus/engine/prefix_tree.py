@@ -119,9 +119,8 @@ class PrefixTree:
                 if (kv_cache := self._taken_with_states(name, path, len(tokens) + MIN_GROWTH)) is not None:
                     taken[name] = kv_cache
             elif path and (pool := self._pools.get(name)) is not None:
-                if pool.keeps_prefixes:
-                    taken[name] = kv_cache = FixedShapeKVCache(pool)
-                    kv_cache.fill(*_joined(path, 0))
+                taken[name] = kv_cache = FixedShapeKVCache(pool)
+                kv_cache.fill(*_joined(path, 0))
             elif path:
                 taken[name] = KVCache(*_joined(path, len(tokens) + MIN_GROWTH))
         for name in {name for name, *_ in self._whole} - set(taken):
@@ -163,7 +162,7 @@ class PrefixTree:
         """
         for name, kv_cache in kv_caches.items():
             if isinstance(kv_cache, FixedShapeKVCache):
-                if kv_cache.pool.keeps_prefixes and len(kv_cache.tokens):
+                if len(kv_cache.tokens):
                     self._pools[name] = kv_cache.pool
                     self._add(name, kv_cache.tokens, kv_cache.read)
                 continue

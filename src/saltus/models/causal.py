@@ -77,11 +77,10 @@ class CausalNetwork:
     adapter: Adapter | None = field(init=False, default=None)
     long_rope: LongRope | None = field(init=False, default=None)
     lock: threading.Lock = field(init=False, default_factory=threading.Lock)  # a model serves one call at a time
-    module: Any = field(init=False)  # of Transformers, that evaluates calls which our kernels do not
     device: torch.device = field(init=False)  # `model.device` searches the parameters on every access
 
     def __post_init__(self) -> None:
-        self.device, self.module = self.model.device, self.model
+        self.device = self.model.device
         if not isinstance(self.model, PackedDecoder):
             attention.install_attention(self.model)
             if self.batch_invariant:  # experts as linear layers: grouped products round by their shapes
@@ -165,8 +164,7 @@ class CausalNetwork:
         with self.lock:
             self.adapter = adapter
             if adapter is not None and self.fixed_shape_runner is not None and isinstance(self.model, PackedDecoder):
-                self.module = transformers_model(self.model)  # evaluates the queries
-                attention.install_attention(self.module)
+                attention.install_attention(transformers_model(self.model))  # which evaluates the queries
             if self.native_decoder is not None:
                 self.native_decoder.attach_adapter(adapter)
             if self.fixed_shape_runner is not None:
@@ -286,9 +284,10 @@ class CausalNetwork:
         if num_logits:  # by a number, Gemma 4 would leave out the other rows of layers that share keys, too
             kept = torch.arange(rows - num_logits, rows, device=tokens.device)
         exact = BatchInvariantMode() if tokens.device.type == "cpu" else contextlib.nullcontext()
-        gated = gated_adapter(self.module, self.adapter, gate) if gate and self.adapter else contextlib.nullcontext()
+        model = transformers_model(self.model)
+        gated = gated_adapter(model, self.adapter, gate) if gate and self.adapter else contextlib.nullcontext()
         with self._capture_hidden_states() as hidden_states, exact, gated:
-            out = self.module(input_ids=tokens, position_ids=positions, logits_to_keep=kept, use_cache=False)
+            out = model(input_ids=tokens, position_ids=positions, logits_to_keep=kept, use_cache=False)
         states = hidden_states()
         return out.logits[0], states[-num_logits:] if num_logits else states
 
@@ -358,7 +357,7 @@ class CausalNetwork:
 
     def _capture_hidden_states(self) -> _HiddenStateCapture:
         active_stream = getattr(self.model.config.get_text_config(), "altup_active_idx", None)
-        return _HiddenStateCapture(decoder_of(self.module), self.hidden_state_layers, active_stream)
+        return _HiddenStateCapture(decoder_of(transformers_model(self.model)), self.hidden_state_layers, active_stream)
 
 
 class _HiddenStateCapture:

@@ -40,7 +40,6 @@ class KVPagePool:
     values: Tensor | None = None
     free_pages: list[int] = field(default_factory=list)
     graphs: dict[Any, Any] = field(default_factory=dict)  # CUDA graphs over these buffers; dropped when they move
-    keeps_prefixes: bool = False  # rows round alike wherever a call begins, so texts may share what was read
 
     def allocate(
         self, key: Float[Tensor, "kv_heads rows dim"], value: Float[Tensor, "kv_heads rows value_dim"]

@@ -30,8 +30,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from saltus.core.candidates import NUM_CANDIDATES, Candidates
 from saltus.core.forward import ForwardInputs, ForwardOutputs
-from saltus.core.sampling import NUM_CANDIDATES, Candidates
 from saltus.models.cpu import attention
 from saltus.models.cuda.cuda_graphs import GraphCapture
 from saltus.models.cuda.fixed_shape_attention import MAX_TREE_NODES, FixedShapeAttention, QueryInputs, StaticInputs
@@ -144,7 +144,7 @@ class FixedShapeRunner:
     capture: GraphCapture = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pool = KVPagePool(self.num_layers, self.settings.page_size, keeps_prefixes=self.decoder is not None)
+        self.pool = KVPagePool(self.num_layers, self.settings.page_size)
         self.capture = GraphCapture(self.device)
         if self.device.type == "cuda":  # parts of a product's sums are added in float32, in this process from now on
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

@@ -28,6 +28,11 @@ def kernel(*shared: str) -> Callable[[Callable[..., None]], Any]:
     return lambda function: make(inspect.unwrap(function))
 
 
+def device_function(function: Callable[..., Any]) -> Any:
+    """A function for kernels to call; see `kernel`."""
+    return triton.jit(inspect.unwrap(function))
+
+
 @lru_cache
 def pipeline_bytes(device: torch.device) -> int:
     """Bytes of shared memory for the pipeline of a program: seven eighths of what a program may have."""

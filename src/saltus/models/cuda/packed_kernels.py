@@ -9,26 +9,16 @@ multiplies 64 inputs, first one of the two that each lane has, then the other (`
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from typing import Any
-
 import torch
-import triton
 import triton.language as tl
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
-from saltus.models.cuda.launching import kernel, pipeline_bytes
+from saltus.models.cuda.launching import device_function, kernel, pipeline_bytes
 from saltus.models.cuda.packed_weight import LANES, STEP, TILE_OUTPUTS, GPUPackedWeight
 
 STAGES = 4  # of the pipeline, at most: they change no sums
 WIDE_TILE = 2 * TILE_OUTPUTS  # outputs, where a weight has whole ones: what is common to all lanes is half as often
-
-
-def device_function(function: Callable[..., Any]) -> Any:
-    """A function for kernels to call; see `launching.kernel`."""
-    return triton.jit(inspect.unwrap(function))
 
 
 @device_function

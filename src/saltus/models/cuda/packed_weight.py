@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from gguf import GGMLQuantizationType
+from gguf.quants import IQ4_NL, MXFP4
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -18,8 +19,7 @@ Q = GGMLQuantizationType
 STEP = 64  # inputs that a step of a product reads; a step has LANES bytes of low bits for each output
 LANES = 32
 TILE_OUTPUTS = 64  # outputs are padded to a multiple of it
-IQ4 = 1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241  # what integers of 4 bits stand for
-FP4 = 128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116
+IQ4, FP4 = (tuple(128 + each for each in kind.kvalues) for kind in (IQ4_NL, MXFP4))  # what 4 bits stand for
 
 
 class BlockLayout(NamedTuple):

@@ -9,19 +9,17 @@ float32, weights and exponentials in float64. Where two tokens are so close that
 
 from __future__ import annotations
 
-import inspect
-
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from saltus.core.noise import FACTORS, GROUP_COUNTER, GROUP_SIZE, GROUP_STRIDE
-from saltus.models.cuda.launching import kernel, power_of_two
+from saltus.models.cuda.launching import device_function, kernel, power_of_two
 
 CLEAR = 1 - 1e-9  # of the best value: a second one above it may be the better one
 
 
+@device_function
 def _hash(counter, first_key, second_key, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr):
     """SplitMix64 of counters, as core/noise.py has it; all uint64."""
     x = counter * tl.full((1,), FIRST, tl.uint64) + first_key
@@ -30,12 +28,10 @@ def _hash(counter, first_key, second_key, FIRST: tl.constexpr, SECOND: tl.conste
     return x ^ (x >> 31)
 
 
+@device_function
 def _exponential(word):
     """−log(1 − U) in float64 for U of the upper 52 bits; 1 − U has no rounding."""
     return -tl.log(1.0 - ((word >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16)
-
-
-hashed, exponential = (triton.jit(inspect.unwrap(each)) for each in (_hash, _exponential))
 
 
 @kernel()
@@ -55,9 +51,9 @@ def _race(
         weight = tl.exp((tl.div_rn(logit, temperature) - top).to(tl.float64))
         first_key, second_key = tl.load(keys + 2 * row).to(tl.uint64), tl.load(keys + 2 * row + 1).to(tl.uint64)
         counter = (block // GROUP * BLOCK + lane).to(tl.uint64) + COUNTER
-        word = hashed(counter, first_key, second_key, FIRST, SECOND, THIRD)
-        least = exponential(word) / GROUP
-        own = least + exponential(hashed(token.to(tl.uint64), first_key, second_key, FIRST, SECOND, THIRD))
+        word = _hash(counter, first_key, second_key, FIRST, SECOND, THIRD)
+        least = _exponential(word) / GROUP
+        own = least + _exponential(_hash(token.to(tl.uint64), first_key, second_key, FIRST, SECOND, THIRD))
         value = weight / tl.where((word % GROUP).to(tl.int32) == block % GROUP, least, own)
         value = tl.where(value == value, value, 0.0)  # of broken logits, which `_best` leaves to the host
         best, place = tl.max(value, 0), tl.argmax(value, 0)

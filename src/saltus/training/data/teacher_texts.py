@@ -141,8 +141,9 @@ def prepare_folder(folder: Path, plan: CollectionPlan, metadata: Mapping[str, An
     if not (folder / METADATA_FILE).exists():
         _write_metadata(folder, metadata)
     begun = read_metadata(folder)
-    if begun.get("questions", 0) < len(plan.prompts):
-        first = replace(plan, prompts=plan.prompts[: begun.get("questions", 0)])
+    known = begun.get("questions")
+    if isinstance(known, int) and known < len(plan.prompts):
+        first = replace(plan, prompts=plan.prompts[:known])
         if {**metadata, **first.settings_metadata(), "model": begun.get("model")} == begun:
             if first.num_texts % plan.texts_per_shard:  # its last shard gets more texts
                 (folder / first.shard_names[-1]).unlink(missing_ok=True)
