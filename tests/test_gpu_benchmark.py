@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,32 @@ def test_rows_and_texts_are_counted_and_a_difference_fails(run, monkeypatch, tin
     assert [(result["method"], result["different"]) for result in found[9:]] == [("lookup", 2)], "others were finished"
     assert run.command("table", out) == 0
     assert "| float32 | 0.7 | lookup | – | 2 of 2 |" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unchecked")
+def test_what_the_device_writes_is_judged_by_the_cpu(run, monkeypatch, tiny_folder, capsys):
+    from gpu import agreement_stage
+
+    monkeypatch.setattr(agreement_stage, "_dtype", lambda device: "float32")
+    options = ["--models", tiny_folder(), "--tokens", 4, "--take", 2, "--tolerance", 0.01]
+    code, found, _ = run("agreement", *options, "--methods", "plain,ptp")
+    assert code == 0
+    assert [(one["sampling"], one["method"], one["tokens"], one["different"]) for one in found] == [
+        (sampling, method, 8, 0) for sampling in ("greedy", "sampled", "truncated") for method in ("plain", "ptp")
+    ]
+    assert all(one["tokens_per_call"] == one["tokens_per_call_cpu"] for one in found)
+    generate = saltus.Engine.generate
+
+    def broken(engine, prompts, **settings):  # a token that nothing speaks for
+        written = generate(engine, prompts, **settings)
+        return [replace(one, tokens=[*one.tokens[:-1], one.tokens[-1] ^ 1]) for one in written]
+
+    monkeypatch.setattr(saltus.Engine, "generate", broken)
+    code, found, _ = run("agreement", *options, "--methods", "plain,ptp,lookup")
+    assert code == 1
+    assert [(one["method"], one["different"]) for one in found[6:]] == [("lookup", 2)] * 3
+    assert "| greedy | lookup | 2 of 8 | 75.0 % |" in capsys.readouterr().out
 
 
 @pytest.mark.slow

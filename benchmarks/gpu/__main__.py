@@ -1,5 +1,6 @@
 """Check and measure the CUDA path in stages of under eight minutes each.
 
+    python benchmarks/gpu agreement --out agreement.jsonl    # does the device write what the CPU would?
     python benchmarks/gpu exactness --out exactness.jsonl    # do rows and texts differ from plain decoding alone?
     python benchmarks/gpu calls --out calls.jsonl            # what does a call cost, against the roofline?
     python benchmarks/gpu speed --out speed.jsonl            # tokens a second, beside Transformers' generate
@@ -26,18 +27,19 @@ sys.path.append(str(Path(__file__).parents[1]))  # what other benchmarks share
 
 from random_models import SHAPE_NAMES, SHAPES
 
-from gpu import call_stage, exact_stage, server_stage, speed_stage
+from gpu import agreement_stage, call_stage, exact_stage, server_stage, speed_stage
 from gpu.part_results import ResultFile, read_lines, run_parts
 from gpu.table_lines import where_it_ran
 from saltus.evaluation.reports.environment import git_commit, machine_info
 
 STAGES: dict[str, ModuleType] = {
-    "exactness": exact_stage, "calls": call_stage, "speed": speed_stage, "server": server_stage,
+    "agreement": agreement_stage, "exactness": exact_stage, "calls": call_stage, "speed": speed_stage,
+    "server": server_stage,
 }  # fmt: skip
 # Options that choose parts, so that a file may be continued with others; the kinds of what stands between commas.
 SELECTING = {
     "models": str, "shapes": str, "methods": str, "baselines": str, "dtypes": str, "batches": int, "rows": int,
-    "contexts": int, "clients": int, "temperatures": float, "take": None,
+    "contexts": int, "clients": int, "temperatures": float, "samplings": str, "take": None,
 }  # fmt: skip
 OF_A_RUN = ("stage", "out", "minutes", "part_seconds", "rehearse", "until_end", "device")
 
@@ -120,6 +122,8 @@ def split_lists(args: argparse.Namespace) -> None:
                 setattr(args, name, [kind(each) for each in given.split(",") if each])
             except ValueError:
                 raise ValueError(f"--{name} is {given!r}, but must be numbers between commas, such as 1,8") from None
+    if unknown := [name for name in getattr(args, "samplings", ()) if name not in agreement_stage.SAMPLINGS]:
+        raise ValueError(f"--samplings has {unknown[0]!r}; there are {', '.join(agreement_stage.SAMPLINGS)}")
     if unknown := [shape for shape in getattr(args, "shapes", ()) if shape not in (*SHAPES, speed_stage.OWN_SHAPE)]:
         raise ValueError(f"--shapes has {unknown[0]!r}; there are {speed_stage.OWN_SHAPE}, {', '.join(SHAPES)}")
 
