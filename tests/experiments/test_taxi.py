@@ -73,13 +73,22 @@ def test_a_stream_shorter_than_a_chunk_is_refused():
 
 
 @pytest.mark.parametrize("name", taxi_ptp.TABLES)
-def test_every_table_is_made(name, tmp_path):
+def test_every_table_is_made(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(taxi_ptp, "DRAFTS", taxi_ptp.DRAFTS[:-1])  # a million take time
     rows = list(taxi_ptp.table(name, laboratory(tmp_path), Run("one-hot", "ce", window=4)))
     json.dumps([row.__dict__ for row in rows])
     values = [row.measured.get("correct", row.measured.get("perplexity")) for row in rows]
     assert all(value is not None and np.isfinite(value) for value in values)
     assert len(rows) == {"teacher": 1, "methods": 4, "losses": 22, "embeddings": 22, "places": 8, "drafts": 7,
                          "windows": 9, "inverse": 5}[name]  # fmt: skip
+
+
+def test_many_sets_of_positions_are_drawn_in_parts(monkeypatch):
+    run = Run("one-hot", "ce", window=3)
+    at_once = [taxi_ptp._central(1000, run, row) for row in range(20)]
+    monkeypatch.setattr(taxi_ptp, "DRAWN", 64)
+    for row, places in enumerate(at_once):
+        torch.testing.assert_close(taxi_ptp._central(1000, run, row), places, rtol=0, atol=0)
 
 
 def test_a_student_that_is_the_teacher_is_always_right_at_first():
