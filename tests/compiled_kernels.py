@@ -23,6 +23,7 @@ from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
 from saltus.methods.ptp.network import DrafterShape, DraftModel
 from saltus.methods.shared.context_layers import ContextKVCache, DraftRows
 from saltus.models.cuda import launching, linear_kernels, pick_kernels
+from saltus.models.cuda.expert_kernels import SortedPairs, expert_product, sum_experts
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.fixed_shape_calls import FixedShape, KVPagePool
 from saltus.models.cuda.gpu_decoder import GPUDecoder
@@ -32,6 +33,7 @@ TYPES = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int64: "*i64", torch.int32: "*i32",
     torch.uint8: "*u8",
 }  # fmt: skip
+EXPERT_FORMATS = [getattr(GGMLQuantizationType, name) for name in ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "MXFP4")]
 OPTIONS = ("num_warps", "num_stages")
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes of a program
 
@@ -101,6 +103,23 @@ def multiply_packed() -> None:
             )
 
 
+def multiply_by_experts() -> None:
+    """The experts of a row and of many, as they lie in a model, transposed and packed."""
+    for rows in (1, 128):
+        picks = torch.zeros(rows, 4, dtype=torch.int64)
+        pairs, x = SortedPairs.of(picks, 8), torch.zeros(rows, 256, dtype=torch.bfloat16)
+        stack = torch.zeros(8, 192, 256, dtype=torch.bfloat16)
+        outputs = expert_product(x, stack, pairs)
+        expert_product(x, stack.mT.contiguous(), pairs, is_transposed=True)
+        for format in EXPERT_FORMATS:
+            expert_product(x, packed_stack(format, 8, 192, 256), pairs)
+        sum_experts(outputs, torch.zeros(rows, 4))
+
+
+def packed_stack(format: GGMLQuantizationType, experts: int, outputs: int, inputs: int) -> GPUPackedWeight:
+    return GPUPackedWeight(packed_weight(format, experts * outputs, inputs).planes, format, (experts, outputs, inputs))
+
+
 def draft() -> None:
     """A pass of a drafter."""
     shape = DrafterShape(64, 128, (1,), layers=2, heads=2, kv_heads=1, reads_uniforms=False, correction=16)
@@ -126,6 +145,7 @@ def main() -> None:
             decode(1, norms=True, heads=8, kv_heads=1, head_dim=256)
             decode(1, packed=(GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K))
             multiply_packed()
+            multiply_by_experts()
             draft()
 
 

@@ -17,7 +17,7 @@ from models.test_fixed_queries import adapter_folder
 from mtp_checkpoints import write_checkpoint
 from saltus.core import distributions
 from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
-from saltus.models.cuda import fixed_shapes, gpu_decoder, launching, packed_weight, pick_kernels
+from saltus.models.cuda import expert_kernels, fixed_shapes, gpu_decoder, launching, packed_weight, pick_kernels
 from saltus.models.cuda.packed_weight import GPUPackedWeight
 from saltus.models.gated_lora import new_adapter
 from saltus.models.packed_decoder import transformers_model
@@ -157,11 +157,13 @@ def kinds_of_weights(model) -> dict[str, set[type]]:
     return found
 
 
+def expanding(x, weight, bias=None):
+    """A product as by the kernels, which need bfloat16, that the interpreter lacks."""
+    return torch.nn.functional.linear(x, weight.dequantize(), bias)
+
+
 @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
 def test_packed_weights_stay_packed_on_the_device(device, tiny_folder, architecture_folder, monkeypatch, name):
-    def expanding(x, weight, bias=None):  # as the kernels, which need bfloat16, that the interpreter lacks
-        return torch.nn.functional.linear(x, weight.dequantize(), bias)
-
     monkeypatch.setattr(packed_weight, "_linear", expanding)
     monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", set())
     folder = tiny_folder(**OWN_KERNELS) if name == "Llama" else architecture_folder(name, **OWN_KERNELS)
@@ -196,7 +198,39 @@ def test_other_architectures_decode_in_fixed_shapes(device, architecture_folder,
     check_texts(engine, ["lookup"], temperature=0.0, tokens=6)
 
 
-def test_experts_on_a_gpu_decode_and_say_what_does_not_hold(device, architecture_folder, caplog):
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])  # with a layer without experts; transposed, with biases
+def test_experts_on_a_gpu_do_not_depend_on_the_other_rows_of_a_call(device, architecture_folder, name, caplog):
+    engine = load(architecture_folder(name))
+    assert engine.network.compute_path == "fixed shapes"
+    assert not any("rounding depends" in each for each in caplog.messages)
+    check_texts(engine, ["lookup"], temperature=0.0, tokens=4)
+    assert device.graphs
+
+
+def test_packed_experts_stay_packed_on_the_device(device, architecture_folder, monkeypatch):
+    def product(x, stack, pairs, is_transposed):
+        starts, found = pairs.starts.tolist(), x.new_empty(len(pairs.order), stack.shape[1])
+        for expert, matrix in enumerate(stack.dequantize()):
+            own = pairs.order[starts[expert] : starts[expert + 1]].long()
+            found[own] = x[own if len(x) == len(found) else own // pairs.chosen] @ matrix.T
+        return found
+
+    monkeypatch.setattr(packed_weight, "_linear", expanding)
+    monkeypatch.setattr(expert_kernels, "expert_product", product)
+    sizes = {**OWN_KERNELS, "moe_intermediate_size": 64}
+    engine = saltus.load(
+        str(architecture_folder("Qwen3Moe", **sizes)), "plain", device="cuda", weights="q8_0", adaptive=False
+    )
+    assert kinds_of_weights(engine.network.model)["experts"] == {GPUPackedWeight}
+    network = engine.network
+    network.fixed_shape_runner.use_cuda_graphs = False  # this product waits for the device
+    check_texts(engine, ["lookup"], temperature=0.0, tokens=4)
+
+
+def test_without_our_kernels_a_warning_says_what_does_not_hold_of_experts(
+    device, architecture_folder, monkeypatch, caplog
+):
+    monkeypatch.setenv("SALTUS_KERNELS", "off")
     engine = load(architecture_folder("Qwen3Moe"))
     assert any("rounding depends on the shapes of calls" in each for each in caplog.messages)
     for method in ("plain", "lookup", "jacobi"):

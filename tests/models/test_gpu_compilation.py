@@ -27,5 +27,6 @@ def test_every_kernel_compiles(capability, tmp_path):
     compiled = {line.split()[1] for line in done.stdout.splitlines()}
     assert compiled == {
         "_linear", "_gate_and_up", "_activate", "_packed_linear", "_add_and_norm", "_rotate_and_store", "_attend_split",
-        "_combine", "_race", "_best", "_normalize_features", "_draft_inputs",
+        "_combine", "_race", "_best", "_sort_pairs", "_expert_linear",
+        "_packed_expert_linear", "_sum_experts", "_normalize_features", "_draft_inputs",
     }  # fmt: skip

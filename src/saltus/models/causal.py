@@ -29,6 +29,7 @@ from saltus.models.cpu.torch_decoder import TorchDecoder
 from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
 from saltus.models.cuda.fixed_shapes import FixedShapeRunner, why_not_fixed_shapes
 from saltus.models.cuda.gpu_decoder import GPUDecoder, supports_gpu_decoder
+from saltus.models.cuda.gpu_experts import gpu_experts_implementation
 from saltus.models.decoder_of import decoder_of
 from saltus.models.gated_lora import Adapter, Gate, StaticGate, gated_adapter
 from saltus.models.long_rope import LongRope, find_long_rope
@@ -83,8 +84,9 @@ class CausalNetwork:
         self.device = self.model.device
         if not isinstance(self.model, PackedDecoder):
             attention.install_attention(self.model)
-            if self.batch_invariant:  # experts as linear layers: grouped products round by their shapes
-                self.model.set_experts_implementation(experts_implementation(self.model))
+            experts = gpu_experts_implementation(self.model) if self.device.type == "cuda" else None
+            if experts or self.batch_invariant:  # Transformers' grouped products round by their shapes
+                self.model.set_experts_implementation(experts or experts_implementation(self.model))
         fixed = self.device.type == "cuda" if self.fixed_shapes is None else self.fixed_shapes
         fixed = fixed and self.batch_invariant
         if fixed and (why := why_not_fixed_shapes(self.model)):

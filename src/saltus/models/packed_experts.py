@@ -16,16 +16,17 @@ PACKED_EXPERTS = "saltus_packed"
 
 def expert_stacks(module: Any) -> list[str]:
     """The names of a module's stacks [experts, out, in] or [experts, in, out]; [] for a module without experts."""
-    is_known = hasattr(module, "is_transposed") or _is_llama4(module)
+    is_known = hasattr(module, "is_transposed") or is_llama4(module)
     return [name for name, weight in module.named_parameters(recurse=False) if is_known and weight.ndim == 3]
 
 
 def has_transposed_stacks(module: Any) -> bool:
     """True for experts whose matrices are [in, out]; Llama 4's do not say it."""
-    return getattr(module, "is_transposed", _is_llama4(module))
+    return getattr(module, "is_transposed", is_llama4(module))
 
 
-def _is_llama4(module: Any) -> bool:
+def is_llama4(module: Any) -> bool:
+    """True for Llama 4's experts, which have no implementations to choose from."""
     return type(module).__name__ == "Llama4TextExperts"
 
 
@@ -36,9 +37,9 @@ def experts_implementation(model: Any) -> str:
         if any(isinstance(getattr(module, name), PackedWeight) for name in expert_stacks(module))
     ]  # fmt: skip
     for module in packed:
-        if _is_llama4(module):
+        if is_llama4(module):
             _extend_llama4(type(module))
-    if all(_is_llama4(module) for module in packed):
+    if all(is_llama4(module) for module in packed):
         return "eager"
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

@@ -46,6 +46,7 @@ from saltus.models.cuda.fixed_shape_calls import (
     split_into_calls,
 )
 from saltus.models.cuda.gpu_decoder import GPUDecoder, has_kernels
+from saltus.models.cuda.gpu_experts import GPU_EXPERTS
 from saltus.models.gated_lora import Adapter, StaticGate
 from saltus.models.memory_use import layer_sizes
 
@@ -318,7 +319,8 @@ def why_not_fixed_shapes(model: Any) -> str | None:
     """Why rows of a model depend on each other even in fixed shapes; None if they do not."""
     config, name = model.config.get_text_config(), type(model).__name__
     experts = any(getattr(config, count, None) for count in ("num_experts", "num_local_experts", "n_routed_experts"))
-    if experts and config.model_type not in DENSE_EXPERTS:
+    by_row = config.model_type in DENSE_EXPERTS or config._experts_implementation == GPU_EXPERTS
+    if experts and not by_row:
         return f"{name} has experts, whose number of rows depends on the text"
     rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [rotary, *(each for each in rotary.values() if isinstance(each, dict))]

@@ -9,6 +9,8 @@ multiplies 64 inputs, first one of the two that each lane has, then the other (`
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton.language as tl
 from gguf import GGMLQuantizationType
@@ -80,25 +82,24 @@ def _bytes(words):
     return tl.reshape(pairs, (words.shape[0], 4 * words.shape[1]))
 
 
-@kernel("num_rows")
-def _packed_linear(
-    x, low, high, fine, coarse, out, num_rows,
-    N: tl.constexpr, STRIDE: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr,
-    WIDTH: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, OF_256: tl.constexpr, MINIMUMS: tl.constexpr,
-    HALVES: tl.constexpr, BFLOAT16: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    LANES: tl.constexpr, STEP: tl.constexpr,
+@device_function
+def packed_sums(
+    inputs, exists, low, high, fine, coarse, columns, part,
+    STRIDE: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
+    OF_256: tl.constexpr, MINIMUMS: tl.constexpr, HALVES: tl.constexpr, BFLOAT16: tl.constexpr,
+    MASKED: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """out[part, row, FIRST + n]: the part's sums, in the dtype of `out`. Of 5 and 6 bits `low` and `high` are words."""
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    part, rows = tl.program_id(1).to(tl.int64), tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    """The part's sums [outputs, rows] of some outputs of a weight, and rows whose first lanes are at `inputs`.
+
+    Of 5 and 6 bits `low` and `high` are words. `exists` [1, rows] says which rows are read, if MASKED.
+    """
     lane = tl.arange(0, LANES)
     upper = (lane >= LANES // 2)[None, :]
     words: tl.constexpr = LANES // 4
     place = columns[:, None] * LANES + lane[None, :]
     place_of_word = columns[:, None] * words + tl.arange(0, words)[None, :]
-    inputs = x + rows[None, :] * K + lane[:, None]
-    sums = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
-    dtype: tl.constexpr = x.dtype.element_ty
+    dtype: tl.constexpr = inputs.dtype.element_ty
+    sums = tl.zeros((columns.shape[0], inputs.shape[1]), dtype=tl.float32)
     unit: tl.constexpr = 16 if BITS == 4 else 1  # of the second integer, if it stays in place  # pyright: ignore[reportAssignmentType]
     steps: tl.constexpr = K // STEP
     per_part: tl.constexpr = (steps + PARTS - 1) // PARTS
@@ -130,31 +131,65 @@ def _packed_linear(
         weight = _less(first, ZERO) * scale
         if MINIMUMS:
             weight += minimum
-        sums = tl.dot(weight.to(dtype), tl.load(inputs + step * STEP), sums, input_precision="ieee")
+        sums = tl.dot(weight.to(dtype), _rows(inputs + step * STEP, exists, MASKED), sums, input_precision="ieee")
         scale, minimum = _scales(word, second_word, whole, upper, 1, unit, OF_256, MINIMUMS, HALVES, BFLOAT16)
         weight = _less(second, ZERO * unit) * scale
         if MINIMUMS:
             weight += minimum
-        sums = tl.dot(weight.to(dtype), tl.load(inputs + step * STEP + LANES), sums, input_precision="ieee")
+        row = _rows(inputs + step * STEP + LANES, exists, MASKED)
+        sums = tl.dot(weight.to(dtype), row, sums, input_precision="ieee")
+    return sums
+
+
+@device_function
+def _rows(pointers, exists, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(pointers, mask=exists, other=0.0)
+    return tl.load(pointers)
+
+
+@kernel("num_rows")
+def _packed_linear(
+    x, low, high, fine, coarse, out, num_rows,
+    N: tl.constexpr, STRIDE: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr,
+    WIDTH: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, OF_256: tl.constexpr, MINIMUMS: tl.constexpr,
+    HALVES: tl.constexpr, BFLOAT16: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    LANES: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """out[part, row, FIRST + n]: the part's sums, in the dtype of `out`."""
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    part, rows = tl.program_id(1).to(tl.int64), tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    inside = rows[None, :] < num_rows
+    sums = packed_sums(
+        x + rows[None, :] * K + tl.arange(0, LANES)[:, None], inside, low, high, fine, coarse, columns, part,
+        STRIDE, K, PARTS, BITS, ZERO, OF_256, MINIMUMS, HALVES, BFLOAT16, False, LANES, STEP,
+    )  # fmt: skip
     to = out + (part * num_rows + rows[None, :]) * WIDTH + FIRST + columns[:, None]
-    tl.store(to, sums.to(out.dtype.element_ty), mask=(columns < N)[:, None] & (rows[None, :] < num_rows))
+    tl.store(to, sums.to(out.dtype.element_ty), mask=(columns < N)[:, None] & inside)
+
+
+def launch_facts(x: Tensor, weight: GPUPackedWeight, outputs: int, tile_rows: int) -> tuple[Any, dict[str, Any]]:
+    """The planes of a weight as the kernels read them, and the constants of both kernels."""
+    planes, layout = weight.planes, weight.block_layout
+    columns = WIDE_TILE if outputs % WIDE_TILE == 0 else TILE_OUTPUTS
+    bytes_of_output = LANES * (1 if layout.kept_bits == 4 else 2) + 8
+    stage = columns * bytes_of_output + tile_rows * STEP * x.element_size()
+    if layout.kept_bits in (5, 6):
+        planes = planes._replace(low=planes.low.view(torch.int32), high=planes.high.view(torch.int32))
+    return planes, {
+        "STRIDE": planes.fine.stride(1), "K": weight.shape[-1], "BITS": layout.kept_bits, "ZERO": layout.zero,
+        "OF_256": layout.of_256, "MINIMUMS": layout.minimums, "HALVES": layout.halves,
+        "BFLOAT16": weight.format is GGMLQuantizationType.MXFP4, "BLOCK_N": columns, "ROWS": tile_rows,
+        "LANES": LANES, "STEP": STEP, "num_warps": 4,
+        "num_stages": max(1, min(STAGES, pipeline_bytes(x.device) // stage)),
+    }  # fmt: skip
 
 
 def packed_linear(
     x: Tensor, weight: GPUPackedWeight, out: Tensor, *, tile_rows: int, parts: int, rows: int, first: int
 ) -> None:
     """Columns from `first` on of out [parts, rows, width], of x [whole tiles of rows, K] and a weight [N, K]."""
-    (outputs, inputs), planes, layout = weight.shape, weight.planes, weight.block_layout
-    columns = WIDE_TILE if planes.fine.shape[-1] % WIDE_TILE == 0 else TILE_OUTPUTS
-    bytes_of_output = LANES * (1 if layout.kept_bits == 4 else 2) + 8
-    stage = columns * bytes_of_output + tile_rows * STEP * x.element_size()
-    stages = max(1, min(STAGES, pipeline_bytes(x.device) // stage))
-    if layout.kept_bits in (5, 6):
-        planes = planes._replace(low=planes.low.view(torch.int32), high=planes.high.view(torch.int32))
-    _packed_linear[(-(-outputs // columns), parts, -(-rows // tile_rows))](
-        x, *planes, out, rows,
-        N=outputs, STRIDE=planes.fine.stride(1), K=inputs, PARTS=parts, FIRST=first, WIDTH=out.shape[-1],
-        BITS=layout.kept_bits, ZERO=layout.zero, OF_256=layout.of_256, MINIMUMS=layout.minimums, HALVES=layout.halves,
-        BFLOAT16=weight.format is GGMLQuantizationType.MXFP4, BLOCK_N=columns, ROWS=tile_rows, LANES=LANES, STEP=STEP,
-        num_warps=4, num_stages=stages,
-    )  # fmt: skip
+    planes, facts = launch_facts(x, weight, weight.planes.fine.shape[-1], tile_rows)
+    _packed_linear[(-(-len(weight) // facts["BLOCK_N"]), parts, -(-rows // tile_rows))](
+        x, *planes, out, rows, N=len(weight), PARTS=parts, FIRST=first, WIDTH=out.shape[-1], **facts
+    )

@@ -68,10 +68,10 @@ OUTPUT_DIMS = -2, -2, -1, -1  # of the planes
 
 
 class GPUPackedWeight(Tensor):
-    """A bfloat16 matrix [out, in] held as GGUF blocks. Its numbers are those of the `PackedWeight` that it was made of.
+    """A bfloat16 matrix [out, in], or a stack of them, held as GGUF blocks: the numbers of the `PackedWeight` it is of.
 
-    Our kernels for GPUs multiply by it without expanding it in memory, those of linear layers of any model, too; any
-    other operation works on an expanded copy.
+    Our kernels for GPUs multiply by it without expanding it in memory, those of linear layers and experts of any model,
+    too; any other operation works on an expanded copy. The outputs of a stack's matrices follow one another.
     """
 
     planes: Planes
@@ -86,8 +86,11 @@ class GPUPackedWeight(Tensor):
 
     @classmethod
     def from_packed(cls, weight: PackedWeight, device: torch.device | str) -> GPUPackedWeight:
-        """The same matrix on a device. `weight` [out, in] is of the arithmetic "int8", `in` a multiple of STEP."""
-        assert weight.arithmetic == "int8" and weight.ndim == 2 and can_pack(weight)
+        """The same on a device, of a matrix or a stack that `can_pack` allows."""
+        assert can_pack(weight)
+        if weight.ndim == 3:
+            stack = cls.joined([cls.from_packed(weight.matrix(number), device) for number in range(len(weight))])
+            return cls(stack.planes, weight.format, tuple(weight.shape))
         (outputs, inputs), layout = weight.shape, LAYOUTS[weight.format]
         groups, blocks = len(weight.rows), inputs // (256 if layout.of_256 else 32)
         rows = weight.rows.to(device)
@@ -158,7 +161,7 @@ class GPUPackedWeight(Tensor):
             each.repeat_interleave(LANES // 2, -1) for each in _scales(fine, coarse, layout, self.format)
         )  # [2, steps, outputs, lanes]: as the integers
         expanded = (numbers * scale + minimum).to(torch.bfloat16).permute(2, 1, 0, 3)
-        return expanded.flatten(1)[: self.shape[0]].contiguous()
+        return expanded.flatten(1)[: self.shape[:-1].numel()].contiguous().view(self.shape)
 
     @classmethod
     def __torch_dispatch__(
@@ -207,8 +210,10 @@ def _kind_to_join(weight: Tensor) -> GGMLQuantizationType | None:
 
 
 def can_pack(weight: PackedWeight) -> bool:
-    """True for matrices of formats and sizes that the kernels for GPUs read."""
-    return weight.format in LAYOUTS and weight.arithmetic == "int8" and weight.ndim == 2 and weight.shape[1] % STEP == 0
+    """True for matrices, and stacks of them, of formats and sizes that the kernels for GPUs read."""
+    fills_tiles = weight.ndim == 2 or (weight.ndim == 3 and weight.shape[1] % TILE_OUTPUTS == 0)
+    readable = weight.format in LAYOUTS and weight.arithmetic == "int8" and not weight.is_transposed
+    return readable and fills_tiles and weight.shape[-1] % STEP == 0
 
 
 def _integers(planes: Tensor, layout: BlockLayout) -> Tensor:

@@ -9,32 +9,35 @@ from torch import nn
 
 from saltus.kernels.packed_weight import PackedWeight
 from saltus.models.cuda.gpu_decoder import can_decode, has_kernels
+from saltus.models.cuda.gpu_experts import are_gpu_experts, gpu_experts_implementation
 from saltus.models.cuda.packed_weight import GPUPackedWeight, can_pack
 from saltus.models.packed_decoder import PackedDecoder, transformers_model
 
 
 def move_to_gpu(model: Any, device: str | torch.device) -> Any:
-    """The model on a GPU. Packed matrices of linear layers stay packed, where there are kernels to multiply by them.
+    """The model on a GPU. Packed matrices of linear layers and experts stay so where kernels multiply by them.
 
-    Other packed weights are expanded to bfloat16: embeddings, of which few rows are read, and stacks of experts. A
-    PackedDecoder that our kernels do not decode becomes the model of Transformers.
+    Other packed weights are expanded to bfloat16: embeddings, of which few rows are read, and what `can_pack` excludes.
+    A PackedDecoder that our kernels do not decode becomes the model of Transformers.
     """
-    if isinstance(model, PackedDecoder) and not can_decode(model):
-        model = transformers_model(model)
+    whole: Any = transformers_model(model) if isinstance(model, PackedDecoder) and not can_decode(model) else model
     places = [
-        (module, name, weight)
-        for module in model.modules()
+        (module, name, weight, isinstance(module, nn.Linear) or are_gpu_experts(module))
+        for module in whole.modules()
         for name, weight in module._parameters.items()
         if isinstance(weight, PackedWeight)
     ]
-    for module, name, _ in places:
+    for module, name, *_ in places:
         module._parameters[name] = nn.Parameter(torch.empty(0), requires_grad=False)
-    model.to(device)
+    whole.to(device)
     moved: dict[tuple[int, bool], Any] = {}  # output layers may be tied to embeddings
-    for module, name, weight in places:
-        packed = has_kernels() and isinstance(module, nn.Linear) and can_pack(weight)
+    for module, name, weight, multiplied in places:
+        matrices = weight.flipped() if weight.is_transposed else weight  # [.., out, in]
+        packed = has_kernels() and multiplied and can_pack(matrices)
         if (key := (id(weight), packed)) not in moved:
             expanded = None if packed else nn.Parameter(weight.dequantize().to(device), requires_grad=False)
-            moved[key] = GPUPackedWeight.from_packed(weight, device) if expanded is None else expanded
+            moved[key] = GPUPackedWeight.from_packed(matrices, device) if expanded is None else expanded
         module._parameters[name] = moved[key]
-    return model
+    if any(weight.ndim == 3 for *_, weight, _ in places) and (experts := gpu_experts_implementation(whole)):
+        whole.set_experts_implementation(experts)
+    return whole

@@ -1,0 +1,104 @@
+"""Mixtures of experts on a GPU: products of sorted pairs in Triton's interpreter, and whole models."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from test_gpu_packed_weights import blocks
+
+from saltus.kernels import native
+from saltus.kernels.packed_weight import PackedWeight
+from saltus.models.cuda.expert_kernels import SortedPairs, expert_product, sum_experts
+from saltus.models.cuda.gpu_experts import gpu_experts_forward
+from saltus.models.cuda.packed_weight import GPUPackedWeight, Q, can_pack
+
+CUDA = torch.cuda.is_available()
+DEVICE, DTYPE, BOUND = ("cuda", torch.bfloat16, 0.01) if CUDA else ("cpu", torch.float32, 1e-6)
+pytestmark = pytest.mark.slow
+
+
+def drawn(*sizes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed)).to(DEVICE, DTYPE)
+
+
+def chosen(rows: int, count: int, experts: int, seed: int = 0) -> torch.Tensor:
+    """Different experts of each row; some experts have most rows, some have none."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(rows, experts, generator=generator) * torch.linspace(1, 0.2, experts)
+    scores[:, 1] = 0
+    return scores.topk(count).indices.to(DEVICE)
+
+
+@pytest.mark.parametrize(("rows", "count", "experts"), [(1, 1, 4), (5, 2, 4), (700, 3, 8)])
+def test_pairs_are_sorted_by_expert(rows, count, experts):
+    picks = chosen(rows, count, experts)
+    pairs = SortedPairs.of(picks, experts)
+    assert pairs.starts.tolist() == [int((picks < expert).sum()) for expert in range(experts + 1)]
+    assert torch.equal(pairs.order.long(), picks.flatten().argsort(stable=True))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(70, 48), (128, 192)])
+def test_products_are_right_and_rows_do_not_depend_on_each_other(outputs, inputs, transposed):
+    x, picks, stack = drawn(150, inputs), chosen(150, 2, 5), drawn(5, outputs, inputs, seed=1)
+    given = stack.mT.contiguous() if transposed else stack
+    whole = expert_product(x, given, SortedPairs.of(picks, 5), transposed).unflatten(0, (150, 2))
+    expected = torch.einsum("rk,rcnk->rcn", x.double(), stack[picks].double())
+    assert (whole.double() - expected).norm() < BOUND * expected.norm()
+    for rows in ([7], [3, 149, 20], range(100)):
+        few = expert_product(x[rows], given, SortedPairs.of(picks[rows], 5), transposed).unflatten(0, (-1, 2))
+        assert torch.equal(few, whole[rows])
+    inner = whole.flatten(0, 1)
+    back = drawn(5, 96, outputs, seed=2)
+    of_pairs = expert_product(inner, back, SortedPairs.of(picks, 5))
+    expected = torch.einsum("pk,pnk->pn", inner.double(), back[picks.flatten()].double())
+    assert (of_pairs.double() - expected).norm() < BOUND * expected.norm()
+
+
+@pytest.mark.skipif(native.load_kernels() is None, reason="packed weights need compiled kernels")
+@pytest.mark.parametrize("format", [Q.Q4_K, Q.Q6_K, Q.Q8_0, Q.MXFP4], ids=lambda format: format.name)
+def test_packed_stacks_give_the_products_of_their_matrices(format):
+    packed = PackedWeight.from_blocks(blocks(format, 4 * 64, 256).unflatten(0, (4, 64)), format, "int8")
+    assert can_pack(packed)
+    assert not can_pack(packed.flipped())
+    stack, x, picks = GPUPackedWeight.from_packed(packed, DEVICE), drawn(40, 256), chosen(40, 2, 4)
+    assert stack.shape == (4, 64, 256)
+    assert torch.equal(stack.dequantize().cpu(), packed.dequantize())
+    found = expert_product(x, stack, SortedPairs.of(picks, 4))
+    assert torch.equal(expert_product(x[9:10], stack, SortedPairs.of(picks[9:10], 4)), found[18:20])
+    expected = expert_product(x, stack.dequantize().to(DTYPE), SortedPairs.of(picks, 4)).double()
+    # float32 has more digits of a weight than the bfloat16 of `dequantize`
+    assert (found.double() - expected).norm() < 4e-3 * expected.norm()
+
+
+def test_stacks_of_outputs_that_fill_no_tile_are_not_packed():
+    packed = PackedWeight.from_blocks(blocks(Q.Q4_0, 2 * 48, 64).unflatten(0, (2, 48)), Q.Q4_0, "int8")
+    assert not can_pack(packed)
+
+
+def test_experts_are_summed_by_their_weights():
+    outputs, weights = drawn(12, 1030), drawn(4, 3, seed=1)
+    expected = (outputs.double().view(4, 3, -1) * weights.double()[..., None]).sum(1)
+    assert (sum_experts(outputs, weights).double() - expected).norm() < BOUND * expected.norm()
+
+
+@pytest.mark.parametrize("kind", ["gated", "plain, with biases and a norm", "transposed"])
+def test_experts_of_transformers_give_its_own_sums(kind):
+    from transformers.integrations.moe import batched_mm_experts_forward
+
+    gated, transposed = kind != "plain, with biases and a norm", kind == "transposed"
+    sizes = {"gate_up_proj" if gated else "up_proj": (64 if gated else 32, 24), "down_proj": (24, 32)}
+    stacks = {name: drawn(4, *reversed(size) if transposed else size, seed=3) for name, size in sizes.items()}
+    biases = {f"{name}_bias": drawn(4, size[0], seed=4) for name, size in sizes.items()}
+    experts = SimpleNamespace(
+        **stacks, **({} if gated else biases), has_gate=gated, has_bias=not gated, has_post_expert_norm=not gated,
+        is_transposed=transposed, num_experts=4, act_fn=torch.relu, post_expert_norm=lambda x: x / (1 + x.abs()),
+        _apply_gate=lambda both: torch.tanh(both[..., :32]) * both[..., 32:], _is_expert_parallel=False,
+    )  # fmt: skip
+    x, picks, weights = drawn(9, 24), chosen(9, 2, 4), drawn(9, 2, seed=5)
+    expected = batched_mm_experts_forward(experts, x, picks, weights).double()
+    found = gpu_experts_forward(experts, x, picks, weights).double()
+    assert (found - expected).norm() < 10 * BOUND * expected.norm()
