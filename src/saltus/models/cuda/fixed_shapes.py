@@ -319,8 +319,8 @@ def why_not_fixed_shapes(model: Any) -> str | None:
     """Why rows of a model depend on each other even in fixed shapes; None if they do not."""
     config, name = model.config.get_text_config(), type(model).__name__
     experts = any(getattr(config, count, None) for count in ("num_experts", "num_local_experts", "n_routed_experts"))
-    by_row = config.model_type in DENSE_EXPERTS or config._experts_implementation == GPU_EXPERTS
-    if experts and not by_row:
+    ours = getattr(config, "_experts_implementation", None) == GPU_EXPERTS
+    if experts and not ours and config.model_type not in DENSE_EXPERTS:
         return f"{name} has experts, whose number of rows depends on the text"
     rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [rotary, *(each for each in rotary.values() if isinstance(each, dict))]
