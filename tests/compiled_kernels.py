@@ -23,7 +23,7 @@ from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
 from saltus.methods.ptp.network import DrafterShape, DraftModel
 from saltus.methods.shared.context_layers import ContextKVCache, DraftRows
 from saltus.models.cuda import launching, linear_kernels, pick_kernels
-from saltus.models.cuda.expert_kernels import SortedPairs, expert_product, sum_experts
+from saltus.models.cuda.expert_kernels import SortedPairs, expert_product, route, sum_experts
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.fixed_shape_calls import FixedShape, KVPagePool
 from saltus.models.cuda.gpu_decoder import GPUDecoder
@@ -106,14 +106,14 @@ def multiply_packed() -> None:
 def multiply_by_experts() -> None:
     """The experts of a row and of many, as they lie in a model, transposed and packed."""
     for rows in (1, 128):
-        picks = torch.zeros(rows, 4, dtype=torch.int64)
+        picks, weights = route(torch.zeros(rows, 8, dtype=torch.bfloat16), 4, is_normalized=True)
         pairs, x = SortedPairs.of(picks, 8), torch.zeros(rows, 256, dtype=torch.bfloat16)
         stack = torch.zeros(8, 192, 256, dtype=torch.bfloat16)
         outputs = expert_product(x, stack, pairs)
         expert_product(x, stack.mT.contiguous(), pairs, is_transposed=True)
         for format in EXPERT_FORMATS:
             expert_product(x, packed_stack(format, 8, 192, 256), pairs)
-        sum_experts(outputs, torch.zeros(rows, 4))
+        sum_experts(outputs, weights, torch.float32)
 
 
 def packed_stack(format: GGMLQuantizationType, experts: int, outputs: int, inputs: int) -> GPUPackedWeight:

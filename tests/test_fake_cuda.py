@@ -17,7 +17,15 @@ from models.test_fixed_queries import adapter_folder
 from mtp_checkpoints import write_checkpoint
 from saltus.core import distributions
 from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
-from saltus.models.cuda import expert_kernels, fixed_shapes, gpu_decoder, launching, packed_weight, pick_kernels
+from saltus.models.cuda import (
+    expert_kernels,
+    fixed_shapes,
+    gpu_decoder,
+    kernel_support,
+    launching,
+    packed_weight,
+    pick_kernels,
+)
 from saltus.models.cuda.packed_weight import GPUPackedWeight
 from saltus.models.gated_lora import new_adapter
 from saltus.models.packed_decoder import transformers_model
@@ -198,12 +206,15 @@ def test_other_architectures_decode_in_fixed_shapes(device, architecture_folder,
     check_texts(engine, ["lookup"], temperature=0.0, tokens=6)
 
 
-@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])  # with a layer without experts; transposed, with biases
-def test_experts_on_a_gpu_do_not_depend_on_the_other_rows_of_a_call(device, architecture_folder, name, caplog):
-    engine = load(architecture_folder(name))
-    assert engine.network.compute_path == "fixed shapes"
+@pytest.mark.parametrize(("name", "path"), [("Qwen3Moe", "native"), ("GptOss", "fixed shapes")])
+def test_experts_on_a_gpu_do_not_depend_on_the_other_rows_of_a_call(
+    device, architecture_folder, monkeypatch, caplog, name, path
+):
+    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32} if path == "native" else set())
+    engine = load(architecture_folder(name, **OWN_KERNELS if path == "native" else {}))
+    assert engine.network.compute_path == path
     assert not any("rounding depends" in each for each in caplog.messages)
-    check_texts(engine, ["lookup"], temperature=0.0, tokens=4)
+    check_texts(engine, ["lookup"], temperature=0.0, tokens=3)
     assert device.graphs
 
 
@@ -215,6 +226,7 @@ def test_packed_experts_stay_packed_on_the_device(device, architecture_folder, m
             found[own] = x[own if len(x) == len(found) else own // pairs.chosen] @ matrix.T
         return found
 
+    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", set())
     monkeypatch.setattr(packed_weight, "_linear", expanding)
     monkeypatch.setattr(expert_kernels, "expert_product", product)
     sizes = {**OWN_KERNELS, "moe_intermediate_size": 64}
@@ -297,11 +309,11 @@ def test_without_a_compiler_for_our_kernels_a_warning_says_so_and_texts_are_writ
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nmore")
 
     monkeypatch.setattr(launching, "check_launch", fails)
-    gpu_decoder._kernels_run.cache_clear()
+    kernel_support._kernels_run.cache_clear()
     try:
         engine = load(tiny_folder())
         check_texts(engine, ["lookup"])
         (told,) = [each for each in caplog.messages if "kernels for GPUs are off" in each]
         assert told.endswith("Failed to find C compiler. Please specify via CC environment variable.")
     finally:
-        gpu_decoder._kernels_run.cache_clear()
+        kernel_support._kernels_run.cache_clear()

@@ -28,5 +28,5 @@ def test_every_kernel_compiles(capability, tmp_path):
     assert compiled == {
         "_linear", "_gate_and_up", "_activate", "_packed_linear", "_add_and_norm", "_rotate_and_store", "_attend_split",
         "_combine", "_race", "_best", "_sort_pairs", "_expert_linear",
-        "_packed_expert_linear", "_sum_experts", "_normalize_features", "_draft_inputs",
+        "_packed_expert_linear", "_route", "_sum_experts", "_normalize_features", "_draft_inputs",
     }  # fmt: skip

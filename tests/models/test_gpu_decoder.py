@@ -74,6 +74,22 @@ def test_logits_are_those_of_transformers(name, length):
     assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < BOUND
 
 
+MIXTURE = {"num_hidden_layers": 2, "moe_intermediate_size": 48, "num_experts": 4}
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("Mixtral", {"num_hidden_layers": 1}), ("Qwen3Moe", MIXTURE)])
+def test_layers_with_experts_are_those_of_transformers_and_rows_do_not_depend_on_each_other(name, sizes):
+    network, plain = decoded(name, **sizes)
+    tokens = text(5)
+    found, expected = logits(network, tokens, TREE), logits(plain, tokens, TREE)
+    assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < BOUND
+    assert torch.equal(logits(network, tokens)[0], found[0])
+    others = [ForwardInputs(continuation(text(length, seed=length), 60), *TREE) for length in (3, 4)]
+    batch = [others[0], ForwardInputs(continuation(tokens, 60), *TREE), others[1]]
+    together = network.forward(batch, [network.new_kv_cache() for _ in batch])
+    assert torch.equal(together[1].logits.float().cpu(), found)
+
+
 def test_a_row_has_the_same_bits_as_text_and_as_a_node_alone_and_in_a_batch(llama):
     network, tokens = llama[0], text(140)
     kv_cache, plain = network.new_kv_cache(), []

@@ -11,7 +11,7 @@ from test_gpu_packed_weights import blocks
 
 from saltus.kernels import native
 from saltus.kernels.packed_weight import PackedWeight
-from saltus.models.cuda.expert_kernels import SortedPairs, expert_product, sum_experts
+from saltus.models.cuda.expert_kernels import SortedPairs, expert_product, route, sum_experts
 from saltus.models.cuda.gpu_experts import gpu_experts_forward
 from saltus.models.cuda.packed_weight import GPUPackedWeight, Q, can_pack
 
@@ -77,6 +77,17 @@ def test_packed_stacks_give_the_products_of_their_matrices(format):
 def test_stacks_of_outputs_that_fill_no_tile_are_not_packed():
     packed = PackedWeight.from_blocks(blocks(Q.Q4_0, 2 * 48, 64).unflatten(0, (2, 48)), Q.Q4_0, "int8")
     assert not can_pack(packed)
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_rows_are_routed_as_transformers_routes_them(normalised):
+    logits = drawn(7, 6)
+    logits[2, [1, 4]] = 9  # equal ones
+    picks, weights = route(logits, 3, normalised)
+    expected = logits.float().softmax(-1).sort(dim=-1, descending=True, stable=True)
+    values = expected.values[:, :3]
+    assert torch.equal(picks, expected.indices[:, :3])
+    torch.testing.assert_close(weights, values / values.sum(-1, keepdim=True) if normalised else values)
 
 
 def test_experts_are_summed_by_their_weights():

@@ -82,13 +82,13 @@ class CausalNetwork:
 
     def __post_init__(self) -> None:
         self.device = self.model.device
-        if not isinstance(self.model, PackedDecoder):
-            attention.install_attention(self.model)
-            experts = gpu_experts_implementation(self.model) if self.device.type == "cuda" else None
-            if experts or self.batch_invariant:  # Transformers' grouped products round by their shapes
-                self.model.set_experts_implementation(experts or experts_implementation(self.model))
         fixed = self.device.type == "cuda" if self.fixed_shapes is None else self.fixed_shapes
         fixed = fixed and self.batch_invariant
+        if not isinstance(self.model, PackedDecoder):
+            attention.install_attention(self.model)
+            if self.batch_invariant:  # Transformers' grouped products round by their shapes
+                ours = gpu_experts_implementation(self.model) if fixed else None
+                self.model.set_experts_implementation(ours or experts_implementation(self.model))
         if fixed and (why := why_not_fixed_shapes(self.model)):
             log.warning("%s: rounding depends on the shapes of calls, and texts may differ by that", why)
             self.batch_invariant, fixed = False, False

@@ -16,7 +16,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from saltus.models.cuda.launching import device_function, kernel, pipeline_bytes
+from saltus.models.cuda.launching import device_function, kernel, pipeline_bytes, power_of_two
 from saltus.models.cuda.linear_kernels import blocks_of, tile_rows
 from saltus.models.cuda.packed_kernels import launch_facts, packed_sums
 from saltus.models.cuda.packed_weight import GPUPackedWeight
@@ -117,6 +117,30 @@ def _packed_expert_linear(
 
 
 @kernel()
+def _route(
+    logits, picks, weights,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, NORMALIZED: tl.constexpr,
+):  # fmt: skip
+    """The experts of one row and their weights; see `route`."""
+    row, at, slot = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED), tl.arange(0, SLOTS)
+    inside = at < EXPERTS
+    logit = tl.load(logits + row * EXPERTS + at, mask=inside, other=float("-inf")).to(tl.float32)
+    exponentials = tl.exp(logit - tl.max(logit, 0))
+    total = tl.sum(exponentials, 0)
+    chosen, values = tl.zeros((SLOTS,), dtype=tl.int32), tl.zeros((SLOTS,), dtype=tl.float32)
+    left = tl.where(inside, logit, float("-inf"))
+    for each in tl.static_range(TOP_K):
+        best = tl.argmax(left, 0)
+        value = tl.sum(tl.where(at == best, exponentials, 0.0), 0) / total
+        chosen, values = tl.where(slot == each, best, chosen), tl.where(slot == each, value, values)
+        left = tl.where(at == best, float("-inf"), left)
+    if NORMALIZED:
+        values = values / tl.sum(values, 0)
+    tl.store(picks + row * TOP_K + slot, chosen, mask=slot < TOP_K)
+    tl.store(weights + row * TOP_K + slot, values, mask=slot < TOP_K)
+
+
+@kernel()
 def _sum_experts(outputs, weights, out, SIZE: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
     """out[row, n] = Σ_e weights[row, e] · outputs[row, e, n], in the order of e."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -155,10 +179,24 @@ def expert_product(x: Tensor, stack: Tensor, pairs: SortedPairs, is_transposed: 
     return out
 
 
-def sum_experts(outputs: Tensor, weights: Tensor) -> Tensor:
-    """[rows, N] of outputs [pairs, N] and weights [rows, chosen]."""
+def route(logits: Tensor, top_k: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
+    """The experts [rows, top_k] of the greatest logits [rows, experts], of equal ones the first, and their weights.
+
+    Weights, float32, are those of the softmax over all experts, divided by the sum of the chosen ones if normalised.
+    """
+    (rows, experts), shape = logits.shape, (len(logits), top_k)
+    picks, weights = logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=torch.float32)
+    _route[(rows,)](
+        logits, picks, weights, EXPERTS=experts, PADDED=power_of_two(experts), TOP_K=top_k,
+        SLOTS=power_of_two(top_k), NORMALIZED=is_normalized, num_warps=4,
+    )  # fmt: skip
+    return picks, weights
+
+
+def sum_experts(outputs: Tensor, weights: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """[rows, N] of outputs [pairs, N] and weights [rows, chosen], in their dtype if none is given."""
     (rows, chosen), size, block = weights.shape, outputs.shape[1], 1024
-    out = outputs.new_empty(rows, size)
+    out = outputs.new_empty(rows, size, dtype=dtype)
     _sum_experts[(rows, -(-size // block))](
         outputs, weights.contiguous(), out, SIZE=size, CHOSEN=chosen, BLOCK=block, num_warps=4
     )

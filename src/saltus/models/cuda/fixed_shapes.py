@@ -45,8 +45,9 @@ from saltus.models.cuda.fixed_shape_calls import (
     make_rows,
     split_into_calls,
 )
-from saltus.models.cuda.gpu_decoder import GPUDecoder, has_kernels
+from saltus.models.cuda.gpu_decoder import GPUDecoder
 from saltus.models.cuda.gpu_experts import GPU_EXPERTS
+from saltus.models.cuda.kernel_support import has_kernels
 from saltus.models.gated_lora import Adapter, StaticGate
 from saltus.models.memory_use import layer_sizes
 

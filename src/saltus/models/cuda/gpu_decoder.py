@@ -1,13 +1,12 @@
-"""Run Llama-type decoders on a GPU by our own kernels, nine a layer, whose rows round alike in calls of any size."""
+"""Run Llama-type decoders on a GPU by our own kernels, nine a layer, whose rows round alike in calls of any size.
+
+A layer may have a mixture of experts in place of its MLP, which takes three kernels more.
+"""
 
 from __future__ import annotations
 
-import importlib.util
-import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,36 +16,16 @@ from saltus.models.common_layers import sliding_window
 from saltus.models.cpu.native_decoder import STATIC_ROPE_TYPES, is_unmodified_decoder
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.fixed_shape_calls import KVPagePool
+from saltus.models.cuda.gpu_experts import Mixture
+from saltus.models.cuda.kernel_support import has_kernels
 from saltus.models.cuda.packed_weight import GPUPackedWeight, joined_packed
 from saltus.models.decoder_description import LLAMA_DECODERS
 from saltus.models.packed_decoder import PackedDecoder
 
-log = logging.getLogger("saltus")
-
+MIXTURES = {"MixtralForCausalLM", "Qwen3MoeForCausalLM"}  # Llama's layers with experts
 KERNEL_DTYPES = {torch.bfloat16, torch.float16}
 DEPTH_MULTIPLE = 64  # of the sizes that products sum over
 FIRST_ANGLES = 8192  # positions of the table of angles, at first
-
-
-def has_kernels() -> bool:
-    """True where our kernels for GPUs run, unless SALTUS_KERNELS says that they are off."""
-    return os.environ.get("SALTUS_KERNELS") != "off" and _kernels_run()
-
-
-@lru_cache
-def _kernels_run() -> bool:
-    """True if Triton is there and can compile, for which it needs a C compiler; where it fails a warning says so."""
-    if importlib.util.find_spec("triton") is None:
-        return False
-    try:
-        from saltus.models.cuda.launching import check_launch
-
-        check_launch()
-    except Exception as error:  # of many kinds, by what is missing
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        log.warning("our kernels for GPUs are off, since Triton compiles nothing here: %s", reason)
-        return False
-    return True
 
 
 def supports_gpu_decoder(model: Any) -> bool:
@@ -58,16 +37,20 @@ def can_decode(model: Any) -> bool:
     """True for an unmodified decoder of a supported type whose sizes the kernels know, where there is Triton."""
     if model.dtype not in KERNEL_DTYPES or not has_kernels():
         return False
-    is_llama = type(model).__name__ in LLAMA_DECODERS and is_unmodified_decoder(model)
+    is_llama = type(model).__name__ in LLAMA_DECODERS | MIXTURES and is_unmodified_decoder(model)
     return (isinstance(model, PackedDecoder) or is_llama) and fits_kernels(model)
 
 
 def fits_kernels(model: Any) -> bool:
     """True if the kernels compute what the layers of a decoder of a supported type do."""
-    config, first = model.config, model.model.layers[0]
-    attend, mlp, dim = first.self_attn, first.mlp, first.self_attn.head_dim
-    unbiased = attend.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj, model.lm_head
-    summed = config.hidden_size, config.intermediate_size, config.num_attention_heads * dim
+    config, attend = model.config, model.model.layers[0].self_attn
+    dim, dense = attend.head_dim, [layer.mlp for layer in model.model.layers if not Mixture.is_of(layer.mlp)][:1]
+    unbiased = (
+        attend.o_proj,
+        model.lm_head,
+        *(each for mlp in dense for each in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)),
+    )
+    summed = config.hidden_size, config.num_attention_heads * dim, *(config.intermediate_size for _ in dense)
     return (
         config.hidden_act == "silu"
         and model.model.rotary_emb.rope_type in STATIC_ROPE_TYPES
@@ -81,6 +64,31 @@ def fits_kernels(model: Any) -> bool:
 
 
 @dataclass(frozen=True)
+class _MLP:
+    gate_and_up: Sequence[Tensor]
+    down: Sequence[Tensor]
+    gate_blocks: Any
+    down_blocks: Any
+
+    @classmethod
+    def of(cls, mlp: Any) -> _MLP:
+        """The weights of Llama's MLP; packed ones become views of merged ones."""
+        from saltus.models.cuda.linear_kernels import blocks_of
+
+        feeding = [each.detach() for each in joined_packed([mlp.gate_proj.weight, mlp.up_proj.weight])]
+        down = mlp.down_proj.weight.detach()
+        return cls(feeding, [down], blocks_of(feeding[0], parts=False), blocks_of(down))
+
+    def parts(self, x: Tensor, rows: int) -> Tensor:
+        """[parts, rows, hidden], float32, of x [padded rows, hidden]."""
+        from saltus.models.cuda import linear_kernels
+
+        active = x.new_empty(len(x), self.down[0].shape[1])
+        linear_kernels.gate_and_up(x, self.gate_and_up, active, self.gate_blocks, rows)
+        return linear_kernels.linear_parts(active, self.down, self.down_blocks, rows)
+
+
+@dataclass(frozen=True)
 class _Layer:
     """The weights of a layer; those of queries, keys and values lie beside each other."""
 
@@ -90,8 +98,7 @@ class _Layer:
     head_norms: tuple[Any, Any] | None
     o: Sequence[Tensor]
     post_norm: Any
-    gate_and_up: Sequence[Tensor]
-    down: Sequence[Tensor]
+    mlp: _MLP | Mixture
     scale: float
     window: int | None
 
@@ -109,17 +116,14 @@ class GPUDecoder:
         self.dim = self.base.layers[0].self_attn.head_dim
         self.layers = [self._merged(*each) for each in enumerate(self.base.layers)]
         first = self.layers[0]
-        self.qkv_blocks, self.o_blocks, self.down_blocks = (
-            blocks_of(*weights) for weights in (first.qkv, first.o, first.down)
-        )
-        self.gate_blocks = blocks_of(first.gate_and_up[0], parts=False)
+        self.qkv_blocks, self.o_blocks = blocks_of(*first.qkv), blocks_of(*first.o)
         self.angles = self._angles(FIRST_ANGLES)
 
     def _merged(self, number: int, layer: Any) -> _Layer:
         """The layer's weights; the model's own that are merged become views of the merged ones."""
-        a, mlp = layer.self_attn, layer.mlp
-        projections, feeding = (a.q_proj, a.k_proj, a.v_proj), [mlp.gate_proj.weight, mlp.up_proj.weight]
-        merged, feeding = joined_packed([each.weight for each in projections]), joined_packed(feeding)
+        a = layer.self_attn
+        projections = a.q_proj, a.k_proj, a.v_proj
+        merged = joined_packed([each.weight for each in projections])
         if not any(isinstance(weight, GPUPackedWeight) for weight in merged):
             merged = [torch.cat([each.weight.detach() for each in projections])]
             for each, part in zip(
@@ -130,7 +134,7 @@ class GPUDecoder:
         bias = None if a.q_proj.bias is None else torch.cat([each.bias.detach() for each in projections])
         return _Layer(
             layer.input_layernorm, merged, bias, norms, [a.o_proj.weight.detach()], layer.post_attention_layernorm,
-            [each.detach() for each in feeding], [mlp.down_proj.weight.detach()], a.scaling,
+            Mixture.of(layer.mlp) if Mixture.is_of(layer.mlp) else _MLP.of(layer.mlp), a.scaling,
             sliding_window(self.model.config, number),
         )  # fmt: skip
 
@@ -178,7 +182,7 @@ class GPUDecoder:
         pool.allocate(key, key)
         assert pool.keys is not None and pool.values is not None
         x, queries = torch.empty_like(hidden), hidden.new_empty(wide, config.num_attention_heads, self.dim)
-        active, attended = hidden.new_empty(wide, config.intermediate_size), torch.empty_like(queries)
+        attended = torch.empty_like(queries)
         sums = attention_kernels.SplitSums.empty(
             queries,
             config.num_key_value_heads,
@@ -201,8 +205,7 @@ class GPUDecoder:
             )  # fmt: skip
             parts = linear_kernels.linear_parts(attended.flatten(1), layer.o, self.o_blocks, rows)
             row_kernels.add_and_norm(parts, hidden, layer.post_norm, x, rows)
-            linear_kernels.gate_and_up(x, layer.gate_and_up, active, self.gate_blocks, rows)
-            parts = linear_kernels.linear_parts(active, layer.down, self.down_blocks, rows)
+            parts = layer.mlp.parts(x, rows)
         row_kernels.add_and_norm(parts, hidden, self.base.norm, x, rows)
         if len(self.layers) in hidden_state_layers:
             collected.append(hidden[:rows].clone())

@@ -1,12 +1,14 @@
-"""Let Transformers' mixtures of experts multiply on a GPU by our kernels, in calls of fixed shapes."""
+"""Mixtures of experts on a GPU by our kernels: those of Transformers' layers, and those of our own decoder."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from saltus.models.cuda.gpu_decoder import has_kernels
+from saltus.models.cuda.kernel_support import has_kernels
 from saltus.models.packed_experts import expert_stacks, is_llama4
 
 GPU_EXPERTS = "saltus_gpu"
@@ -46,3 +48,38 @@ def gpu_experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, t
     if self.has_post_expert_norm:
         outputs = self.post_expert_norm(outputs)
     return sum_experts(outputs, top_k_weights)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The weights of a mixture as Mixtral and Qwen3 have it, in place of an MLP."""
+
+    router: Tensor  # [experts, hidden]
+    gate_and_up: Tensor  # [experts, 2 · inner, hidden]
+    down: Tensor  # [experts, hidden, inner]
+    top_k: int
+    is_normalized: bool  # the chosen experts' weights add up to 1
+
+    @staticmethod
+    def is_of(mlp: Any) -> bool:
+        """True for a block of Transformers that has experts."""
+        return hasattr(mlp, "experts")
+
+    @classmethod
+    def of(cls, block: Any) -> Mixture:
+        """That of a block of MixtralForCausalLM or Qwen3MoeForCausalLM."""
+        gate, experts = block.gate, block.experts
+        router, first, last = (each.detach() for each in (gate.weight, experts.gate_up_proj, experts.down_proj))
+        return cls(router, first, last, gate.top_k, getattr(gate, "norm_topk_prob", True))
+
+    def parts(self, x: Tensor, rows: int) -> Tensor:
+        """[1, rows, hidden], float32, of x [padded rows, hidden]: the sum of each row's experts."""
+        from saltus.models.cuda.expert_kernels import SortedPairs, expert_product, route, sum_experts
+        from saltus.models.cuda.linear_kernels import activate, product
+
+        picks, weights = route(product(x, self.router, rows), self.top_k, self.is_normalized)
+        pairs = SortedPairs.of(picks, len(self.router))
+        both = expert_product(x[:rows], self.gate_and_up, pairs)
+        active = both.new_empty(len(both), self.down.shape[2])
+        activate(both, active)
+        return sum_experts(expert_product(active, self.down, pairs), weights, torch.float32)[None]
