@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from saltus.kernels.packed_weight import PackedWeight
 
@@ -23,14 +24,20 @@ def _sizes(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: in
     }  # fmt: skip
 
 
+_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 SHAPES: dict[str, Callable[[], Any]] = {  # configurations by the name of a shape
     "0.6B": lambda: Qwen3Config(**_sizes(28, 1024, 3072, 16, 8, 151_936), head_dim=128, tie_word_embeddings=True),
     "1.7B": lambda: Qwen3Config(**_sizes(28, 2048, 6144, 16, 8, 151_936), head_dim=128, tie_word_embeddings=True),
     "7B": lambda: Qwen2Config(**_sizes(28, 3584, 18_944, 28, 4, 152_064), tie_word_embeddings=False),
     "8B": lambda: LlamaConfig(**_sizes(32, 4096, 14_336, 32, 8, 128_256), tie_word_embeddings=False),
+    "30B-A3B": lambda: Qwen3MoeConfig(
+        **_sizes(48, 2048, 6144, 32, 4, 151_936), **_EXPERTS, head_dim=128, tie_word_embeddings=False
+    ),
     "tiny": lambda: LlamaConfig(**_sizes(2, 64, 64, 2, 1, 304), head_dim=32, tie_word_embeddings=False),
 }
-SHAPE_NAMES = "0.6B and 1.7B: Qwen3's; 7B: Qwen2.5's; 8B: Llama 3's; tiny: for rehearsals"
+SHAPE_NAMES = (
+    "0.6B and 1.7B: Qwen3's; 7B: Qwen2.5's; 8B: Llama 3's; 30B-A3B: Qwen3's with experts; tiny: for rehearsals"
+)
 
 
 def random_model(
@@ -38,7 +45,8 @@ def random_model(
 ) -> Any:
     """A model of this shape, whose weights are drawn on the device.
 
-    Rows of a matrix repeat the first `distinct_rows`, which draws faster and reads alike; None: all are different.
+    Rows of a matrix repeat the first `distinct_rows`, which draws faster and reads alike; None: all are different, as
+    those of routers always are.
     `weights` may be packed ("q4_1", "q8_0", on the CPU) and then multiply activations of 8 bits.
     """
     config = SHAPES[shape]()
@@ -47,24 +55,28 @@ def random_model(
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
     torch.manual_seed(0)
     for module in model.modules():
+        kind = ("bf16", None) if type(module).__name__.endswith("Router") else (weights, distinct_rows)
         for name, parameter in list(module.named_parameters(recurse=False)):
-            values = _random(parameter, weights, device, distinct_rows, dtype)
+            values = _random(parameter, *kind, device, dtype)
             module.register_parameter(name, nn.Parameter(values, requires_grad=False))
     model.tie_weights()
     model.generation_config.eos_token_id = None
     return model.eval()
 
 
-def _random(parameter: Any, weights: str, device: str, distinct_rows: int | None, dtype: Any) -> Any:
+def _random(parameter: Any, weights: str, distinct_rows: int | None, device: str, dtype: Any) -> Any:
     if parameter.ndim == 1:
         return torch.ones(parameter.shape, dtype=dtype, device=device)
-    rows, width = parameter.shape
+    *stack, width = parameter.shape
+    rows = math.prod(stack)
     if weights != "bf16":
         assert distinct_rows is not None, "packed rows repeat"
         format = GGMLQuantizationType[weights.upper()]
         few = (torch.randn(distinct_rows, width) * 0.02).numpy()
         blocks = np.array(quantize(few, format)).view(np.uint8).reshape(distinct_rows, -1)
-        return PackedWeight.from_blocks(torch.from_numpy(blocks).repeat(rows // distinct_rows, 1), format, "int8")
+        whole = torch.from_numpy(blocks).repeat(rows // distinct_rows, 1)
+        return PackedWeight.from_blocks(whole.unflatten(0, stack), format, "int8")
     if distinct_rows is None:
-        return torch.randn(rows, width, dtype=dtype, device=device) * 0.02
-    return (torch.randn(distinct_rows, width, device=device) * 0.02).to(dtype).repeat(rows // distinct_rows, 1)
+        return torch.randn(parameter.shape, dtype=dtype, device=device).mul_(0.02)
+    few = (torch.randn(distinct_rows, width, device=device) * 0.02).to(dtype)
+    return few.repeat(rows // distinct_rows, 1).unflatten(0, stack)

@@ -11,6 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 import saltus
+from architectures import tiny
 from conftest import tiny_llama
 from saltus.cli.app import Commands
 from saltus.cli.bench_step import parse_numbers, step
@@ -162,6 +163,21 @@ def test_the_floor_counts_tied_embeddings_once(tied):
     assert needs.row_flops == 2 * (matrices + vocabulary * hidden)
     assert needs.token_bytes == 2 * 2 * layers * kv
     assert needs.pair_flops == 4 * layers * hidden
+
+
+def test_of_experts_a_call_reads_those_that_its_rows_choose():
+    model = tiny("Qwen3Moe")  # 2 of 4 experts, in one of two layers
+    stacks = sum(weight.numel() for name, weight in model.named_parameters() if ".experts." in name)
+    needs = roofline.count_demand(model)
+    whole = sum(weight.nbytes for weight in model.parameters() if weight is not model.model.embed_tokens.weight)
+    assert needs.weight_bytes == whole
+    at = CallShape(1, 0), CallShape(2, 0), CallShape(1, 0, 2), CallShape(64, 0)
+    unread = [
+        needs.weight_bytes + shape.nodes * shape.batch * needs.row_bytes - needs.bytes_read(shape) for shape in at
+    ]
+    assert unread == pytest.approx([4 * stacks / 2, 4 * stacks / 4, 4 * stacks / 4, 0], abs=1)
+    dense = sum(w.numel() for w in model.parameters() if w.ndim == 2 and w is not model.model.embed_tokens.weight)
+    assert needs.row_flops == 2 * (dense + stacks / 2)
 
 
 def test_bytes_of_a_token_are_those_of_the_memory():

@@ -15,23 +15,27 @@ from saltus.evaluation.profiling.call_timing import CallShape, Clock
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import linear
 from saltus.models.memory_use import layer_sizes
+from saltus.models.packed_experts import expert_stacks
 
 KNEE_COST_RATIO = 1.25  # the measured knee: a call costs so many times a call of one node
 
 
 @dataclass(frozen=True)
 class ResourceDemand:
-    """Bytes and operations of a call. All experts are counted as read."""
+    """Bytes and operations of a call. Rows are thought to choose their experts evenly and independently."""
 
-    weight_bytes: int  # read once a call; tied embeddings once
+    weight_bytes: int  # read once a call, but for experts that no row chooses; tied embeddings once
     row_bytes: int  # read for each row: its embedding, if it is not tied
     token_bytes: int  # keys and values of one token of a text
     row_flops: int  # of the products with weights, for each row
     pair_flops: int  # of attention, for each row and token that it sees
+    expert_bytes: int = 0  # of `weight_bytes`
+    chosen_share: float = 1.0  # of the experts, by a row
 
     def bytes_read(self, call_shape: CallShape) -> int:
-        texts = call_shape.batch * call_shape.length * self.token_bytes
-        return self.weight_bytes + texts + call_shape.batch * call_shape.nodes * self.row_bytes
+        rows, texts = call_shape.batch * call_shape.nodes, call_shape.batch * call_shape.length * self.token_bytes
+        unread = round(self.expert_bytes * (1 - self.chosen_share) ** rows)
+        return self.weight_bytes - unread + texts + rows * self.row_bytes
 
     def flops(self, call_shape: CallShape) -> int:
         return call_shape.batch * call_shape.nodes * (self.row_flops + call_shape.length * self.pair_flops)
@@ -43,7 +47,11 @@ def count_demand(model: Any) -> ResourceDemand:
     tables = {table.weight for table in model.modules() if isinstance(table, nn.Embedding)}
     looked_up = {table for table in tables if table is not out}
     products = [weight for weight in model.parameters() if weight.ndim >= 2 and weight not in tables]
+    stacks = [getattr(module, name) for module in model.modules() for name in expert_stacks(module)]
+    chosen = getattr(config, "num_experts_per_tok", None)
+    share = min(1.0, chosen / len(stacks[0])) if stacks and chosen else 1.0
     multiplied = sum(weight.numel() for weight in products) + (out.numel() if out in tables else 0)
+    multiplied -= round((1 - share) * sum(stack.numel() for stack in stacks))
     heads, size, sizes = config.num_attention_heads, out.element_size(), layer_sizes(config)
     return ResourceDemand(
         weight_bytes=sum(weight.nbytes for weight in model.parameters() if weight not in looked_up),
@@ -51,6 +59,8 @@ def count_demand(model: Any) -> ResourceDemand:
         token_bytes=2 * sum(kv_heads * dim for kv_heads, dim in sizes) * size,
         row_flops=2 * multiplied,
         pair_flops=4 * heads * sum(dim for _, dim in sizes),
+        expert_bytes=sum(stack.nbytes for stack in stacks),
+        chosen_share=share,
     )
 
 
@@ -138,9 +148,10 @@ def lower_bound(demand: ResourceDemand, speed: MachineSpeed, call_shape: CallSha
 
 
 def predicted_knee(demand: ResourceDemand, speed: MachineSpeed, length: int) -> float:
-    """The number of nodes from which on a call is compute-bound."""
+    """The number of nodes from which on a call is compute-bound; it reads all experts then."""
     each = demand.flops(CallShape(1, length)) / speed.flops_per_second - demand.row_bytes / speed.bytes_per_second
-    return demand.bytes_read(CallShape(0, length)) / speed.bytes_per_second / each if each > 0 else float("inf")
+    read = demand.weight_bytes + length * demand.token_bytes
+    return read / speed.bytes_per_second / each if each > 0 else float("inf")
 
 
 def measured_knee(nodes: Sequence[int], times: Sequence[float]) -> float | None:
