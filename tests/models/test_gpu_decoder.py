@@ -103,21 +103,29 @@ def test_a_row_has_the_same_bits_as_text_and_as_a_node_alone_and_in_a_batch(llam
     assert torch.equal(together[1].logits.float().cpu(), torch.stack(plain))
 
 
+@pytest.fixture(scope="module")
+def read_texts(llama) -> list:
+    """Texts with recent columns alone, with a split of the pages and with two, and their KV caches but for a token."""
+    read = [(text(length, seed=length), llama[0].new_kv_cache()) for length in (3, 66, 140)]
+    for tokens, kv_cache in read:
+        logits(llama[0], tokens[:-1], kv_cache=kv_cache)
+    return read
+
+
 @pytest.mark.parametrize("trees", [((), (), ()), ((), (), ((7, 9, 4), (-1, 0, 0)))])
 def test_texts_of_few_rows_share_a_call_without_padding_and_have_the_bits_that_they_have_alone(
-    llama, monkeypatch, trees
+    llama, read_texts, monkeypatch, trees
 ):
-    network, lengths = llama[0], (3, 66, 140)  # recent columns alone, a split of the pages, two
-    inputs = [ForwardInputs(continuation(text(n, seed=n), 60), *tree) for n, tree in zip(lengths, trees, strict=True)]
-    alone = [network.forward([each], [network.new_kv_cache()])[0].logits for each in inputs]
-    kv_caches = [network.new_kv_cache() for _ in lengths]
-    for each, kv_cache in zip(inputs, kv_caches, strict=True):
-        network.forward([ForwardInputs(continuation(each.canvas.decided_prefix[:-1], 60))], [kv_cache])
+    network, kv_caches = llama[0], [kv_cache for _, kv_cache in read_texts]
+    inputs = [
+        ForwardInputs(continuation(tokens, 60), *tree) for (tokens, _), tree in zip(read_texts, trees, strict=True)
+    ]
+    alone = [network.forward([each], [kv_cache])[0].logits for each, kv_cache in zip(inputs, kv_caches, strict=True)]
     runner, shapes = network.fixed_shape_runner, []
     run_call = runner._run_call
     monkeypatch.setattr(runner, "_run_call", lambda call: shapes.append(call.shape) or run_call(call))
     together = network.forward(inputs, kv_caches)
-    rows = len(lengths) + sum(len(tree[0]) for tree in trees if tree)
+    rows = len(inputs) + sum(len(tree[0]) for tree in trees if tree)
     assert [(shape.num_groups, shape.rows_per_group) for shape in shapes] == [(size_class(rows), 1)]
     assert all(torch.equal(one.logits, own) for one, own in zip(together, alone, strict=True))
 
