@@ -26,6 +26,7 @@ from transformers import (
     set_seed,
 )
 
+import wide_frame
 from saltus.kernels import native
 
 hypothesis.settings.register_profile("saltus", deadline=None)  # machines are busy; nothing is timed in tests
@@ -45,6 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
+    wide_frame.install()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and so would its children
 
 

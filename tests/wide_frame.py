@@ -1,0 +1,31 @@
+"""Run tests where no call crosses the end of a chunk of CPython's stack, which would map and unmap memory.
+
+CPython keeps Python frames in chunks of 16 KB. A loop that calls functions where a chunk ends gets and frees the next
+one in every call, which makes it up to a hundred times slower. It depends on the depth, so that tests of Triton's
+interpreter took three times as long by chance. A frame of a hundred thousand variables gets a chunk of 1 MB, and leaves
+200 KB for what it calls.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+VARIABLES = 100_000
+
+
+def _function_with_many_variables() -> Callable[[Callable[[], Any]], Any]:
+    names = "=".join(f"a{number}" for number in range(VARIABLES))
+    made: dict[str, Any] = {}
+    exec(f"def call(work):\n    if False:\n        {names} = 0\n    return work()", made)
+    return made["call"]
+
+
+def install() -> None:
+    """Let every set-up, call and tear-down of a test run below such a frame."""
+    call, from_call = _function_with_many_variables(), pytest.CallInfo.from_call.__func__
+
+    def below(cls: Any, func: Callable[[], Any], *args: Any, **named: Any) -> Any:
+        return from_call(cls, lambda: call(func), *args, **named)
+
+    pytest.CallInfo.from_call = classmethod(below)
