@@ -75,7 +75,7 @@ def test_a_planted_fault_is_found(fault):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(6))
 def test_an_honest_server_with_rounding_noise_has_no_finding(seed):
     with audited_server(seed=seed, noise=0.003 if seed % 2 else 0.01) as url:
         assert findings(url, prompts=4, max_tokens=32) == []
