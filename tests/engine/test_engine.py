@@ -111,6 +111,8 @@ def test_auto_takes_the_drafter_that_fits_the_model_and_lookup_always(tiny_folde
         saltus.load("no folder", options={"lokup": {"longest": 5}})
     with refused("method ptp: "):
         saltus.load("no folder", "lookup", options={"ptp": {"num_draft_token": 5}})
+    with refused("'eagle3' is a kind of draft model of the method ptp; take ptp with ptp.model=FOLDER"):
+        saltus.load(folder, "eagle3")
     with refused("unknown method 'aut'; did you mean auto"):
         saltus.load(folder, "aut")
     with refused("auto+lookup: auto chooses all methods itself; name the methods to join"):

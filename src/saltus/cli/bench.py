@@ -12,7 +12,7 @@ from saltus.cli import options as o
 from saltus.cli.bench_step import step
 
 COMPARED_PANEL, TASKS_PANEL = "Compare", "Tasks"
-DEFAULT_METHODS = "plain,lookup,jacobi,jacobi+lookup"
+DEFAULT_METHODS = "plain,auto,lookup,jacobi+lookup"
 
 bench = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
 bench.command(rich_help_panel="Also")(step)
@@ -45,7 +45,7 @@ def run(
         typer.Option(
             "--assistant",
             metavar="MODEL",
-            help="transformers-assistant's.",
+            help="The draft model of the baseline transformers-assistant.",
             rich_help_panel=COMPARED_PANEL,
         ),
     ] = None,

@@ -41,7 +41,12 @@ Off = Annotated[
 ]
 OffHeader = Annotated[
     list[str] | None,
-    in_panel(SERVER_PANEL, "--off-header", metavar="NAME: VALUE", help="A header that does; may be repeated."),
+    in_panel(
+        SERVER_PANEL,
+        "--off-header",
+        metavar="NAME: VALUE",
+        help="A header that switches speculation off; may be repeated.",
+    ),
 ]
 ApiKey = Annotated[
     str,

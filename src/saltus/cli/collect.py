@@ -24,13 +24,11 @@ def collect_(context: typer.Context) -> None:
 
     [bold]Examples[/bold]
 
-        saltus collect text
+        saltus collect text --prompts prompts.jsonl --out teacher
 
-        saltus collect jacobi
+        saltus collect jacobi --prompts prompts.jsonl --out trajectories
 
-        saltus collect data
-
-        saltus collect states
+        saltus collect COMMAND --help
     """
     if not context.invoked_subcommand:
         typer.echo(context.get_help())

@@ -27,7 +27,7 @@ ServedModel = Annotated[
     typer.Option(
         "--served-model",
         metavar="NAME",
-        help="The server's name of it. [dim]\\[default: the first that it lists][/dim]",
+        help="The model's name on the server. [dim]\\[default: the first that it lists][/dim]",
         rich_help_panel=ENDPOINT_PANEL,
     ),
 ]

@@ -40,7 +40,7 @@ Model = Annotated[
         "--model",
         "-m",
         metavar="MODEL",
-        help="A short name ([i]saltus pull[/i] lists them), a hub id, a folder, or a GGUF file.",
+        help="A short name ([i]saltus pull --help[/i] lists them), a hub id, a folder, or a GGUF file.",
     ),
 ]
 Dtype = Annotated[
@@ -64,7 +64,7 @@ Weights = Annotated[
         "--weights",
         metavar="FORMAT",
         help="file: as they are stored; bf16: expand packed ones; q8_0, q5_1, q5_0, q4_1, q4_0: pack those of a"
-        " Hugging Face model, experts too (another model then).",
+        " Hugging Face model, experts too, which changes the text.",
     ),
 ]
 
@@ -182,7 +182,8 @@ Coupling = Annotated[
         SAMPLING_PANEL,
         "--coupling",
         metavar="NAME",
-        help="Which token a position's random numbers pick: gumbel; or by inverse CDF, probability, token-order.",
+        help="Which token a position's random numbers pick: gumbel; or by inverse CDF, probability, token-order. It"
+        " changes sampled texts; drafters that are conditioned on uniforms need the one of their training.",
     ),
 ]
 DEFAULT_COUPLING = "gumbel"  # that of core.sampling, whose import takes seconds

@@ -84,7 +84,7 @@ def serve(
         _server_option(
             "--learn-share",
             metavar="X",
-            help="With --learn: share of the time while texts are decoded. Default: 0.08; 0: idle time only.",
+            help="With --learn: most of the time that training takes while texts are decoded. Default: 0.08; 0: none.",
         ),
     ] = None,
     learn_reset: Annotated[

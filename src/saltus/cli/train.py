@@ -49,15 +49,11 @@ def train_(context: typer.Context) -> None:
 
     [bold]Examples[/bold]
 
-        saltus train ptp
+        saltus train ptp --teacher teacher --out drafter
 
-        saltus train mtp
+        saltus train mtpc --teacher teacher --set circuit=cp --out heads
 
-        saltus train mtpc
-
-        saltus train jacobi
-
-        saltus train assd
+        saltus train COMMAND --help
     """
     if not context.invoked_subcommand:
         typer.echo(context.get_help())
@@ -147,9 +143,9 @@ PTP_HELP = f"""Train a drafter, or an adapter, for the method ptp.
 
         saltus train ptp --recipe smollm2 --teacher teacher --out drafter
 
-        saltus train ptp -r smollm2-adapter --set rank=32 --steps 500 --work runs/32
+        saltus train ptp -r smollm2-adapter --teacher teacher --set rank=32 --work runs/32
 
-        saltus train ptp -r smollm2-adapter --set loss=bce --set uniform_beta=2 --work runs/bce
+        saltus train ptp -r smollm2-adapter --teacher teacher --set loss=bce --work runs/bce
 
         saltus train ptp -r smollm2-dflash --teacher teacher --out dflash
 
@@ -186,7 +182,7 @@ MTPC_HELP = f"""Train heads for the method mtpc: the joint distribution of the n
 
         saltus train mtpc --teacher teacher --set circuit=ff --out ff
 
-        saltus train mtpc --teacher teacher --set circuit=btree --from ff --work runs/btree
+        saltus train mtpc --teacher teacher --set circuit=btree --from ff --work runs/btree --out btree
 
     Afterwards: saltus generate --method mtpc --option mtpc.model=ff "Who?"
     """

@@ -44,21 +44,19 @@ class DrafterMetadata:
 def read_metadata(folder: Path, expected: Kind | None = None) -> DrafterMetadata:
     """The metadata of a folder. Errors: ValueError if they are missing or damaged, or of another kind than expected."""
     file, what = folder / METADATA_FILE, expected or "drafter"
-    cure = f"train it again with {TRAIN_COMMANDS[what]}"
+    cure, give = f"train it again with {TRAIN_COMMANDS[what]}", f"give a folder that {TRAIN_COMMANDS[what]} wrote"
+    if what == "drafter":
+        give += ", or that of a published drafter (EAGLE-3, DFlash, …)"
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(
-            f"{folder} holds no {what} ({METADATA_FILE} is missing); give a folder that {TRAIN_COMMANDS[what]} wrote"
-        ) from None
+        raise ValueError(f"{folder} holds no {what} ({METADATA_FILE} is missing); {give}") from None
     except ValueError as error:
         raise ValueError(f"{file} is damaged ({error}); copy it again, or {cure}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{file} is damaged (no JSON object); copy it again, or {cure}")
     if (kind := data.get("kind")) not in get_args(Kind) or expected not in (None, kind):
-        raise ValueError(
-            f"{folder} holds no {what}, but something else; give a folder that {TRAIN_COMMANDS[what]} wrote"
-        )
+        raise ValueError(f"{folder} holds no {what}, but something else; {give}")
     try:
         metadata = _parse(data)
         _check_types(metadata)

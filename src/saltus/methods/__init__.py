@@ -21,6 +21,7 @@ from saltus.models.protocols import TargetNetwork
 
 AUTO = "auto"  # the default method; `saltus.engine.auto_method` says what it stands for with a model
 NO_METHODS = ("shared", "published")  # folders of what methods use
+PUBLISHED_DRAFTERS = ("dflash", "dspark", "eagle", "peagle")  # draft models of ptp, by what they are called
 AUTO_METHODS = ("mtp", "ptp", "lookup", "assd")  # whose options may be given with it
 
 
@@ -106,6 +107,8 @@ def _make_method(name: str, fields: Mapping[str, Any]) -> Method:
     if name not in available_methods():
         known = [AUTO, *available_methods()]
         near = difflib.get_close_matches(name, known, n=2, cutoff=0.4)
+        if name.startswith(PUBLISHED_DRAFTERS):
+            raise ValueError(f"{name!r} is a kind of draft model of the method ptp; take ptp with ptp.model=FOLDER")
         offer = f"did you mean {' or '.join(near)}?" if near else f"there are {AUTO}, {_listed()}"
         raise ValueError(f"unknown method {name!r}; {offer}")
     try:

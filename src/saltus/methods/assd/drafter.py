@@ -50,7 +50,7 @@ class Assd:
     (Alg. 2), which any model can verify, also a causal one.
     """
 
-    draft: Literal["self", "bigram"] = "self"
+    draft: Literal["self", "bigram"] = "self"  # who drafts: the model, or counts of neighbouring tokens in the text
     num_draft_tokens: int = 2  # of a path, at most
     top_k: int = 2  # tokens that may follow a token of the draft tree; `reject` drafts one path
     ahead: int = 8  # holes that a verification call predicts; at least two for each draft token

@@ -32,8 +32,7 @@ class Mtpc:
     each token given those before it. Under `reject` a chain is sampled, and the rule gets its distributions.
     """
 
-    # a folder written by `saltus train mtpc`; auto: the heads shipped for the target, or its own (EvaByte)
-    model: str = "auto"
+    model: str = "auto"  # a folder of `saltus train mtpc`; auto: heads shipped for the target, or its own (EvaByte)
     num_draft_tokens: int = 16  # of a path, at most; never more than the heads' window
     top_k: int = 3  # tokens offered after each path, at most
     min_probability: float = 0.1  # under `reject`, stop where the product of the drafts' probabilities falls below this

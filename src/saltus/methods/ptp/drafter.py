@@ -43,9 +43,7 @@ class Ptp:
     student, which reads the text itself. A drafter also offers the next likely tokens of each position.
     """
 
-    model: str = (
-        "auto"  # a folder of `saltus train ptp`, or a published drafter's folder or hub id; auto: the shipped one
-    )
+    model: str = "auto"  # of `saltus train ptp`, or a published drafter's folder or hub id; auto: the shipped one
     num_draft_tokens: int = 8  # of a path, at most; never more than the model was trained for
     top_k: int = 3  # tokens offered for each position, at most
     max_nodes: int = MAX_NODES  # of a drafter's tree; more than --max-draft-tokens are never verified
