@@ -156,4 +156,4 @@ def test_a_result_is_written_without_matplotlib_and_a_note_says_how_to_have_figu
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     write_result(tmp_path / "step.json", {"complete": True}, step_plots.write_figures)
     assert json.loads((tmp_path / "step.json").read_text()) == {"complete": True}
-    assert 'step.json; for figures: pip install "saltus[bench]"' in capsys.readouterr().err
+    assert 'step.json; for figures: pip install ".[bench]" in the clone' in capsys.readouterr().err

@@ -594,7 +594,7 @@ def test_a_program_is_no_recipe(tmp_path):
 
 def test_training_without_tensorboard_names_the_package_to_install(recipe, folder, teacher, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    assert "pip install 'saltus[train]'" in complaint(*training(recipe, folder, teacher, tmp_path / "work"))
+    assert "pip install '.[train]'" in complaint(*training(recipe, folder, teacher, tmp_path / "work"))
 
 
 def test_the_help_s_examples_use_options_that_exist():

@@ -346,7 +346,7 @@ def _write(results: dict[str, Any], records: list[dict[str, Any]], folder: Path)
         write_figures(results, records, folder)
         (folder / "page.html").write_text(render_page(results, records), encoding="utf-8")
     except ModuleNotFoundError:
-        print_note(f'written: {folder / "results.json"}; for figures and the page: pip install "saltus[bench]"')
+        print_note(f'written: {folder / "results.json"}; for figures and the page: pip install ".[bench]" in the clone')
     else:
         print_note(f"written: {folder / 'page.html'}, results.json, records.jsonl and figures")
 

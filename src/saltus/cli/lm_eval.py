@@ -48,7 +48,7 @@ def lm_eval(
     text is decoded by the method; given answers are scored by the model alone,
     all answers to a question in one call where they fit.
 
-    It needs an extra: [bold]pip install "saltus\[lm-eval]"[/bold].
+    It needs an extra: [bold]pip install ".\[lm-eval]" in the clone[/bold].
     """
     from saltus.evaluation.benchmarks.lm_eval_model import model_class
 

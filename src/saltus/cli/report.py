@@ -51,7 +51,7 @@ def write_result(
     try:
         paths = write_figures(result, file.parent)
     except ModuleNotFoundError:
-        print_note(f'written: {file}; for figures: pip install "saltus[bench]"')
+        print_note(f'written: {file}; for figures: pip install ".[bench]" in the clone')
     else:
         print_note(f"written: {file}" + "".join(f", {path.name}" for path in paths if path.suffix == ".png"))
 

@@ -144,7 +144,7 @@ def serve(
         from saltus.server.hosts import allowed_hosts
     except ImportError as error:
         raise ValueError(
-            f"the server needs {error.name}, which is not installed; run: pip install 'saltus[serve]'"
+            f"the server needs {error.name}, which is not installed; run: pip install '.[serve]' in the clone"
         ) from error
     from saltus.cli.answers import print_note
 

@@ -13,7 +13,7 @@ def summary_writer() -> Callable[..., Any]:
     try:
         from torch.utils.tensorboard import SummaryWriter  # pyright: ignore[reportPrivateImportUsage]
     except ImportError:
-        raise ValueError("training needs tensorboard for its curves; pip install 'saltus[train]'") from None
+        raise ValueError("training needs tensorboard for its curves; pip install '.[train]' in the clone") from None
     return SummaryWriter
 
 

@@ -85,7 +85,7 @@ def matcher_class() -> Any:
     try:
         from llguidance import LLMatcher
     except ModuleNotFoundError:
-        raise ValueError('grammars need the package llguidance: pip install "saltus[serve]"') from None
+        raise ValueError('grammars need the package llguidance: pip install ".[serve]" in the clone') from None
     return LLMatcher
 
 

@@ -113,6 +113,6 @@ def _imported() -> tuple[Any, Any]:
         from ray import serve
     except ImportError as error:
         raise ValueError(
-            f"replicas need {error.name}, which is not installed; run: pip install 'saltus[serve,serve-ray]'"
+            f"replicas need {error.name}, which is not installed; run: pip install '.[serve,serve-ray]' in the clone"
         ) from error
     return ray, serve

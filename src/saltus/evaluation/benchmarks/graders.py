@@ -73,7 +73,7 @@ def _rouge_scorer() -> Any:
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
-        raise ValueError('ROUGE needs the package rouge-score; install it with: pip install "saltus[bench]"') from None
+        raise ValueError('ROUGE needs the package rouge-score; pip install ".[bench]" in the clone') from None
     return RougeScorer(list(ROUGE_TYPES), use_stemmer=True)
 
 
@@ -86,7 +86,7 @@ def _math_grader() -> Grader:
         return Grader("exact answer", math_answer)
     note = (
         "math-verify is not installed: answers are compared as normalised text, so that some right ones count as wrong;"
-        ' pip install "saltus[bench]" compares their values'
+        ' pip install ".[bench]" in the clone compares their values'
     )
     return Grader("exact answer as text", math_answer, note)
 

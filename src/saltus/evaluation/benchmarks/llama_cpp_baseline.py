@@ -42,7 +42,7 @@ class LlamaCppBaseline:
 
     def __post_init__(self) -> None:
         if not llama_cpp_is_installed():
-            raise ValueError('baseline llama-cpp needs llama-cpp-python: pip install "saltus[llama-cpp]"')
+            raise ValueError('baseline llama-cpp needs llama-cpp-python: pip install ".[llama-cpp]" in the clone')
         folder = resolve(self.engine.target.name)
         if not (folder / INDEX_FILE).is_file():
             raise ValueError(f"baseline llama-cpp decodes GGUF files, and {self.engine.target.name} is none; name one")

@@ -33,7 +33,7 @@ def model_class() -> type[Any]:
         from lm_eval.api.registry import register_model
     except ModuleNotFoundError as error:
         raise ValueError(
-            f'lm-eval needs {error.name}, which is not installed; pip install "saltus[lm-eval]"'
+            f'lm-eval needs {error.name}, which is not installed; pip install ".[lm-eval]" in the clone'
         ) from error
     return register_model(MODEL_NAME)(type("SaltusLM", (SaltusLMBase, TemplateLM), {"__doc__": SaltusLMBase.__doc__}))
 

@@ -241,7 +241,7 @@ def _load_dataset(suite: Suite, source: str) -> Iterator[tuple[str, Any]]:
         import datasets
     except ModuleNotFoundError:
         raise ValueError(
-            f'suite {suite.name} comes as a data set: pip install "saltus[bench]", or give a file, {suite.name}:FILE'
+            f'suite {suite.name} is a data set: pip install ".[bench]" in the clone, or give a file, {suite.name}:FILE'
         ) from None
     datasets.disable_progress_bars()
     try:

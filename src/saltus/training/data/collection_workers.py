@@ -89,7 +89,7 @@ def collect_with_ray(
         import ray.data
         from ray.exceptions import RayError
     except ImportError:
-        raise ValueError("Ray is missing; pip install 'saltus[ray]', or leave --ray out") from None
+        raise ValueError("Ray is missing; pip install '.[ray]' in the clone, or leave --ray out") from None
     for logger in ("ray", "ray.data"):
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     started = not ray.is_initialized()
