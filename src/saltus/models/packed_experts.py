@@ -55,7 +55,7 @@ def packed_experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor
         inner = _linear(self, "gate_up_proj" if self.has_gate else "up_proj", expert, hidden_states[rows])
         inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
         outputs = _linear(self, "down_proj", expert, inner)
-        if self.has_post_expert_norm:
+        if getattr(self, "has_post_expert_norm", False):  # releases before it have no experts with one
             outputs = self.post_expert_norm(outputs)
         total.index_add_(0, rows, (outputs * top_k_weights[rows, places, None]).to(total.dtype))
     return total

@@ -45,7 +45,7 @@ def gpu_experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, t
 
     inner = product(first, hidden_states.contiguous())
     outputs = product("down_proj", (self._apply_gate(inner) if self.has_gate else self.act_fn(inner)).contiguous())
-    if self.has_post_expert_norm:
+    if getattr(self, "has_post_expert_norm", False):  # releases before it have no experts with one
         outputs = self.post_expert_norm(outputs)
     return sum_experts(outputs, top_k_weights)
 
