@@ -3,11 +3,16 @@
     python tests/compiled_kernels.py CAPABILITY…    # such as 80 90
 
 Launches compile in place of running, so that calls on the CPU reach all of them; what they compute is memory as it was.
-Prints a line for each binary. Exits with an error where Triton or ptxas refuses one.
+Prints a line for each binary. Exits with an error where Triton or ptxas refuses one, and where a register is written to
+while a product of a warp group may still read it.
 """
 
+import re
+import subprocess
 import sys
+import tempfile
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,7 +69,51 @@ class Compiler:
             made = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
             self.binaries[key] = made
             assert made.metadata.shared <= SHARED_MEMORY[self.capability], "more shared memory than there is"
+            early = early_writes(machine_code(made.asm["cubin"])) if self.capability == 90 else []
+            assert not early, f"{key[0]} writes to registers that a product reads: {early[0]}"
             print(self.capability, key[0], f"{made.metadata.shared:,} bytes of shared memory", flush=True)
+
+
+def machine_code(binary: bytes) -> list[str]:
+    """The instructions and labels of a binary."""
+    program = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        listing = subprocess.run([program, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    lines = (re.search(r"^\.(L_x_\d+):|/\*[0-9a-f]{4,}\*/ +(.*?) +;", line) for line in listing.splitlines())
+    return [found[1] or found[2] for found in lines if found]
+
+
+def early_writes(lines: list[str]) -> list[tuple[str, str]]:
+    """Products whose left operand lies in registers, and what writes to these before the next wait, around loops, too.
+
+    Reading them after that is undefined (PTX, wgmma.wait_group); triton#9433 and old releases of ptxas do it.
+    """
+    found, labels = [], {line: number for number, line in enumerate(lines) if line.startswith("L_x_")}
+    for end, line in enumerate(lines):
+        jump = re.search(r"BRA `\(\.(L_x_\d+)\)", line)
+        if not jump or labels.get(jump[1], end) >= end:
+            continue
+        loop = lines[labels[jump[1]] : end + 1]
+        for start, product in enumerate(loop):
+            operands = re.match(r"HGMMA\S* +R\d+, R(\d+), gdesc", product)
+            read = set(range(int(operands[1]), int(operands[1]) + 4)) if operands else set()
+            for after in loop[start + 1 :] + loop[:start]:
+                if not read or "WARPGROUP.DEPBAR" in after:
+                    break
+                if read & written_registers(after):
+                    found.append((product, after))
+    return found
+
+
+def written_registers(instruction: str) -> set[int]:
+    """The registers of an instruction's result; none of stores and of products, which wait for each other."""
+    parts = re.match(r"(?:@!?U?P\w+ +)?(\S+) +(?:P\d+, )?R(\d+)(?:\.reuse)?(?:,|$)", instruction)
+    if not parts or parts[1].startswith(("ST", "RED", "HGMMA", "LDGSTS", "BAR")):
+        return set()
+    wide = 4 if ".128" in parts[1] or ".M88.4" in parts[1] else 2 if ".64" in parts[1] or ".WIDE" in parts[1] else 1
+    return set(range(int(parts[2]), int(parts[2]) + wide))
 
 
 def decode(
@@ -106,7 +155,8 @@ def multiply_packed() -> None:
 def multiply_by_experts() -> None:
     """The experts of a row and of many, as they lie in a model, transposed and packed."""
     for rows in (1, 128):
-        picks, weights = route(torch.zeros(rows, 8, dtype=torch.bfloat16), 4, is_normalized=True)
+        slots, parts = torch.zeros(rows, dtype=torch.int64), torch.zeros(2, rows, 8)
+        picks, weights = route(parts, torch.bfloat16, 4, True, slots, 256)
         pairs, x = SortedPairs.of(picks, 8), torch.zeros(rows, 256, dtype=torch.bfloat16)
         stack = torch.zeros(8, 192, 256, dtype=torch.bfloat16)
         outputs = expert_product(x, stack, pairs)

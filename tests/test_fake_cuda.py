@@ -33,7 +33,11 @@ from saltus.server.engine_thread import EngineThread
 from saltus.server.served_request import Limits, serve_text
 
 pytest.importorskip("triton")
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unchecked")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("unchecked"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device"),
+]
 PROMPTS = ["the cat sat on the mat and the cat sat on", "one two one two"]
 OWN_KERNELS = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
                "head_dim": 32}  # fmt: skip

@@ -81,6 +81,8 @@ def time_call(args: argparse.Namespace, model: str, shape: CallShape, graph: boo
         prefill = network.forward(batch, kv_caches)[0].seconds
         for _ in range(2):  # captures a graph
             network.forward(batch, kv_caches)
+        if graph and args.device.startswith("cuda"):
+            require_graphs(runner)
         seconds = [network.forward(batch, kv_caches)[0].seconds for _ in range(ROUNDS)]
     demand = count_demand(network.model)
     return {

@@ -64,6 +64,20 @@ def test_a_product_is_right_and_its_rows_do_not_depend_on_their_number(format):
         assert torch.equal(linear_kernels.linear_parts(x, [weight], blocks, rows), whole[:, :rows])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", LAYOUTS, ids=lambda format: format.name)
+def test_large_products_are_those_of_expanded_weights_every_time(format):
+    """A warp group's product reads its registers late: what is written to them too early shows in large tiles only."""
+    weight, _ = packed(format, 4096, 4096)
+    x = torch.randn(256, 4096, generator=torch.Generator().manual_seed(1)).to(DEVICE, DTYPE)
+    expected = linear_kernels.product(x, weight.dequantize(), 256).float()
+    first = linear_kernels.product(x, weight, 256)
+    assert (first.float() - expected).norm() < 1e-3 * expected.norm()
+    for rows in (256, 128, 64, 16):
+        for _ in range(20):
+            assert torch.equal(linear_kernels.product(x[:rows], weight, rows), first[:rows])
+
+
 def test_weights_of_several_formats_share_a_product():
     several = [packed(Q.Q4_K, 64, 256, 0), packed(Q.Q4_K, 128, 256, 1), packed(Q.Q6_K, 64, 256, 2)]
     dense = torch.randn(32, 256, generator=torch.Generator().manual_seed(3))

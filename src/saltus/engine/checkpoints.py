@@ -170,8 +170,6 @@ def load_model(
         made: Any = load_gguf_model(folder, kind, weights == "file", own_classes, _of_packed(arithmetic, device))
         if device != "cpu":
             made = move_to_gpu(made, device)
-            if hasattr(made, "set_experts_implementation"):  # of Transformers
-                made.set_experts_implementation(experts_implementation(made))
         made.checkpoint_folder = folder  # where heads for multi-token prediction are found
         return made
     check_size(folder)
@@ -256,7 +254,7 @@ def make_network(model: Any, name: str, exact: bool = True, max_draft_tokens: in
     if getattr(model.config, ANY_SUBSET, None):
         return AnySubsetNetwork(model, exact)
     if isinstance(model, PackedDecoder):
-        return CausalNetwork(model)
+        return CausalNetwork(model, exact, FixedShapeSettings.for_max_draft_tokens(max_draft_tokens))
     if model.config.model_type == "xlnet":
         return XlnetNetwork(model, exact)
     vocab = model.get_output_embeddings().weight.shape[0]

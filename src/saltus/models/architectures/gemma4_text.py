@@ -48,9 +48,9 @@ def attention(config: Any, number: int) -> dict[str, Any]:
     }  # fmt: skip
     if getattr(config, "attention_k_eq_v", False) and kind != "sliding_attention":
         found["value"] = None
-    if config.kv_sharing_modes[number] == "reuse":
-        stored = [each for each in range(number) if config.kv_sharing_modes[each] == "store"]
-        shared = max(each for each in stored if config.layer_types[each] == kind)
+    own_layers = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    if number >= own_layers:
+        shared = max(each for each in range(own_layers) if config.layer_types[each] == kind)
         found |= {"key": None, "value": None, "key_norm": None, "value_norm": None, "shares": shared}
     return found
 

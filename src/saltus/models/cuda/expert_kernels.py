@@ -39,7 +39,8 @@ class SortedPairs(NamedTuple):
         pairs = experts.numel()
         order = torch.zeros(pairs, dtype=torch.int32, device=experts.device)
         starts = torch.empty(count + 1, dtype=torch.int32, device=experts.device)
-        _sort_pairs[(count,)](experts.contiguous(), order, starts, pairs, EXPERTS=count, BLOCK=SCANNED, num_warps=4)
+        block = min(SCANNED, power_of_two(pairs))
+        _sort_pairs[(count,)](experts.contiguous(), order, starts, pairs, EXPERTS=count, BLOCK=block, num_warps=4)
         return cls(order, starts, experts.shape[1], min(MAX_TILE_ROWS, tile_rows(len(experts))))
 
 
@@ -116,19 +117,25 @@ def _packed_expert_linear(
         tl.store(to, sums.to(out.dtype.element_ty), mask=exists[None, :])
 
 
-@kernel()
+@kernel("num_rows", "first_slot")
 def _route(
-    logits, picks, weights,
-    EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, NORMALIZED: tl.constexpr,
+    parts, kv_slots, picks, weights, num_rows, first_slot,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
+    NORMALIZED: tl.constexpr, BFLOAT16: tl.constexpr,
 ):  # fmt: skip
     """The experts of one row and their weights; see `route`."""
     row, at, slot = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED), tl.arange(0, SLOTS)
-    inside = at < EXPERTS
-    logit = tl.load(logits + row * EXPERTS + at, mask=inside, other=float("-inf")).to(tl.float32)
+    source, inside = tl.where(tl.load(kv_slots + row) < first_slot, 0, row), at < EXPERTS
+    logit = tl.load(parts + source * EXPERTS + at, mask=inside, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        logit += tl.load(parts + (part * num_rows + source) * EXPERTS + at, mask=inside, other=0.0)
+    if BFLOAT16:
+        logit = logit.to(tl.bfloat16).to(tl.float32)
+    logit = tl.where(inside, logit, float("-inf"))
     exponentials = tl.exp(logit - tl.max(logit, 0))
     total = tl.sum(exponentials, 0)
     chosen, values = tl.zeros((SLOTS,), dtype=tl.int32), tl.zeros((SLOTS,), dtype=tl.float32)
-    left = tl.where(inside, logit, float("-inf"))
+    left = logit
     for each in tl.static_range(TOP_K):
         best = tl.argmax(left, 0)
         value = tl.sum(tl.where(at == best, exponentials, 0.0), 0) / total
@@ -179,16 +186,21 @@ def expert_product(x: Tensor, stack: Tensor, pairs: SortedPairs, is_transposed: 
     return out
 
 
-def route(logits: Tensor, top_k: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
-    """The experts [rows, top_k] of the greatest logits [rows, experts], of equal ones the first, and their weights.
+def route(
+    parts: Tensor, dtype: torch.dtype, top_k: int, is_normalized: bool, kv_slots: Tensor, first_slot: int
+) -> tuple[Tensor, Tensor]:
+    """The experts [rows, top_k] of the greatest logits, of equal ones the first, and their weights.
 
-    Weights, float32, are those of the softmax over all experts, divided by the sum of the chosen ones if normalised.
+    Logits are the sums of `parts` [parts, rows, experts], rounded to `dtype`. Weights, float32, are those of the softmax
+    over all experts, divided by the sum of the chosen ones if normalised. Padding, whose slots are before `first_slot`,
+    goes where row 0 goes, so that no expert is read for it alone.
     """
-    (rows, experts), shape = logits.shape, (len(logits), top_k)
-    picks, weights = logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=torch.float32)
+    (num_parts, rows, experts), shape = parts.shape, (parts.shape[1], top_k)
+    picks, weights = parts.new_empty(shape, dtype=torch.int64), parts.new_empty(shape)
     _route[(rows,)](
-        logits, picks, weights, EXPERTS=experts, PADDED=power_of_two(experts), TOP_K=top_k,
-        SLOTS=power_of_two(top_k), NORMALIZED=is_normalized, num_warps=4,
+        parts, kv_slots, picks, weights, rows, first_slot, EXPERTS=experts, PADDED=power_of_two(experts),
+        PARTS=num_parts, TOP_K=top_k, SLOTS=power_of_two(top_k), NORMALIZED=is_normalized,
+        BFLOAT16=dtype == torch.bfloat16, num_warps=1,
     )  # fmt: skip
     return picks, weights
 

@@ -79,10 +79,11 @@ class _MLP:
         down = mlp.down_proj.weight.detach()
         return cls(feeding, [down], blocks_of(feeding[0], parts=False), blocks_of(down))
 
-    def parts(self, x: Tensor, rows: int) -> Tensor:
-        """[parts, rows, hidden], float32, of x [padded rows, hidden]."""
+    def parts(self, x: Tensor, inputs: StaticInputs, first_slot: int) -> Tensor:
+        """[parts, rows, hidden], float32, of x [padded rows, hidden]; as that of Mixture."""
         from saltus.models.cuda import linear_kernels
 
+        rows = inputs.shape.num_rows
         active = x.new_empty(len(x), self.down[0].shape[1])
         linear_kernels.gate_and_up(x, self.gate_and_up, active, self.gate_blocks, rows)
         return linear_kernels.linear_parts(active, self.down, self.down_blocks, rows)
@@ -205,7 +206,7 @@ class GPUDecoder:
             )  # fmt: skip
             parts = linear_kernels.linear_parts(attended.flatten(1), layer.o, self.o_blocks, rows)
             row_kernels.add_and_norm(parts, hidden, layer.post_norm, x, rows)
-            parts = layer.mlp.parts(x, rows)
+            parts = layer.mlp.parts(x, inputs, pool.page_size)
         row_kernels.add_and_norm(parts, hidden, self.base.norm, x, rows)
         if len(self.layers) in hidden_state_layers:
             collected.append(hidden[:rows].clone())

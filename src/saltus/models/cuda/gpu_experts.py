@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.kernel_support import has_kernels
 from saltus.models.packed_experts import expert_stacks, is_llama4
 
@@ -72,12 +73,17 @@ class Mixture:
         router, first, last = (each.detach() for each in (gate.weight, experts.gate_up_proj, experts.down_proj))
         return cls(router, first, last, gate.top_k, getattr(gate, "norm_topk_prob", True))
 
-    def parts(self, x: Tensor, rows: int) -> Tensor:
-        """[1, rows, hidden], float32, of x [padded rows, hidden]: the sum of each row's experts."""
-        from saltus.models.cuda.expert_kernels import SortedPairs, expert_product, route, sum_experts
-        from saltus.models.cuda.linear_kernels import activate, product
+    def parts(self, x: Tensor, inputs: StaticInputs, first_slot: int) -> Tensor:
+        """[1, rows, hidden], float32, of x [padded rows, hidden]: the sum of each row's experts.
 
-        picks, weights = route(product(x, self.router, rows), self.top_k, self.is_normalized)
+        Rows whose slots are before `first_slot` are padding.
+        """
+        from saltus.models.cuda.expert_kernels import SortedPairs, expert_product, route, sum_experts
+        from saltus.models.cuda.linear_kernels import activate, blocks_of, linear_parts
+
+        rows = inputs.shape.num_rows
+        logits = linear_parts(x, [self.router], blocks_of(self.router), rows)
+        picks, weights = route(logits, x.dtype, self.top_k, self.is_normalized, inputs.slots, first_slot)
         pairs = SortedPairs.of(picks, len(self.router))
         both = expert_product(x[:rows], self.gate_and_up, pairs)
         active = both.new_empty(len(both), self.down.shape[2])

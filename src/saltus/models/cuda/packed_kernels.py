@@ -131,14 +131,30 @@ def packed_sums(
         weight = _less(first, ZERO) * scale
         if MINIMUMS:
             weight += minimum
-        sums = tl.dot(weight.to(dtype), _rows(inputs + step * STEP, exists, MASKED), sums, input_precision="ieee")
+        row = _rows(inputs + step * STEP, exists, MASKED)
+        sums = tl.dot(_moved(weight.to(dtype)), row, sums, input_precision="ieee")
         scale, minimum = _scales(word, second_word, whole, upper, 1, unit, OF_256, MINIMUMS, HALVES, BFLOAT16)
         weight = _less(second, ZERO * unit) * scale
         if MINIMUMS:
             weight += minimum
         row = _rows(inputs + step * STEP + LANES, exists, MASKED)
-        sums = tl.dot(weight.to(dtype), row, sums, input_precision="ieee")
+        sums = tl.dot(_moved(weight.to(dtype)), row, sums, input_precision="ieee")
     return sums
+
+
+@device_function
+def _moved(weight):
+    """The same numbers, of 16 bits, in registers that nothing else is written to while a product reads them.
+
+    Products of a warp group read registers after later instructions have begun. Triton 3.6 lets the next step write to
+    those of the last product (triton#9433); it does not where assembly stands between.
+    """
+    if weight.dtype.primitive_bitwidth == 16:
+        moved = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [weight], dtype=weight.dtype, is_pure=False, pack=2
+        )
+        return moved
+    return weight
 
 
 @device_function
