@@ -90,7 +90,7 @@ WEIGHT = {"format": 0, "shape": [1], "offset": 0, "size": 4}
 
 
 def test_llama_cpp_decodes_the_same_file_and_its_calls_are_single_tokens(engine, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"pip install \"saltus\[llama-cpp\]\"|is none; name one"):
+    with pytest.raises(ValueError, match=r"pip install \"\.\[llama-cpp\]\"|is none; name one"):
         baselines_under_test(["llama-cpp"], engine, None)
     monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=FakeLlama, __spec__=object()))
     with pytest.raises(ValueError, match="decodes GGUF files"):

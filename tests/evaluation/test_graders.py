@@ -189,7 +189,7 @@ def test_rouge_without_its_package_tells_the_cure(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(graders, "_rouge_scorer", graders._rouge_scorer.__wrapped__)
     for name in ("rouge_score", "rouge_score.rouge_scorer"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ValueError, match=r'pip install "saltus\[bench\]"'):
+    with pytest.raises(ValueError, match=r'pip install "\.\[bench\]"'):
         graders.rouge({"reference": "a"}, "a")
 
 

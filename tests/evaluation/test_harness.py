@@ -381,7 +381,7 @@ def test_without_the_package_it_says_what_to_install(monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "lm_eval"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(ValueError, match=r'which is not installed; pip install "saltus\[lm-eval\]"$'):
+    with pytest.raises(ValueError, match=r'which is not installed; pip install "\.\[lm-eval\]" in the clone$'):
         model_class.__wrapped__()
 
 

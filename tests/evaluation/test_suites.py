@@ -149,5 +149,5 @@ def test_a_data_set_that_cannot_be_had_is_told_in_a_line(monkeypatch):
     with pytest.raises(ValueError, match=r"cannot be had \(no route\); give a file: --suite gsm8k:FILE"):
         load_tasks("gsm8k")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r'pip install "saltus\[bench\]"'):
+    with pytest.raises(ValueError, match=r'pip install "\.\[bench\]"'):
         load_tasks("gsm8k")
