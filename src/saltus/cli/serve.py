@@ -84,7 +84,8 @@ def serve(
         _server_option(
             "--learn-share",
             metavar="X",
-            help="With --learn: most of the time that training takes while texts are decoded. Default: 0.08; 0: none.",
+            help="With --learn: share of the time that training may take while texts are decoded. Default: 0.08;"
+            " 0: idle time only.",
         ),
     ] = None,
     learn_reset: Annotated[

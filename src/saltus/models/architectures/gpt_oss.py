@@ -27,8 +27,9 @@ def describe(config: Any) -> DecoderDescription:
         sinks = f"{path}.self_attn.sinks"
         experts = Experts(
             f"{path}.mlp.router", f"{path}.mlp.experts", config.num_experts_per_tok, activation="clamped_swiglu",
-            is_normalized=True, is_transposed=True, gate_up_interleaved=True, limit=getattr(config, "swiglu_limit", 7.0),
-            alpha=getattr(config, "swiglu_alpha", 1.702),  # constants of older releases of Transformers
+            is_normalized=True, is_transposed=True, gate_up_interleaved=True,
+            limit=getattr(config, "swiglu_limit", 7.0),  # constants of older releases of Transformers
+            alpha=getattr(config, "swiglu_alpha", 1.702),
         )  # fmt: skip
         mixer = llama_attention(config, layer, angles=Angles(layout="once"), sinks=sinks)
         layers.append(llama_layer(config, layer, mixer=mixer, mlp=experts))

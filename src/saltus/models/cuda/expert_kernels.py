@@ -191,9 +191,9 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """The experts [rows, top_k] of the greatest logits, of equal ones the first, and their weights.
 
-    Logits are the sums of `parts` [parts, rows, experts], rounded to `dtype`. Weights, float32, are those of the softmax
-    over all experts, divided by the sum of the chosen ones if normalised. Padding, whose slots are before `first_slot`,
-    goes where row 0 goes, so that no expert is read for it alone.
+    Logits are the sums of `parts` [parts, rows, experts], rounded to `dtype`. Weights, float32, are those of the
+    softmax over all experts, divided by the sum of the chosen ones if normalised. Padding, whose slots are before
+    `first_slot`, goes where row 0 goes, so that no expert is read for it alone.
     """
     (num_parts, rows, experts), shape = parts.shape, (parts.shape[1], top_k)
     picks, weights = parts.new_empty(shape, dtype=torch.int64), parts.new_empty(shape)

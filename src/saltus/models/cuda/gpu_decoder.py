@@ -1,6 +1,6 @@
 """Run Llama-type decoders on a GPU by our own kernels, nine a layer, whose rows round alike in calls of any size.
 
-A layer may have a mixture of experts in place of its MLP, which takes three kernels more.
+A layer may have a mixture of experts in place of its MLP, which takes five kernels more.
 """
 
 from __future__ import annotations

@@ -38,10 +38,8 @@ def gpu_experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, t
     pairs = SortedPairs.of(top_k_index, len(getattr(self, first)))
 
     def product(name: str, x: Tensor) -> Tensor:
-        out, biases = (
-            expert_product(x, getattr(self, name), pairs, self.is_transposed),
-            getattr(self, f"{name}_bias", None),
-        )
+        out = expert_product(x, getattr(self, name), pairs, self.is_transposed)
+        biases = getattr(self, f"{name}_bias", None)
         return out if biases is None else out + biases[top_k_index.flatten()]
 
     inner = product(first, hidden_states.contiguous())
