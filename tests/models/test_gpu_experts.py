@@ -79,13 +79,21 @@ def test_stacks_of_outputs_that_fill_no_tile_are_not_packed():
     assert not can_pack(packed)
 
 
-@pytest.mark.parametrize("normalised", [False, True])
-def test_rows_are_routed_as_transformers_routes_them(normalised):
+@pytest.mark.parametrize(
+    ("normalised", "dtype"), [(False, torch.float32), (True, torch.float32), (True, torch.float16)]
+)
+def test_rows_are_routed_as_transformers_routes_them(normalised, dtype):
     parts = drawn(2, 7, 6).float()
     parts[:, 2, [1, 4]] = 5.0  # equal ones
     slots = torch.tensor([300, 301, 302, 303, 0, 1, 304], device=DEVICE)  # two rows of padding, which go with row 0
-    picks, weights = route(parts, torch.float32, 3, normalised, slots, 256)
-    expected = (parts[0] + parts[1])[[0, 1, 2, 3, 0, 0, 6]].softmax(-1).sort(dim=-1, descending=True, stable=True)
+    picks, weights = route(parts, dtype, 3, normalised, slots, 256)
+    expected = (
+        (parts[0] + parts[1])[[0, 1, 2, 3, 0, 0, 6]]
+        .to(dtype)
+        .float()
+        .softmax(-1)
+        .sort(dim=-1, descending=True, stable=True)
+    )
     values = expected.values[:, :3]
     assert torch.equal(picks, expected.indices[:, :3])
     torch.testing.assert_close(weights, values / values.sum(-1, keepdim=True) if normalised else values)

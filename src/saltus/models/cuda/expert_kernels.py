@@ -121,7 +121,7 @@ def _packed_expert_linear(
 def _route(
     parts, kv_slots, picks, weights, num_rows, first_slot,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
-    NORMALIZED: tl.constexpr, BFLOAT16: tl.constexpr,
+    NORMALIZED: tl.constexpr, BFLOAT16: tl.constexpr, FLOAT16: tl.constexpr,
 ):  # fmt: skip
     """The experts of one row and their weights; see `route`."""
     row, at, slot = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED), tl.arange(0, SLOTS)
@@ -131,6 +131,8 @@ def _route(
         logit += tl.load(parts + (part * num_rows + source) * EXPERTS + at, mask=inside, other=0.0)
     if BFLOAT16:
         logit = logit.to(tl.bfloat16).to(tl.float32)
+    if FLOAT16:
+        logit = logit.to(tl.float16).to(tl.float32)
     logit = tl.where(inside, logit, float("-inf"))
     exponentials = tl.exp(logit - tl.max(logit, 0))
     total = tl.sum(exponentials, 0)
@@ -200,7 +202,7 @@ def route(
     _route[(rows,)](
         parts, kv_slots, picks, weights, rows, first_slot, EXPERTS=experts, PADDED=power_of_two(experts),
         PARTS=num_parts, TOP_K=top_k, SLOTS=power_of_two(top_k), NORMALIZED=is_normalized,
-        BFLOAT16=dtype == torch.bfloat16, num_warps=1,
+        BFLOAT16=dtype == torch.bfloat16, FLOAT16=dtype == torch.float16, num_warps=1,
     )  # fmt: skip
     return picks, weights
 
