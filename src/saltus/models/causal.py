@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal
@@ -32,6 +32,7 @@ from saltus.models.cuda.gpu_decoder import GPUDecoder, supports_gpu_decoder
 from saltus.models.cuda.gpu_experts import gpu_experts_implementation
 from saltus.models.decoder_of import decoder_of
 from saltus.models.gated_lora import Adapter, Gate, StaticGate, gated_adapter
+from saltus.models.hidden_state_capture import HiddenStateCapture
 from saltus.models.long_rope import LongRope, find_long_rope
 from saltus.models.packed_decoder import PackedDecoder, transformers_model
 from saltus.models.packed_experts import experts_implementation
@@ -357,39 +358,9 @@ class CausalNetwork:
             if self.fixed_shape_runner is not None:
                 self.fixed_shape_runner.hidden_state_layers = self.hidden_state_layers
 
-    def _capture_hidden_states(self) -> _HiddenStateCapture:
+    def _capture_hidden_states(self) -> HiddenStateCapture:
         active_stream = getattr(self.model.config.get_text_config(), "altup_active_idx", None)
-        return _HiddenStateCapture(decoder_of(transformers_model(self.model)), self.hidden_state_layers, active_stream)
-
-
-class _HiddenStateCapture:
-    """While open, collects the states after chosen layers of a decoder, and its last states."""
-
-    def __init__(self, decoder: torch.nn.Module, layers: Sequence[int], active_stream: int | None) -> None:
-        self.decoder, self.layers, self.active_stream = decoder, layers, active_stream
-        self.hidden_states: list[torch.Tensor] = []
-
-    def __enter__(self) -> Callable[[], torch.Tensor]:
-        layers = _decoder_layers(self.decoder) if self.layers else ()
-        self.hooks = [layers[layer - 1].register_forward_hook(self._record) for layer in self.layers]
-        self.hooks.append(self.decoder.register_forward_hook(self._record))
-        return lambda: torch.cat(self.hidden_states, -1)[0] if self.layers else self.hidden_states[0][0]
-
-    def _record(self, module: Any, inputs: Any, out: Any) -> None:
-        out = getattr(out, "last_hidden_state", out)
-        out = out[0] if isinstance(out, tuple) else out
-        has_streams = self.active_stream is not None and out.ndim == 4  # [streams, batch, rows, hidden]
-        self.hidden_states.append(out[self.active_stream] if has_streams else out)
-
-    def __exit__(self, *_) -> None:
-        for hook in self.hooks:
-            hook.remove()
-
-
-def _decoder_layers(decoder: torch.nn.Module) -> torch.nn.ModuleList:
-    """The layers of a decoder: its longest list of modules."""
-    lists = [module for module in decoder.children() if isinstance(module, torch.nn.ModuleList)]
-    return max(lists, key=len)
+        return HiddenStateCapture(decoder_of(transformers_model(self.model)), self.hidden_state_layers, active_stream)
 
 
 def _prefill_and_tree_chunks(
