@@ -58,7 +58,7 @@ standard deviation of the model's token embeddings."""
 class Gate:
     """The query rows of a batched call and their conditioning. Queries with a token also have its embedding."""
 
-    rows: Int[Tensor, "gated"]
+    rows: Int[Tensor, "gated"] | None  # None: all of the call's rows, in order
     uniforms: Float[Tensor, "gated"]  # NaN: no uniform
     temperatures: Float[Tensor, "gated"]
     has_token: Bool[Tensor, "gated"] | None = None  # None: no row has a token
@@ -69,13 +69,13 @@ class Gate:
 
     def select(self, rows: Float[Tensor, "rows width"]) -> Float[Tensor, "gated width"]:
         """The rows that the adapter sees."""
-        return rows[self.rows]
+        return rows if self.rows is None else rows[self.rows]
 
     def replace(
         self, rows: Float[Tensor, "rows width"], changed: Float[Tensor, "gated width"]
     ) -> Float[Tensor, "rows width"]:
         """Put the changed rows back; all others are copied."""
-        return rows.index_copy(0, self.rows, changed)
+        return changed if self.rows is None else rows.index_copy(0, self.rows, changed)
 
 
 @dataclass(frozen=True)

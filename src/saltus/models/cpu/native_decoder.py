@@ -161,12 +161,14 @@ class NativeDecoder:
             return
         self.rows_are_gated = gate is not None
         self.gated_row_numbers = torch.full((num_rows,), -1, dtype=torch.int32)
+        gated = 0 if gate is None else len(gate.uniforms)
         if gate is not None:
-            self.gated_row_numbers[gate.rows] = torch.arange(len(gate.rows), dtype=torch.int32)
+            rows = slice(None) if gate.rows is None else gate.rows
+            self.gated_row_numbers[rows] = torch.arange(gated, dtype=torch.int32)
         for struct, _ in self.layers.products:
             adapted = gate is not None and struct.rank > 0
             struct.place = self.gated_row_numbers.data_ptr() if adapted else None
-            struct.gated = len(gate.rows) if adapted and gate is not None else 0
+            struct.gated = gated if adapted else 0
 
     def __call__(
         self,

@@ -22,7 +22,7 @@ from saltus.models.cpu import attention
 from saltus.models.decoder_of import decoder_of
 from saltus.models.gated_lora import Adapter, Gate, gated_adapter
 from saltus.models.recurrent_layers import recurrent_layer_types
-from saltus.training.data.window_packing import PackedBatch, pack_rows
+from saltus.training.data.window_packing import PackedBatch, pack_rows, slice_rows
 
 
 def prepare_model(model: Any) -> Any:
@@ -52,12 +52,14 @@ class PackedMemory:
 
     positions: Int[Tensor, "batch length"]  # of all rows
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    grows: bool = True  # False: rows from now on are not kept
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values of a layer so far, [batch, heads, rows, dim], the new ones included."""
         if layer in self.layers:
             key, value = (torch.cat(pair, 2) for pair in zip(self.layers[layer], (key, value), strict=True))
-        self.layers[layer] = key, value
+        if self.grows:
+            self.layers[layer] = key, value
         return key, value
 
 
@@ -98,6 +100,28 @@ def packed_logits(
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
+def query_logits(
+    model: Any,
+    packed: PackedBatch,
+    row_indices: Int[Tensor, "kept"],
+    adapter: Adapter,
+    temperatures: Float[Tensor, "batch windows"],
+    recompute: bool = False,
+) -> Float[Tensor, "kept vocab"]:
+    """`packed_logits` of queries alone, in less time and memory: the context is computed first, without gradients.
+
+    The gated adapter does not act on the context, so no gradient flows through its rows.
+    """
+    context, length = packed.context_length, packed.tokens.shape[1]
+    memory = PackedMemory(packed.positions)
+    with torch.no_grad():
+        packed_logits(model, slice_rows(packed, 0, context), row_indices[:0], memory=memory)
+    memory.grows = False  # a checkpointed layer is computed twice
+    queries = slice_rows(packed, context, length)
+    rows = row_indices // length * (length - context) + row_indices % length - context
+    return packed_logits(model, queries, rows, adapter, temperatures, recompute, memory)
+
+
 def packed_states(
     model: Any, inputs: Float[Tensor, "batch length hidden"], packed: PackedBatch, memory: PackedMemory
 ) -> Float[Tensor, "batch length hidden"]:
@@ -109,11 +133,11 @@ def packed_states(
 
 def query_gate(packed: PackedBatch, temperatures: Float[Tensor, "batch windows"]) -> Gate:
     """The query rows of all windows, with their uniforms and temperatures."""
-    batch, length = packed.tokens.shape
-    rows = torch.arange(batch * length, device=packed.tokens.device).view(batch, length)[:, packed.context_length :]
+    context = packed.context_length
     row_temperatures = temperatures.repeat(1, packed.window_size)  # rows are sorted by depth
-    tokens, uniforms = (part[:, packed.context_length :].flatten() for part in (packed.tokens, packed.uniforms))
-    return Gate(rows.flatten(), uniforms, row_temperatures.flatten(), tokens != NO_TOKEN)
+    tokens, uniforms = (part[:, context:].flatten() for part in (packed.tokens, packed.uniforms))
+    rows = torch.arange(packed.tokens.numel(), device=tokens.device).view(packed.tokens.shape)[:, context:].flatten()
+    return Gate(rows if context else None, uniforms, row_temperatures.flatten(), tokens != NO_TOKEN)
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ from saltus.methods.ptp.training.student_windows import choose_windows, window_l
 from saltus.methods.shared.adapter_files import load_initial_adapter, save_adapter
 from saltus.models.gated_lora import Adapter, EmbeddingInit, GatedLoraSettings, new_adapter
 from saltus.training import losses
-from saltus.training.data.packed_forward import pack_causal, packed_logits, prepare_model
+from saltus.training.data.packed_forward import pack_causal, packed_logits, prepare_model, query_logits
 from saltus.training.data.seeded_generator import ShareOfDraws, seeded_generator
 from saltus.training.data.uniform_intervals import Truncation, pick_tokens
 from saltus.training.data.window_dataset import Batch, Corpus, WindowDataset, WindowSettings
@@ -103,7 +103,7 @@ class AdapterTrainingTask(WindowTrainingTask):
         batch = self._with_uniforms(batch, step)
         packed, rows = self._pack(batch)
         with self._dropout(step), self._autocast():
-            logits = packed_logits(
+            logits = query_logits(
                 self.model, packed, rows[batch.loss_mask], self.module, batch.temperatures, self.recompute
             )
         depths = torch.arange(batch.targets.shape[-1], device=logits.device)
@@ -224,7 +224,7 @@ class AdapterTrainingTask(WindowTrainingTask):
         """
         packed, rows = self._pack(given)
         with self._autocast():
-            logits = packed_logits(self.model, packed, rows.flatten(), self.module, batch.temperatures)
+            logits = query_logits(self.model, packed, rows.flatten(), self.module, batch.temperatures)
         likeliest = logits.argmax(-1).view(rows.shape)
         if not self.predicts_distributions:
             return likeliest

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saltus.core.sampling import Coupling
 from saltus.models.gated_lora import Adapter
-from saltus.training.data.packed_forward import packed_logits
+from saltus.training.data.packed_forward import packed_logits, query_logits
 from saltus.training.data.uniform_intervals import Truncation, pick_tokens, sample_uniforms, uniform_intervals
 from saltus.training.data.window_dataset import Batch
 from saltus.training.data.window_packing import UniformConditioning, pack_windows, query_uniforms, valid_prefix
@@ -88,7 +88,7 @@ def _draft(
     )
     rows = torch.arange(packed.tokens.numel(), device=packed.tokens.device).view(packed.tokens.shape)
     rows = packed.queries_by_window(rows)
-    logits = packed_logits(model, packed, rows.flatten(), adapter, batch.temperatures).view(*rows.shape, -1)
+    logits = query_logits(model, packed, rows.flatten(), adapter, batch.temperatures).view(*rows.shape, -1)
     if form == "one-hot":
         return logits.argmax(-1)
     order: Coupling = "probability" if coupling == "gumbel" else coupling  # without uniforms any sample will do
