@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-from saltus.core.sampling import Coupling
+from saltus.core.picking import Coupling
 
 SIZES = {
     "small": [],

@@ -42,7 +42,8 @@ from saltus.core.canvas import HOLE, Canvas, infilling
 from saltus.core.distributions import TargetDistributions
 from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
-from saltus.core.sampling import Sampling, sample
+from saltus.core.picking import sample
+from saltus.core.sampling import Sampling
 from saltus.engine.infill_template import InfillLayout, InfillTemplate, tokenize_template
 from saltus.engine.request import Request
 from saltus.engine.scheduler import run_requests

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ptp_lab import SkippedTokens, Student, distillation_loss, draft_window, prepend_start_position
-from saltus.core.sampling import Coupling
+from saltus.core.picking import Coupling
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.uniform_intervals import pick_tokens, uniform_intervals
 from saltus.training.data.window_packing import UniformConditioning

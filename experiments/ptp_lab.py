@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import DynamicCache, GPT2Config, GPT2Model
 
-from saltus.core.sampling import Coupling
+from saltus.core.picking import Coupling
 from saltus.methods.ptp.network import MASKED_SCORE
 from saltus.models.uniform_embedding import UniformEmbedding
 from saltus.training import losses

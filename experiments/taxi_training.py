@@ -23,7 +23,7 @@ from ptp_lab import (
     sample_window_starts,
     verifier_logits,
 )
-from saltus.core.sampling import Coupling
+from saltus.core.picking import Coupling
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.uniform_intervals import uniform_intervals
 from saltus.training.data.window_packing import UniformConditioning, gather_windows, pack_windows, query_uniforms

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.special import ndtr
 
 import saltus
-from saltus.core.sampling import Coupling
+from saltus.core.picking import Coupling
 from saltus.loading.metadata import read_metadata
 from saltus.methods.ptp.files import load_drafter
 from saltus.methods.ptp.network import DraftModel

@@ -18,9 +18,10 @@ from saltus.core.control.controller import Controller
 from saltus.core.distributions import Step
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
+from saltus.core.picking import pick, probabilities
 from saltus.core.protocols import StopCondition
 from saltus.core.rules import Rule, match
-from saltus.core.sampling import Sampling, pick, probabilities, token_distribution
+from saltus.core.sampling import Sampling, token_distribution
 from saltus.core.speculate import speculate
 from saltus.methods import make_methods
 from saltus.methods.shared.hidden_state_drafter import MAX_UNREAD

@@ -18,7 +18,8 @@ from saltus.core.control.drafting_switch import DraftingSwitch
 from saltus.core.distributions import Step, TargetDistributions
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
-from saltus.core.sampling import Sampling, one_hot
+from saltus.core.picking import one_hot
+from saltus.core.sampling import Sampling
 from saltus.core.speculate import speculate
 from saltus.core.tree import Branch, Tree, grow_tree
 from saltus.methods.shared.hidden_state_drafter import MAX_UNREAD

@@ -22,15 +22,8 @@ from saltus.core.coupling import (
     pick_token,
 )
 from saltus.core.noise import GROUP_SIZE, GROUP_STRIDE, Noise, TokenNoise, groups_of
-from saltus.core.sampling import (
-    Distribution,
-    Sampling,
-    pick,
-    probabilities,
-    probability,
-    token_distribution,
-    uniform_interval,
-)
+from saltus.core.picking import Distribution, pick, probabilities, probability, uniform_interval
+from saltus.core.sampling import Sampling, token_distribution
 from saltus.kernels import native
 
 COUPLINGS = ["probability", "token-order", "gumbel"]

@@ -14,8 +14,9 @@ from saltus.core.coupling import pick_token
 from saltus.core.distributions import TargetDistributions
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
+from saltus.core.picking import Distribution, probabilities
 from saltus.core.rules import match, reject
-from saltus.core.sampling import Distribution, Sampling, probabilities
+from saltus.core.sampling import Sampling
 from saltus.testing import recording_noise, toy_decoding, toy_network
 
 VOCAB = 4

@@ -22,21 +22,18 @@ from transformers.generation.logits_process import (
 
 from saltus.core.candidates import NUM_CANDIDATES, Candidates, truncated_distribution
 from saltus.core.noise import Noise
-from saltus.core.sampling import (
+from saltus.core.picking import (
     BLOCK,
     Distribution,
-    Sampling,
-    greedy_tokens,
-    log_probability,
     one_hot,
     pick,
     probabilities,
     probability,
     residual,
     sample,
-    token_distribution,
     uniform_interval,
 )
+from saltus.core.sampling import Sampling, greedy_tokens, log_probability, token_distribution
 
 ALMOST_ONE = math.nextafter(1, 0)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

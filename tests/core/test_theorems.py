@@ -6,7 +6,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from saltus.core.sampling import Distribution, Sampling, pick, probabilities, token_distribution, uniform_interval
+from saltus.core.picking import Distribution, pick, probabilities, uniform_interval
+from saltus.core.sampling import Sampling, token_distribution
 from saltus.testing import text_probabilities, toy_network
 
 VOCAB, LENGTH, PROMPT = 4, 3, [2, 1]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
-from saltus.core.sampling import one_hot
+from saltus.core.picking import one_hot
 from saltus.core.tree import Branch, Tree, grow_tree
 
 chances = st.sampled_from([0.05, 0.2, 0.5, 0.8, 0.9, 1.0])

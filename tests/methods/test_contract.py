@@ -15,8 +15,9 @@ from saltus.core.control.controller import Controller
 from saltus.core.coupling import pick_token
 from saltus.core.distributions import TargetDistributions
 from saltus.core.forward import ForwardInputs
+from saltus.core.picking import Distribution, one_hot, probability, residual
 from saltus.core.rules import match, reject
-from saltus.core.sampling import Distribution, Sampling, one_hot, probability, residual
+from saltus.core.sampling import Sampling
 from saltus.core.tree import Tree
 from saltus.methods import available_methods
 from saltus.testing import ToyDecoding, ToyNetwork, text_probabilities, toy_decoding, toy_network

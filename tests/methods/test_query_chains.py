@@ -19,8 +19,9 @@ from saltus.core.control.controller import Controller
 from saltus.core.distributions import TargetDistributions
 from saltus.core.forward import NO_TOKEN, ForwardInputs, ForwardOutputs, NodeKind
 from saltus.core.noise import Noise
+from saltus.core.picking import pick, probabilities, uniform_interval
 from saltus.core.rules import match, reject
-from saltus.core.sampling import Sampling, pick, probabilities, token_distribution, uniform_interval
+from saltus.core.sampling import Sampling, token_distribution
 from saltus.core.speculate import speculate
 from saltus.evaluation.benchmarks.call_recorder import CallRecorder, tokens_decided_by_call, verification_problems
 from saltus.methods.ptp.drafter import AdapterPtp, Ptp

@@ -5,8 +5,9 @@ import pytest
 
 from saltus import testing
 from saltus.core.control.controller import Controller
+from saltus.core.picking import probabilities
 from saltus.core.rules import match, reject
-from saltus.core.sampling import Sampling, probabilities
+from saltus.core.sampling import Sampling
 from saltus.methods.small_model import SmallModel
 from saltus.testing import recording_noise, toy_decoding, toy_drafter, toy_network
 

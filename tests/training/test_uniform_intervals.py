@@ -7,7 +7,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ptp_lab import SkippedTokens
-from saltus.core.sampling import Sampling, pick, probability, token_distribution, uniform_interval
+from saltus.core.picking import pick, probability, uniform_interval
+from saltus.core.sampling import Sampling, token_distribution
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.uniform_intervals import (
     UniformIntervals,

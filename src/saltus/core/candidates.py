@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from saltus.core.sampling import Distribution, Sampling
+from saltus.core.picking import Distribution
+from saltus.core.sampling import Sampling
 from saltus.core.truncation import gaps_above_min_p, rounding_of_mass, top_k, top_p
 
 NUM_CANDIDATES = 128  # of a row

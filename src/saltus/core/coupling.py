@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from saltus.core.noise import GROUP_SIZE, GROUP_STRIDE, Noise, TokenNoise, first_tokens, groups_of
-from saltus.core.sampling import Distribution, pick, probability
+from saltus.core.picking import Distribution, pick, probability
 from saltus.kernels import native
 
 SLACK = 1 - 2.0**-40  # of bounds, against rounding

@@ -15,14 +15,8 @@ from saltus.core.constraint import Constraint, restricted
 from saltus.core.coupling import draft_tokens, gumbel_max_token, pick_token
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
-from saltus.core.sampling import (
-    Distribution,
-    Sampling,
-    float_row,
-    greedy_tokens,
-    one_hot,
-    token_distribution,
-)
+from saltus.core.picking import Distribution, one_hot
+from saltus.core.sampling import Sampling, float_row, greedy_tokens, token_distribution
 
 
 @dataclass

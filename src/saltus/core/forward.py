@@ -15,7 +15,7 @@ from torch import Tensor
 from saltus.core.candidates import Candidates
 from saltus.core.canvas import Canvas
 from saltus.core.noise import Noise
-from saltus.core.sampling import Distribution
+from saltus.core.picking import Distribution
 
 NO_TOKEN = -1  # the token id of a node that has no token
 PLACEHOLDER_TOKEN = 0  # that a network reads in its place; its embedding is replaced by that of the query

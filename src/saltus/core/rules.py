@@ -10,7 +10,7 @@ from saltus.core.coupling import pick_token
 from saltus.core.distributions import TargetDistributions
 from saltus.core.forward import ForwardInputs
 from saltus.core.native_walk import followed_tokens
-from saltus.core.sampling import one_hot, probability, residual, sample
+from saltus.core.picking import one_hot, probability, residual, sample
 
 Rule = Callable[[ForwardInputs, TargetDistributions], tuple[np.ndarray, int]]
 """Returns the decided tokens (int64, at least one, at most all open ones) and the last accepted node (−1: none)."""

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 from jaxtyping import Float, Int
 
-from saltus.core.sampling import Distribution
+from saltus.core.picking import Distribution
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypedDict, TypeVar
 
-from saltus.core.sampling import Coupling
+from saltus.core.picking import Coupling
 from saltus.engine.grammar import Grammar
 from saltus.engine.infill_template import InfillLayout
 from saltus.engine.request import CallRecord, Request

@@ -31,7 +31,8 @@ from saltus import methods
 from saltus.core.control.acceptance import Acceptance
 from saltus.core.control.call_cost import CallCost
 from saltus.core.control.controller import Controller
-from saltus.core.sampling import DEFAULT_COUPLING, Coupling, Sampling
+from saltus.core.picking import DEFAULT_COUPLING, Coupling
+from saltus.core.sampling import Sampling
 from saltus.engine.checkpoints import Checkpoint, fills_holes, load_checkpoint, make_network
 from saltus.engine.decoder import Decoder, check_max_draft_tokens, check_rule, default_max_draft_tokens
 from saltus.engine.request import Request

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from saltus.core.sampling import Coupling
+from saltus.core.picking import Coupling
 from saltus.training.cached_state_task import CachedStateTask
 from saltus.training.data.hidden_states import Sample, collect_hidden_states, load_hidden_states
 from saltus.training.data.teacher_texts import read_teacher_texts

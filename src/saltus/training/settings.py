@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from saltus.core.sampling import Coupling
+from saltus.core.picking import Coupling
 from saltus.training.data.uniform_intervals import Truncation
 from saltus.training.data.window_dataset import WindowSettings
 from saltus.training.loop.training_loop import Schedule

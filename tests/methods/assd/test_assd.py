@@ -15,8 +15,9 @@ from saltus.core.canvas import HOLE, Canvas, infilling
 from saltus.core.control.controller import Controller
 from saltus.core.forward import NO_TOKEN, ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
+from saltus.core.picking import Distribution, one_hot, probabilities
 from saltus.core.rules import Rule, match, reject
-from saltus.core.sampling import Distribution, Sampling, one_hot, probabilities, token_distribution
+from saltus.core.sampling import Sampling, token_distribution
 from saltus.core.speculate import speculate
 from saltus.methods import make_methods
 from saltus.methods.assd.hole_paths import with_kernel

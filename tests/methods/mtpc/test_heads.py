@@ -21,8 +21,9 @@ from saltus.core.canvas import continuation
 from saltus.core.distributions import TargetDistributions
 from saltus.core.forward import NO_TOKEN, ForwardInputs, NodeKind
 from saltus.core.noise import Noise
+from saltus.core.picking import probabilities
 from saltus.core.rules import match, reject
-from saltus.core.sampling import Sampling, probabilities
+from saltus.core.sampling import Sampling
 from saltus.engine.target_drafters import load_drafter_for_target
 from saltus.methods.mtpc.drafter import Mtpc
 from saltus.methods.mtpc.drawn_window import DrawnWindow

@@ -12,7 +12,8 @@ import saltus
 from architectures import ONE_PER_FEATURE, RECURRENT, text, tiny
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
-from saltus.core.sampling import Sampling, pick, token_distribution
+from saltus.core.picking import pick
+from saltus.core.sampling import Sampling, token_distribution
 from saltus.engine.target_drafters import load_drafter_for_target
 from saltus.loading.metadata import read_metadata
 from saltus.loading.model_identity import model_fingerprint

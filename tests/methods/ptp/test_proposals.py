@@ -13,7 +13,8 @@ from test_uniform_intervals import logits, text_uniform_intervals
 
 import saltus
 from architectures import tiny
-from saltus.core.sampling import Sampling, token_distribution, uniform_interval
+from saltus.core.picking import uniform_interval
+from saltus.core.sampling import Sampling, token_distribution
 from saltus.loading.metadata import read_metadata
 from saltus.methods.ptp.training.own_uniforms import find_own_uniforms
 from saltus.methods.ptp.training.student_windows import choose_windows, window_logits, with_student_windows

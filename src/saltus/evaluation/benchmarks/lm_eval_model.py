@@ -79,7 +79,8 @@ class SaltusLMBase:
     ) -> None:
         super().__init__()
         from saltus.core.noise import Noise
-        from saltus.core.sampling import DEFAULT_COUPLING, Sampling
+        from saltus.core.picking import DEFAULT_COUPLING
+        from saltus.core.sampling import Sampling
         from saltus.engine.engine import Engine
         from saltus.engine.load import load
 

@@ -20,16 +20,10 @@ from saltus.core.coupling import draft_tokens
 from saltus.core.distributions import Step
 from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
+from saltus.core.picking import Distribution, probability, sample
 from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule, reject
-from saltus.core.sampling import (
-    Distribution,
-    Sampling,
-    log_probability,
-    probability,
-    sample,
-    token_distribution,
-)
+from saltus.core.sampling import Sampling, log_probability, token_distribution
 from saltus.core.tree import Branch, DraftNodes, Drafts, first_tokens
 from saltus.methods.assd.hole_predictions import AnySubsetOutputs, HoleLogits, HolePredictions
 from saltus.methods.shared.draft_tree import Chooser, Likeliest, SharedNoise, likely_paths

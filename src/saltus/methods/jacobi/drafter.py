@@ -12,9 +12,10 @@ from saltus.core.control.controller import Controller
 from saltus.core.distributions import Step
 from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
+from saltus.core.picking import probability
 from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule, reject
-from saltus.core.sampling import Sampling, most_likely, probability
+from saltus.core.sampling import Sampling, most_likely
 from saltus.core.tree import Branch
 from saltus.methods.jacobi.block_window import BlockWindow, FrozenBlocks, new_window
 from saltus.methods.jacobi.ngram_pool import NgramPool

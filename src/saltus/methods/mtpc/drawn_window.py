@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from saltus.core.forward import NO_TOKEN, ForwardInputs, ForwardOutputs, NodeKind
 from saltus.core.noise import Noise
-from saltus.core.sampling import Distribution, Sampling
+from saltus.core.picking import Distribution
+from saltus.core.sampling import Sampling
 from saltus.core.tree import Branch
 
 

@@ -15,7 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from saltus.core.forward import ForwardInputs, ForwardOutputs
-from saltus.core.sampling import Distribution, float_row
+from saltus.core.picking import Distribution
+from saltus.core.sampling import float_row
 from saltus.kernels import native
 from saltus.methods.mtpc.circuit_predictions import TINY, CircuitPredictions, StateDistributions
 from saltus.methods.mtpc.circuits import CircuitFilter

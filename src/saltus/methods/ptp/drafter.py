@@ -11,9 +11,10 @@ from torch import Tensor
 from saltus.core.canvas import Canvas
 from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
+from saltus.core.picking import Coupling
 from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule, match, reject
-from saltus.core.sampling import Coupling, Sampling
+from saltus.core.sampling import Sampling
 from saltus.methods.ptp.fused_drafter import FusedPtpDrafter
 from saltus.methods.shared.draft_tree import (
     MAX_NODES,

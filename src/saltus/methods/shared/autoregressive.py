@@ -12,8 +12,9 @@ from saltus.core.coupling import draft_tokens, largest, pick_token
 from saltus.core.distributions import TargetDistributions
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
+from saltus.core.picking import Distribution
 from saltus.core.rules import Rule, reject
-from saltus.core.sampling import Distribution, Sampling, float_row, most_likely
+from saltus.core.sampling import Sampling, float_row, most_likely
 from saltus.core.tree import Branch
 
 

@@ -14,9 +14,10 @@ from saltus.core.coupling import pick_token
 from saltus.core.distributions import Step, TargetDistributions
 from saltus.core.forward import NO_TOKEN, TARGET, ForwardInputs, ForwardOutputs, NodeKind
 from saltus.core.noise import Noise
+from saltus.core.picking import Coupling, Distribution, uniform_interval
 from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule, reject
-from saltus.core.sampling import Coupling, Distribution, Sampling, most_likely, uniform_interval
+from saltus.core.sampling import Sampling, most_likely
 from saltus.core.tree import Branch
 
 UniformConditioning = Literal["one-hot", "categorical", "independent"]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
-from saltus.core.sampling import Coupling
+from saltus.core.picking import Coupling
 from saltus.loading.model_identity import model_fingerprint
 from saltus.training.data.uniform_intervals import Truncation, uniform_intervals
 from saltus.training.loop.checkpoint import write_atomically

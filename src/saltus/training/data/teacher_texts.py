@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from saltus.core.distributions import Step
-from saltus.core.sampling import DEFAULT_COUPLING, Coupling, Sampling
+from saltus.core.picking import DEFAULT_COUPLING, Coupling
+from saltus.core.sampling import Sampling
 from saltus.engine.engine import Engine
 from saltus.engine.request import Request
 from saltus.engine.scheduler import run_requests

@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from saltus.core.sampling import LIKELY_THRESHOLD, Coupling, Sampling
+from saltus.core.picking import LIKELY_THRESHOLD, Coupling
+from saltus.core.sampling import Sampling
 
 INTERVAL_MARGIN = 2.0**-20  # of an interval, excluded at both ends, so that rounding cannot leave it
 ROWS_PER_CHUNK = 64  # distributions over a vocabulary in float64 at a time
@@ -59,7 +60,7 @@ def uniform_intervals(
     """[F_{t−1}, F_t) of every token, F being its row's cumulative probabilities in the coupling's order (PTP, Eq. 9).
 
     A token that truncation removes has no interval. It sums without sorting, so the last digits may differ from
-    `core.sampling.uniform_interval`.
+    `core.picking.uniform_interval`.
     """
     if coupling == "gumbel":
         none = torch.full(tokens.shape, torch.nan, dtype=torch.float64, device=logits.device)
@@ -91,7 +92,7 @@ def pick_tokens(
     temperature: float = 1.0,
     coupling: Coupling = "probability",
 ) -> Int[Tensor, "*shape"]:
-    """The first token whose cumulative probability exceeds u; `core.sampling.pick` for whole tensors.
+    """The first token whose cumulative probability exceeds u; `core.picking.pick` for whole tensors.
 
     PTP's Eq. 2 sums over the token ids 1…j, as the coupling `token-order` does; `probability` is an order of ours.
     """

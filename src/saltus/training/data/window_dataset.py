@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from saltus.core.noise import Noise
-from saltus.core.sampling import Coupling
+from saltus.core.picking import Coupling
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.uniform_intervals import UniformIntervals, sample_uniforms
 from saltus.training.data.window_packing import gather_windows, valid_prefix

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from saltus.core.sampling import Coupling
+from saltus.core.picking import Coupling
 from saltus.methods.jacobi.training.block_packing import BlockMask, BlockNoise, CountedRows, NoiseMeasure, NoiseSchedule
 from saltus.methods.jacobi.training.forcing import JacobiTrainingTask
 from saltus.methods.jacobi.training.trajectories import Trajectory, read_trajectories

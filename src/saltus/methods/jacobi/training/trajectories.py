@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from saltus.core.sampling import Coupling
+from saltus.core.picking import Coupling
 from saltus.training.data.hidden_states import Sample
 from saltus.training.data.teacher_texts import read_metadata, read_rows, shard_paths
 

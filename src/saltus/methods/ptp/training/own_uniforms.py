@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from saltus.core.sampling import Coupling
+from saltus.core.picking import Coupling
 from saltus.models.gated_lora import Adapter
 from saltus.training.data.packed_forward import PackedMemory, packed_logits
 from saltus.training.data.uniform_intervals import sample_uniforms, uniform_intervals

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from saltus.core.sampling import Coupling
+from saltus.core.picking import Coupling
 from saltus.models.gated_lora import Adapter
 from saltus.training.data.packed_forward import packed_logits, query_logits
 from saltus.training.data.uniform_intervals import Truncation, pick_tokens, sample_uniforms, uniform_intervals

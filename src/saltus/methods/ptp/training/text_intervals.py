@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from saltus.core.sampling import Coupling
+from saltus.core.picking import Coupling
 from saltus.loading.model_identity import model_fingerprint
 from saltus.training.data.hidden_states import (
     Sample,
