@@ -12,7 +12,13 @@ import torch
 import saltus
 from saltus.core.sampling import Sampling
 from saltus.evaluation.benchmarks import llama_cpp_baseline
-from saltus.evaluation.benchmarks.baselines import OpenAIServerBaseline, baselines_under_test, transformers_baselines
+from saltus.evaluation.benchmarks.baselines import (
+    OpenAIServerBaseline,
+    baselines_under_test,
+    servers_under_test,
+    transformers_baselines,
+)
+from saltus.evaluation.benchmarks.benchmark_run import Benchmark
 from saltus.evaluation.benchmarks.systems_under_test import BenchmarkRequest
 
 TEXT = "the cat sat on the mat and the cat sat on the mat and the cat"
@@ -155,6 +161,15 @@ def served():
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
+
+
+def test_servers_of_the_same_model_are_told_apart_by_their_addresses(engine, served):
+    other = served.replace("127.0.0.1", "localhost")
+    assert [server.name for server in servers_under_test([served], engine)] == ["endpoint:served"]
+    pair = servers_under_test([served, other + "/"], engine)
+    assert [server.name for server in pair] == [f"endpoint:served@{url.removeprefix('http://')}" for url in (served, other)]
+    with pytest.raises(ValueError, match="is given twice"):
+        Benchmark(engine, servers_under_test([served, served], engine), [], {})
 
 
 def test_a_server_writes_the_templated_prompt_with_our_settings(engine, served):

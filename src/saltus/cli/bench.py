@@ -185,8 +185,8 @@ def run(
     }
     if ngram_corpus:
         settings["ngram_corpus"] = list(map(str, ngram_corpus))
-    if chat_template is not None:
-        settings["chat_template"] = chat_template
+    given = {"chat_template": chat_template, "assistant": assistant, "endpoints": endpoint}
+    settings |= {name: value for name, value in given.items() if value}
     if AUTO in names:
         settings[AUTO] = engine.decoder.chosen_method(AUTO)
         print_note(f"auto is {settings[AUTO]} here")
@@ -257,14 +257,13 @@ def _baselines(baselines: str | None, assistant: str | None) -> list[str]:
 def _systems_under_test(
     engine: Any, names: Sequence[str], baselines: str | None, assistant: str | None, endpoints: Sequence[str]
 ) -> list[Any]:
-    from saltus.evaluation.benchmarks.baselines import OpenAIServerBaseline, baselines_under_test
+    from saltus.evaluation.benchmarks.baselines import baselines_under_test, servers_under_test
     from saltus.evaluation.benchmarks.systems_under_test import methods_under_test
 
-    servers = [OpenAIServerBaseline(url, engine) for url in endpoints]
     return [
         *methods_under_test(engine, names),
         *baselines_under_test(_baselines(baselines, assistant), engine, assistant),
-        *servers,
+        *servers_under_test(endpoints, engine),
     ]
 
 

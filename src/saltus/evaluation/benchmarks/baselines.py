@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -184,6 +185,19 @@ class OpenAIServerBaseline:
         tokens = list(self.engine.tokenizer("".join(pieces), add_special_tokens=False).input_ids)
         wrong = [] if count is not None else ["the server does not tell how many tokens it wrote"]
         return MeasuredAnswer(tokens, pieces, reason, None, first, new_tokens=count, problems=wrong)
+
+
+def servers_under_test(urls: Sequence[str], engine: Engine) -> list[OpenAIServerBaseline]:
+    """Servers by their models' names; where two serve the same model, with their addresses.
+
+    Errors: ValueError for a server that does not answer, or is given twice.
+    """
+    servers = [OpenAIServerBaseline(url, engine) for url in urls]
+    shared = Counter(server.name for server in servers)
+    for server in servers:
+        if shared[server.name] > 1:
+            server.name += f"@{server.url.rstrip('/').removeprefix('http://').removeprefix('https://')}"
+    return servers
 
 
 def _server_sent_events(response: Any) -> Iterator[dict[str, Any]]:

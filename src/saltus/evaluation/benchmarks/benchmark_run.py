@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,9 @@ class Benchmark:
     grader: Grader | None = None
 
     def __post_init__(self) -> None:
+        names = Counter(system.name for system in self.systems)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"{twice[0]} is given twice; name each method, baseline and server once")
         baselines = [system.name for system in self.systems if system.kind == "baseline"]
         if baselines and any(map(self._reads_both_sides, self.tasks)):
             raise ValueError(
