@@ -167,7 +167,9 @@ def test_servers_of_the_same_model_are_told_apart_by_their_addresses(engine, ser
     other = served.replace("127.0.0.1", "localhost")
     assert [server.name for server in servers_under_test([served], engine)] == ["endpoint:served"]
     pair = servers_under_test([served, other + "/"], engine)
-    assert [server.name for server in pair] == [f"endpoint:served@{url.removeprefix('http://')}" for url in (served, other)]
+    assert [server.name for server in pair] == [
+        f"endpoint:served@{url.removeprefix('http://')}" for url in (served, other)
+    ]
     with pytest.raises(ValueError, match="is given twice"):
         Benchmark(engine, servers_under_test([served, served], engine), [], {})
 

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from saltus.loading.metadata import Kind
+from saltus.models.output_layer import scale_logits
 from saltus.training.cached_state_task import CachedStateTask
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.window_dataset import Batch
@@ -123,6 +124,10 @@ class QueryDrafterTask(CachedStateTask):
         return tokens.to(self.target.device), counted.to(self.target.device)
 
     def _logits(self, hidden_states: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows draft"]:
+        """The module's, of its own last hidden states."""
+        return self._products(hidden_states)
+
+    def _products(self, hidden_states: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows draft"]:
         head = self.module.lm_head
         return head(hidden_states.to(head.weight.dtype)).float()
 
@@ -130,7 +135,7 @@ class QueryDrafterTask(CachedStateTask):
         """The target's distributions over the drafted tokens after these tokens of the corpus, at temperature 1."""
         states = self.corpus.hidden_states[rows][..., -self.shape.hidden :].to(self.module.tokens.device)
         with torch.no_grad():
-            return self._logits(states).softmax(-1)
+            return scale_logits(self.target, self._products(states)).softmax(-1)
 
     def _distribution_losses(
         self,

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ checkpoint_steps = 4
 def head_task(target, corpus: HiddenStateCorpus, window: int = 3) -> MtpTrainingTask:
     """A task whose head has random weights of some size."""
     settings = WindowSettings(batch_size=3, windows_per_text=5, discount=0.8, validation_fraction=0.25)
-    made = MtpTrainingTask(target, corpus, MtpShape(32, window), 90, settings, "tiny")
+    made = MtpTrainingTask(target, corpus, MtpShape(target.config.hidden_size, window), 90, settings, "tiny")
     generator = np.random.default_rng(5)
     with torch.no_grad():
         for weight in made.module.parts.parameters():
@@ -63,6 +64,10 @@ def target() -> CausalNetwork:
 
 @pytest.fixture(scope="module")
 def corpus(target) -> HiddenStateCorpus:
+    return random_corpus(target)
+
+
+def random_corpus(target: CausalNetwork) -> HiddenStateCorpus:
     """The target's states of random texts, one of them sampled."""
     found = corpus_of(target, [np.random.default_rng(seed).integers(5, 250, 30 + 7 * seed) for seed in range(4)])
     table = found.text_table.copy()
@@ -74,13 +79,33 @@ def corpus(target) -> HiddenStateCorpus:
 
 @torch.no_grad()
 def test_in_training_windows_are_the_drafts_of_decoding(target, corpus, tmp_path):
+    check_windows(target, corpus, tmp_path)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["Cohere2", "Gemma2", "Granite"])
+def test_scaled_and_limited_logits_are_learned_as_the_target_computes_them(name, tmp_path):
+    softcap = {"final_logit_softcapping": 1.0} if name == "Gemma2" else {}
+    target = CausalNetwork(tiny(name, vocab_size=300, **softcap))
+    corpus = random_corpus(target)
+    task = check_windows(target, corpus, tmp_path)
+    begin, _, length, _ = corpus.text_table[1]
+    tokens = corpus.tokens[begin : begin + length]
+    own = target.model(tokens[None]).logits[0, :, task.module.tokens].float().softmax(-1)
+    found = task._target_distributions(torch.arange(begin, begin + length))
+    torch.testing.assert_close(found, own, rtol=0.05, atol=1e-3)  # states are rounded to bfloat16
+
+
+def check_windows(target: CausalNetwork, corpus: HiddenStateCorpus, tmp_path: Path) -> MtpTrainingTask:
+    """Assert that training's windows are decoding's drafts; the task."""
     task = head_task(target.model, corpus)
     task.save(tmp_path, {})
     task.initialize_from(tmp_path)  # weights as files round them
     network = Mtp(model=str(tmp_path)).load_network(target, "tiny")
     batch = task.window_dataset.training_batch(0)
     context, queries = task._forward(batch)
-    assert (context.shape[::2], queries.shape) == ((3, 32), (3, 5, 3, 32))
+    hidden = target.model.config.hidden_size
+    assert (context.shape[::2], queries.shape) == ((3, hidden), (3, 5, 3, hidden))
     for row, starts in enumerate(batch.window_starts.tolist()):
         read = corpus.hidden_states[batch.corpus_rows[row] - 1]
         for window, start in enumerate(starts):
@@ -93,8 +118,8 @@ def test_in_training_windows_are_the_drafts_of_decoding(target, corpus, tmp_path
                 outputs = network.forward([inputs], [kv_cache])[0]
                 assert torch.equal(outputs.token_ids, task.module.tokens)
                 found.append(outputs.logits[0])
-            expected = task.module.lm_head(queries[row, window])
-            torch.testing.assert_close(torch.stack(found), expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(torch.stack(found), task._logits(queries[row, window]), rtol=1e-4, atol=1e-4)
+    return task
 
 
 def test_gradients_reach_all_weights_and_training_lowers_the_loss(target, corpus):

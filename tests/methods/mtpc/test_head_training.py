@@ -1,8 +1,11 @@
 """Training of heads: the loss of each valid token given those before it, discounted."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from architectures import tiny
 from conftest import tiny_llama
 from reference_circuits import token_losses
 from saltus.loading.model_identity import model_fingerprint
@@ -93,6 +96,17 @@ def test_the_target_s_distributions_can_be_part_of_the_loss(target, states):
     logits = states.hidden_states[last + 1, 32:].float() @ target.get_output_embeddings().weight[made.module.tokens].T
     torch.testing.assert_close(made._target_distribution(batch, 1)[0], logits.softmax(-1))
     assert float(made.loss(0)) > float(task(target, states, circuit="ff").loss(0))
+
+
+def test_distributions_of_a_target_that_scales_its_logits_are_scaled(states):
+    plain, scaled = (tiny("Granite", logits_scaling=scale, hidden_size=32) for scale in (1.0, 8.0))
+    states = replace(states, target_fingerprint=model_fingerprint(scaled))
+    made = task(scaled, states, circuit="ff", distillation_weight=1.0)
+    batch = made.window_dataset.training_batch(0)
+    found = made._target_distribution(batch, 1)
+    made.target = plain
+    flat = made._target_distribution(batch, 1)
+    torch.testing.assert_close(found, (flat.log() / 8).softmax(-1))
 
 
 def test_token_likelihoods_in_chunks_are_those_of_whole_distributions(monkeypatch):

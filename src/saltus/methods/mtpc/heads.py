@@ -25,7 +25,7 @@ from saltus.methods.mtpc import circuits
 from saltus.methods.mtpc.circuits import Circuit
 from saltus.methods.mtpc.upper_layers import UpperLayers
 from saltus.methods.shared.hidden_state_correction import rms_normalized
-from saltus.models.decoder_of import decoder_of
+from saltus.models.output_layer import last_norm_factors
 
 CIRCUITS = {"cp": circuits.mixture_circuit, "hmm": circuits.chain_circuit, "btree": circuits.tree_circuit}
 
@@ -227,14 +227,14 @@ def new_head_model(
         raise ValueError(f"the target predicts {count} tokens by matrices of their own; set untied_unembedding=true")
     upper = upper_layers(shape, target)
     model, circuit = HeadModel(shape, tokens, embeddings, tables[0], upper), shape.circuit_structure
-    norm = getattr(decoder_of(target), "norm", None)
+    norm = last_norm_factors(target)
 
     def draw_normal(weight: Tensor, scale: float) -> None:
         weight.copy_(torch.from_numpy(generator.normal(0.0, scale, tuple(weight.shape))))
 
     with torch.no_grad():
         if norm is not None and model.norm is not None:
-            model.norm.copy_(norm.weight + getattr(target.config, "norm_add_unit_offset", False))
+            model.norm.copy_(norm)
         if model.fuse is not None and model.blocks is not None:
             draw_normal(model.fuse.weight, 0.005)
             model.fuse.weight[:, : shape.hidden] += torch.eye(shape.hidden)

@@ -19,6 +19,7 @@ from saltus.methods.mtp.module import MtpModule, linear_of
 from saltus.methods.mtp.trained_head import KIND, save_head
 from saltus.models.cpu import attention
 from saltus.models.decoder_of import decoder_of
+from saltus.models.output_layer import norm_offset, scale_logits
 from saltus.training.data.packed_forward import PackedMemory, packed_states
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.window_dataset import Batch
@@ -61,23 +62,23 @@ class TrainableHead(nn.Module):
             )
         self.parts = nn.ModuleDict(head.parts)
         self.parts.to_empty(device="cpu").float().requires_grad_(True)
-        self._initialize(seed, decoder_of(target).norm)
+        self._initialize(seed, target)
         self.register_buffer("tokens", tokens, persistent=False)
         unembedding = select_rows(target.get_output_embeddings().weight, tokens.to(target.device))
         self.register_buffer("unembedding", unembedding, persistent=False)
         attention.install_attention(head.model)
 
     @torch.no_grad()
-    def _initialize(self, seed: int, last_norm: Any) -> None:
-        generator = seeded_generator(seed, "weights")
+    def _initialize(self, seed: int, target: Any) -> None:
+        generator, one = seeded_generator(seed, "weights"), 1.0 - norm_offset(target)
         for name, weight in self.parts.named_parameters():
             if weight.ndim == 2:
                 inner = name.endswith(("o_proj.weight", "down_proj.weight"))
                 scale = INITIAL_NORMALS / math.sqrt(2) if inner else INITIAL_NORMALS
                 weight.copy_(torch.from_numpy(generator.normal(0.0, scale, tuple(weight.shape))))
             else:
-                weight.fill_(float(not name.endswith("bias")))
-        self.parts["norm"].load_state_dict(last_norm.state_dict())
+                weight.fill_(0.0 if name.endswith("bias") else one)
+        self.parts["norm"].load_state_dict(decoder_of(target).norm.state_dict())
 
     @property
     def lm_head(self) -> nn.Linear:
@@ -142,6 +143,10 @@ class MtpTrainingTask(QueryDrafterTask):
         length = context_length or int(batch.window_starts.max())
         states = self.corpus.hidden_states[batch.corpus_rows[:, :length] - 1]
         return self.module(states.to(self._device), batch.to(self._device), length)
+
+    def _logits(self, hidden_states: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows draft"]:
+        """Those of the target's class, as in decoding."""
+        return scale_logits(self.target, super()._logits(hidden_states))
 
     @classmethod
     def load_initial(cls, folder: Path, target: Any, target_name: str, shape: Any) -> tuple[dict[str, Tensor], Tensor]:

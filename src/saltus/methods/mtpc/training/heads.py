@@ -17,6 +17,7 @@ from saltus.methods.mtpc.files import load_heads
 from saltus.methods.mtpc.heads import CircuitParameters, HeadModel, new_head_model
 from saltus.methods.mtpc.training.circuit_likelihood import token_log_probabilities
 from saltus.methods.shared.context_layers import select_hidden_states
+from saltus.models.output_layer import scale_logits
 from saltus.training.cached_state_task import CachedStateTask
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.window_dataset import Batch
@@ -158,7 +159,8 @@ class HeadsTrainingTask(CachedStateTask):
         last = batch.corpus_rows.gather(1, batch.window_starts - 1).flatten() + position
         states = self.corpus.hidden_states[last.clamp_max(len(self.corpus.tokens) - 1)][..., -self.shape.hidden :]
         unembedding = self.module.unembedding
-        return (states.to(unembedding.device, unembedding.dtype) @ unembedding.T).float().softmax(-1)
+        products = (states.to(unembedding.device, unembedding.dtype) @ unembedding.T).float()
+        return scale_logits(self.target, products).softmax(-1)
 
     def matching_drafts(self, batch: Batch) -> Bool[Tensor, "all_windows drafts"]:
         tokens, counted = self._draft_targets(batch)

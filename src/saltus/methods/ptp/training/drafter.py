@@ -14,7 +14,7 @@ from torch import Tensor
 from saltus.methods.ptp.files import load_drafter
 from saltus.methods.ptp.network import DrafterShape, DraftModel
 from saltus.methods.shared.drafter_files import embeddings_of
-from saltus.models.decoder_of import decoder_of
+from saltus.models.output_layer import last_norm_factors
 from saltus.training.data.hidden_states import HiddenStateCorpus
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.window_dataset import Batch
@@ -30,7 +30,7 @@ def new_drafter(shape: DrafterShape, draft_tokens: Tensor, target: Any, seed: in
     """
     embeddings, unembedding = (weight.float() for weight in embeddings_of(target))
     model = DraftModel(shape, draft_tokens, embeddings, unembedding)
-    generator, norm = seeded_generator(seed, "weights"), getattr(decoder_of(target), "norm", None)
+    generator, norm = seeded_generator(seed, "weights"), last_norm_factors(target)
     with torch.no_grad():
         for name, weight in model.auxiliary.named_parameters():
             if name.startswith("map.0."):  # the first of two layers, the second of which is zero
@@ -41,7 +41,7 @@ def new_drafter(shape: DrafterShape, draft_tokens: Tensor, target: Any, seed: in
                 scale = 0.02 / math.sqrt(2 * shape.layers) if inner else 0.02
                 weight.copy_(torch.from_numpy(generator.normal(0.0, scale, tuple(weight.shape))))
         if norm is not None:
-            model.llama.model.norm.weight.copy_(norm.weight)
+            model.llama.model.norm.weight.copy_(norm)
         parts = model.fuse.weight.mul_(0.25).unflatten(1, (-1, shape.hidden))
         parts[:, -2] += 0.7 * torch.eye(shape.hidden)
     return model

@@ -16,7 +16,7 @@ from saltus.methods.published.dflash_files import load_dflash
 from saltus.methods.published.dflash_model import DFlashModel, DFlashShape
 from saltus.methods.shared.context_layers import select_hidden_states
 from saltus.methods.shared.drafter_files import embeddings_of
-from saltus.models.decoder_of import decoder_of
+from saltus.models.output_layer import last_norm_factors
 from saltus.training.data.hidden_states import HiddenStateCorpus
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.window_dataset import Batch
@@ -37,7 +37,7 @@ def new_dflash_model(
     """
     embeddings, unembedding = (weight.float() for weight in embeddings_of(target))
     model = DFlashModel(shape, draft_tokens, embeddings, unembedding)
-    generator, norm = seeded_generator(seed, "weights"), getattr(decoder_of(target), "norm", None)
+    generator, norm = seeded_generator(seed, "weights"), last_norm_factors(target)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 2 and weight.requires_grad and name != "correction.output.weight":
@@ -45,7 +45,7 @@ def new_dflash_model(
                 scale = INITIAL_NORMALS / math.sqrt(2 * shape.layers) if inner else INITIAL_NORMALS
                 weight.copy_(torch.from_numpy(generator.normal(0.0, scale, tuple(weight.shape))))
         if norm is not None:
-            model.decoder.model.norm.weight.copy_(norm.weight)
+            model.decoder.model.norm.weight.copy_(norm)
         model.state_scale.copy_(1 / _root_mean_squares(corpus, shape))
     return model
 

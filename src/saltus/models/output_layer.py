@@ -1,0 +1,39 @@
+"""What stands between the last hidden states of a model and its logits: a norm before them, and a scale after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from saltus.models.architectures import describe_decoder
+from saltus.models.decoder_of import decoder_of
+
+
+def scale_logits(model: Any, products: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows vocab"]:
+    """A model's logits, of the products of its output layer: some models scale them, or limit them to ± a softcap."""
+    config, description = model.config.get_text_config(), describe_decoder(model)
+    if description is not None:
+        scale, softcap = description.logit_scale, description.logit_softcap
+    else:
+        named = [getattr(config, name, None) for name in ("logit_scale", "lm_head_multiplier")]
+        scale = next((value for value in named if value), 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+        softcap = getattr(config, "final_logit_softcapping", None) or 0.0
+    logits = products if scale == 1 else products * scale
+    return torch.tanh(logits / softcap) * softcap if softcap else logits
+
+
+def norm_offset(model: Any) -> float:
+    """What a model's norms add to their weights: 1 where these are centred around 0."""
+    if getattr(model.config, "norm_add_unit_offset", False):  # of EvaByte's files
+        return 1.0
+    description = describe_decoder(model)
+    return 0.0 if description is None else description.norm.offset
+
+
+def last_norm_factors(model: Any) -> Float[Tensor, "hidden"] | None:
+    """By which the last norm multiplies normalised states; None if a model has no such norm where others have it."""
+    norm = getattr(decoder_of(model), "norm", None)
+    return None if norm is None else norm.weight.detach() + norm_offset(model)
