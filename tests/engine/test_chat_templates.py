@@ -7,8 +7,9 @@ import pytest
 from test_cli import complaint, lines, saltus_
 
 import saltus
-from conftest import END, space_tokenizer
+from conftest import END, byte_tokenizer, space_tokenizer
 from saltus.engine.chat_template import built_in_chat_templates, read_chat_template
+from saltus.engine.encoding import answer_end_token
 
 QUESTION = {"role": "user", "content": "Who are you?"}
 ANSWER = {"role": "assistant", "content": "A cat."}
@@ -163,3 +164,19 @@ def test_lm_eval_s_model_takes_a_template(bare_folder):
 def test_the_recipe_of_a_model_without_a_template_names_one_in_its_collect_command():
     told = complaint("train", "ptp", "--recipe", "vicuna-7b", "--work", "/nowhere")
     assert "--model lmsys/vicuna-7b-v1.5 --chat-template vicuna" in told
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (None, END),
+        ("{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|turn|>' }}{% endfor %}", "<|turn|>"),
+        ("{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% endfor %}", END),
+    ],
+)
+def test_an_answer_ends_with_the_token_that_its_template_puts_behind_it(template, end):
+    """Of Gemma and Phi-3 it is not the tokenizer's end token."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    tokenizer.chat_template = template
+    assert tokenizer.convert_ids_to_tokens(answer_end_token(tokenizer)) == end

@@ -220,6 +220,9 @@ def test_texts_are_for_models_with_the_same_tokens(command, written, tmp_path):
 
 def test_wrong_input_is_one_line(command, tokenizer_folder, tmp_path):
     assert "--processes is for a model that is loaded here" in complaint(*command, "--processes", 2)
+    assert "leave --coupling out" in complaint(
+        *command, "--endpoint", "http://127.0.0.1:9", "--coupling", "token-order"
+    )
     assert "give an address such as" in complaint(*command, "--endpoint", "localhost:8000")
     assert "does not answer" in complaint(*command, "--endpoint", "http://127.0.0.1:9")
     shutil.rmtree(tokenizer_folder)

@@ -39,6 +39,15 @@ def test_states_and_intervals_of_a_long_text_are_the_targets_own(tmp_path):
     assert found.text_table.tolist() == [[0, 7, 307, 700], [307, 7, 27, 700]]
 
 
+def test_shards_of_an_earlier_run_with_more_texts_are_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("saltus.training.data.hidden_states.TEXTS_PER_SHARD", 2)
+    network, texts = CausalNetwork(tiny("Llama")), [sample(5, seed=seed) for seed in range(6)]
+    list(collect_hidden_states(network, texts, tmp_path))
+    list(collect_hidden_states(network, texts[:4], tmp_path))
+    assert len(load_hidden_states(tmp_path, 4).text_table) == 4
+    assert len(load_hidden_states(tmp_path).text_table) == 6
+
+
 def test_pieces_make_no_difference(tmp_path, monkeypatch):
     network = CausalNetwork(tiny("Llama"))
     texts = [sample(length, seed=length) for length in (1, 2, 5, 6, 11, 30)]

@@ -234,6 +234,9 @@ def test_training_starts_with_the_weights_of_a_saved_result(kind, folder, teache
     )
     bare = [*training(file, folder, teacher, second), "--set", "learning_rate=1e-9", "--steps", 4]
     assert "belongs to a run with other settings" in complaint(*bare)
+    if kind == "drafter":
+        told = complaint(*given, "--set", "vocabulary=21", "--work", tmp_path / "third")
+        assert re.search(r"was trained for a vocabulary of (\d+), which it keeps; set vocabulary=\1", told)
     change = "intermediate=24" if kind == "drafter" else "rank=2"
     output = complaint(*given, "--set", change, "--work", tmp_path / "third")
     assert re.search(
@@ -505,6 +508,42 @@ def test_settings_that_a_recipe_does_not_change_leave_its_identity_as_it_was(tmp
 )
 def test_a_wrong_override_is_one_line_with_the_cure(change, cure, recipe, tmp_path):
     assert cure in complaint("train", "ptp", "-r", recipe, "--set", change, "--teacher", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "why"),
+    [
+        ("smollm2", ["greedy_fraction=0.2"], "at the temperature of their text"),
+        ("smollm2", ["data.uniform_beta=0.5"], "no query has a uniform"),
+        ("smollm2", ["coupling=token-order", "embedding=bits"], "no query has a uniform"),
+        ("smollm2-mtp", ["coupling=token-order", "greedy_fraction=0.2"], "at the temperature of their text"),
+        ("smollm2-adapter", ["form=categorical", "greedy_fraction=0.2"], "at the temperature of their text"),
+        ("smollm2-adapter", ["form=independent", "adapter.embedding=bits"], "no query has a uniform"),
+    ],
+)
+def test_an_override_without_effect_is_refused(name, changes, why):
+    with pytest.raises(ValueError, match=f"--set {changes[-1]} changes nothing here, since .*{why}; leave it out"):
+        recipes.read_recipe(recipes.find_recipe(name), changes)
+
+
+def test_overrides_that_have_an_effect_are_taken():
+    told = ["reads_uniforms=true", "coupling=token-order", "greedy_fraction=0.2", "uniform_beta=0.5", "embedding=bits"]
+    assert recipes.read_recipe(recipes.find_recipe("smollm2"), told).data.greedy_fraction == 0.2
+    assert recipes.read_recipe(recipes.find_recipe("smollm2-adapter"), ["greedy_fraction=0.2", "uniform_beta=0.5"])
+
+
+def test_some_of_the_texts_are_of_all_temperatures(tmp_path, recipe):
+    """Files of `saltus collect text` hold the temperatures of a prompt one after the other."""
+    texts = [
+        {"prompt": [1, number // 2], "completion": [5] * 9, "temperature": 0.7 * (number % 2)} for number in range(64)
+    ]
+    file = lines(tmp_path / "texts.jsonl", *texts)
+    for count in (16, 32):
+        chosen = recipes.read_recipe(recipe, [f"teacher_texts={count}"])
+        found = OBJECTIVES[chosen.kind].select_texts(chosen, [file])
+        assert len(found) == count
+        assert 0.25 < sum(sample.temperature > 0 for sample in found) / count < 0.75
+        assert found == OBJECTIVES[chosen.kind].select_texts(chosen, [file])
 
 
 def test_overrides_reach_the_section_with_their_key(recipe):

@@ -255,6 +255,7 @@ def _collect_from_server(prompts: Path, out: Path, given: CollectionOptions, ser
         "--ray": given.ray is not None,
         "--processes": given.processes > 1,
         "--no-batch-invariant": not given.batch_invariant,
+        "--coupling": given.coupling != o.DEFAULT_COUPLING,
     }
     local |= {"--device": given.device != "auto", "--dtype": given.dtype != "auto"}
     if wrong := next((name for name, used in local.items() if used), None):

@@ -14,6 +14,7 @@ from saltus.engine.template_limits import render_chat
 from saltus.engine.text_bounds import require_fits
 from saltus.engine.tool_messages import has_tools, readable_messages
 
+ANSWER = "An answer."  # that stands in the chat template where its end is looked for
 # What `chat_template_kwargs` may not set: arguments of the tokenizer's `apply_chat_template`.
 RESERVED = frozenset({
     "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "padding",
@@ -143,6 +144,19 @@ def _encode_chat(
     else:
         tokens = control.encode(text)
     return _begun_once(tokenizer, [*(begin_tokens(tokenizer) if settings.add_special_tokens else ()), *tokens])
+
+
+def answer_end_token(tokenizer: Any) -> int | None:
+    """The token that ends an assistant's message in the chat template; without one the tokenizer's end token."""
+    if tokenizer.chat_template:
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+        given, settings = _Rendered(messages, [], {}), PromptSettings(add_generation_prompt=False)
+        tail = _render(tokenizer, given, settings, False, "the tokenizer").rpartition(ANSWER)[2]
+        special = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
+        for token in tokenizer(tail, add_special_tokens=False).input_ids:
+            if token in special:
+                return token
+    return tokenizer.eos_token_id
 
 
 def begin_tokens(tokenizer: Any) -> list[int]:

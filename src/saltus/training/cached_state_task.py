@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from saltus.core.picking import Coupling
 from saltus.loading.metadata import Kind
 from saltus.loading.model_identity import model_fingerprint
 from saltus.methods.shared.drafter_files import save_drafter
@@ -47,7 +48,8 @@ class CachedStateTask(WindowTrainingTask):
     def __post_init__(self) -> None:
         self._check_corpus()
         self.window_dataset = WindowDataset(
-            self.corpus, self.window_settings, self.shape.window, own_temperature_only=self._learns_distributions,
+            self.corpus, self.window_settings, self.shape.window,
+            own_temperature_only=self.learns_distributions(self.corpus.coupling),
             held_out=self.held_out,
         )  # fmt: skip
         if self.initial_module is not None:
@@ -57,8 +59,8 @@ class CachedStateTask(WindowTrainingTask):
         tokens = most_frequent_tokens(self.corpus, self.vocabulary_size) if self.vocabulary_size else torch.arange(size)
         self._set_module(self._new_module(tokens))
 
-    @property
-    def _learns_distributions(self) -> bool:
+    @classmethod
+    def learns_distributions(cls, coupling: Coupling) -> bool:
         """True if texts are targets at their own temperature only: without uniforms, tokens are samples at that one."""
         return False
 

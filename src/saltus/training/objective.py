@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from saltus.core.picking import Coupling
+from saltus.loading.metadata import METADATA_FILE, read_metadata
 from saltus.training.cached_state_task import CachedStateTask
 from saltus.training.data.hidden_states import Sample, collect_hidden_states, load_hidden_states
+from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.teacher_texts import read_teacher_texts
 from saltus.training.loop.processes import ONE_PROCESS, Processes
 from saltus.training.settings import Recipe
@@ -64,6 +66,10 @@ class Objective(ABC):
         if recipe.schedule.optimizer == "muon" and not self.has_matrices:
             raise ValueError(f"a recipe of kind {recipe.kind} has no matrices for muon; take the optimizer adamw")
 
+    def without_effect(self, recipe: Recipe) -> Mapping[str, str]:
+        """Settings that change nothing under the others of this recipe, and why."""
+        return {}
+
     def why_not_truncated(self, recipe: Recipe) -> str:
         """Why top-k and top-p mean nothing here, with the cure; empty if they do.
 
@@ -80,7 +86,7 @@ class Objective(ABC):
         return read_teacher_texts(path)
 
     def select_texts(self, recipe: Recipe, paths: Sequence[Path]) -> Sequence[Any]:
-        """Texts that are long enough, as many as the recipe takes, evenly spread over all. Errors: ValueError."""
+        """Texts that are long enough, as many as the recipe takes, chosen by its seed. Errors: ValueError."""
         texts = [text for path in paths for text in self.read_texts(path)]
         long_enough = [sample for sample in texts if len(sample.completion) >= MIN_COMPLETION_TOKENS]
         if len(long_enough) < 2:
@@ -89,7 +95,8 @@ class Objective(ABC):
                 f"{named} holds fewer than two texts of {MIN_COMPLETION_TOKENS} tokens or more; collect more"
             )
         count = min(recipe.teacher_texts or len(long_enough), len(long_enough))
-        return [long_enough[number * len(long_enough) // count] for number in range(count)]
+        chosen = seeded_generator(recipe.data.seed, "texts").permutation(len(long_enough))[:count]
+        return [long_enough[number] for number in sorted(chosen)]
 
     def describe_texts(self, recipe: Recipe, samples: Sequence[Any]) -> dict[str, Any]:
         """What the card of a result says of the texts."""
@@ -134,9 +141,23 @@ class CachedStateObjective(Objective):
     task: type[CachedStateTask]
     has_matrices = True
 
+    def without_effect(self, recipe: Recipe) -> Mapping[str, str]:
+        found: dict[str, str] = {}
+        if not getattr(recipe.settings, "reads_uniforms", False):
+            found |= dict.fromkeys(("uniform_beta", "embedding"), "no query has a uniform")
+        if self.task.learns_distributions(recipe.coupling):
+            found["greedy_fraction"] = "windows are at the temperature of their text"
+        return found
+
     def check_initial(self, inputs: TrainingInputs, folder: Path) -> None:
-        model = inputs.network.model
-        self.task.load_initial(folder, model, inputs.model_name, inputs.recipe.settings.shape(model))
+        model, settings = inputs.network.model, inputs.recipe.settings
+        self.task.load_initial(folder, model, inputs.model_name, settings.shape(model))
+        training = read_metadata(folder).training if (folder / METADATA_FILE).exists() else {}
+        trained = training.get("recipe", {}).get(inputs.recipe.kind, {}).get("vocabulary")
+        if trained not in (None, settings.vocabulary):
+            raise ValueError(
+                f"{folder} was trained for a vocabulary of {trained}, which it keeps; set vocabulary={trained}"
+            )
 
     def collect(self, inputs: TrainingInputs) -> Iterator[int]:
         recipe, network = inputs.recipe, inputs.network
@@ -148,7 +169,7 @@ class CachedStateObjective(Objective):
 
     def make_task(self, inputs: TrainingInputs) -> TrainingTask:
         recipe, model, settings = inputs.recipe, inputs.network.model, inputs.recipe.settings
-        corpus = load_hidden_states(self.cache_folder(inputs))
+        corpus = load_hidden_states(self.cache_folder(inputs), len(inputs.samples))
         task = self.task(model, corpus, settings.shape(model), settings.vocabulary, recipe.data, inputs.model_name)
         task.autocast = getattr(settings, "autocast", False)
         return task

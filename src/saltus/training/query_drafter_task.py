@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from saltus.core.picking import Coupling
 from saltus.loading.metadata import Kind
 from saltus.models.output_layer import scale_logits
 from saltus.training.cached_state_task import CachedStateTask
@@ -31,9 +32,9 @@ class QueryDrafterTask(CachedStateTask):
 
     kind: ClassVar[Kind] = "drafter"
 
-    @property
-    def _learns_distributions(self) -> bool:
-        return self.corpus.coupling == "gumbel"
+    @classmethod
+    def learns_distributions(cls, coupling: Coupling) -> bool:
+        return coupling == "gumbel"
 
     def _check_corpus(self) -> None:
         super()._check_corpus()

@@ -67,6 +67,10 @@ def read_recipe(file: Path, overrides: Sequence[str] = ()) -> Recipe:
         objective.validate(recipe, [*table, *table.get("data", {})])
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+    reasons = objective.without_effect(recipe)
+    for override in overrides:
+        if why := reasons.get(override.partition("=")[0].rpartition(".")[2]):
+            raise ValueError(f"--set {override} changes nothing here, since {why}; leave it out")
     return recipe
 
 

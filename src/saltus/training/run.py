@@ -11,6 +11,7 @@ from typing import Any
 
 from saltus.engine.checkpoints import require_same_vocabulary
 from saltus.loading.model_identity import model_fingerprint, vocabulary_digest
+from saltus.training.data.hidden_states import texts_digest
 from saltus.training.data.teacher_texts import read_metadata
 from saltus.training.loop import training_loop
 from saltus.training.loop.checkpoint import load_checkpoint
@@ -92,8 +93,7 @@ class TrainingRun(TrainingInputs):
         settings = {"recipe": recipe}
         if self.network is not None:
             settings["target"] = model_fingerprint(self.network.model)
-        if digest := task.dataset_digest():
-            settings["texts"] = digest
+        settings["texts"] = task.dataset_digest() or texts_digest(self.samples)
         if self.initial_folder is not None:
             settings["begin"] = _weights_digest(self.initial_folder)
         training_loop.train(

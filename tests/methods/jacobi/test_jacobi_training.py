@@ -167,6 +167,19 @@ def test_packed_blocks_equal_separate_ones_for_every_schedule_and_mask(noise, ga
     assert_same_as_one_by_one(make_task(tiny("Llama"), noise, gated=gated))
 
 
+def test_texts_of_several_block_sizes_or_couplings_are_refused():
+    one, *others = trajectories()
+    settings = {"window_settings": WINDOW_SETTINGS, "text_weight": 0.5}
+    for changes, name in (
+        ({"block_size": one.block_size + 1}, "block_size"),
+        ({"coupling": "token-order"}, "coupling"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"written with a {name} of .* and of .*; train on one kind after the other"
+        ):
+            JacobiTrainingTask(tiny("Llama"), [replace(one, **changes), *others], None, NOISES[0], **settings)
+
+
 def test_a_block_takes_the_iterate_whose_share_of_wrong_tokens_is_nearest():
     final = [1, 2, 3, 4]
     iterates = [[9, 9, 9, 9], [1, 9, 9, 9], [1, 2, 9, 9], [1, 2, 9, 4], final]  # 4, 3, 2, 1, 0 wrong

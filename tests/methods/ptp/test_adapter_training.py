@@ -18,7 +18,11 @@ from saltus.engine.target_drafters import load_drafter_for_target
 from saltus.loading.metadata import read_metadata
 from saltus.loading.model_identity import model_fingerprint
 from saltus.methods.ptp.training.adapter import AdapterTrainingTask
-from saltus.methods.ptp.training.text_intervals import collect_uniform_intervals, load_uniform_intervals
+from saltus.methods.ptp.training.text_intervals import (
+    TextCorpus,
+    collect_uniform_intervals,
+    load_uniform_intervals,
+)
 from saltus.methods.shared.query_chains import with_query_chains
 from saltus.models.causal import CausalNetwork
 from saltus.models.gated_lora import Gate, GatedLoraSettings, gated_adapter
@@ -188,6 +192,15 @@ def test_autocast_computes_nearly_the_same(tmp_path):
 
 
 # What windows are
+
+
+def test_texts_without_a_prompt_are_held_out_one_by_one():
+    """Their first token stands in its place, and is the same for all where a tokenizer begins every text by it."""
+    table = np.array([[30 * number, 1, 30, 1000] for number in range(20)])
+    tokens = torch.from_numpy(np.concatenate([[1, *text(29, number)] for number in range(20)]))
+    corpus = TextCorpus(tokens, torch.zeros(1, 600, 2), table, (1.0,), "", "token-order")
+    dataset = WindowDataset(corpus, replace(WINDOW_SETTINGS, validation_fraction=0.1), WINDOW, True)
+    assert (len(dataset.validation_table), len(dataset.training_table)) == (2, 18)
 
 
 @each_start

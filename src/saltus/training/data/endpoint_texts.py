@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from typing import Any
 
+from saltus.engine.encoding import answer_end_token
 from saltus.integrations.openai_endpoint import EndpointError, OpenAIEndpoint
 from saltus.loading.model_identity import vocabulary_digest
 from saltus.training.data.teacher_texts import CollectionPlan, save_shard, text_seed
@@ -39,10 +40,11 @@ def collect_from_endpoint(
 
     Errors: ValueError where the server refuses a request, or does not answer it after `MAX_ATTEMPTS`.
     """
+    end = answer_end_token(tokenizer)
     for shard_number in shard_numbers:
         texts = plan.texts_of_shard(shard_number)
         completions: dict[int, list[int]] = {}
-        requests = [_Request(endpoint, tokenizer, plan, number, temperature) for number, temperature in texts]
+        requests = [_Request(endpoint, tokenizer, plan, number, temperature, end) for number, temperature in texts]
         for index, answer in _run_requests(requests, concurrency):
             completions[index] = requests[index].tokenize(answer)  # here, as tokenizers are for one thread
             yield 1, len(completions[index])
@@ -64,9 +66,16 @@ class _Request:
     """A text of a plan, asked of a server."""
 
     def __init__(
-        self, endpoint: OpenAIEndpoint, tokenizer: Any, plan: CollectionPlan, prompt_number: int, temperature: float
+        self,
+        endpoint: OpenAIEndpoint,
+        tokenizer: Any,
+        plan: CollectionPlan,
+        prompt_number: int,
+        temperature: float,
+        end_token: int | None,
     ) -> None:
         self.endpoint, self.tokenizer, self.max_tokens = endpoint, tokenizer, plan.max_new_tokens
+        self.end_token = end_token
         self.prompt_tokens = list(plan.prompts[prompt_number].prompt)
         self.prompt = tokenizer.decode(self.prompt_tokens)
         seed = text_seed(plan.seed, prompt_number) % SEEDS
@@ -109,7 +118,7 @@ class _Request:
             tokens = tokens[len(self.prompt_tokens) :]
         else:
             tokens = list(self.tokenizer(answer.text, add_special_tokens=False).input_ids)
-        end = self.tokenizer.eos_token_id
+        end = self.end_token
         return (tokens + ([end] if answer.has_ended and end is not None else []))[: self.max_tokens]
 
 

@@ -8,6 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from saltus.engine.encoding import answer_end_token
 from saltus.engine.engine import Engine
 from saltus.engine.text_files import read_jsonl
 from saltus.loading.model_identity import model_fingerprint
@@ -51,8 +52,8 @@ def tokenize_row(engine: Engine, row: Mapping[str, Any], max_new_tokens: int) ->
     tokens = list(engine.tokenizer.encode(text, add_special_tokens=not prompt))
     if not prompt:
         return tokens[:1], tokens[1 : 1 + max_new_tokens]
-    ends = engine.target.end_tokens
-    end = engine.tokenizer.eos_token_id if engine.tokenizer.eos_token_id in ends else min(ends, default=None)
+    ends, end = engine.target.end_tokens, answer_end_token(engine.tokenizer)
+    end = end if end in ends else min(ends, default=None)
     return list(engine.encode(prompt)), (tokens + ([] if end is None else [end]))[:max_new_tokens]
 
 

@@ -95,7 +95,7 @@ def write_shards(
             continue
         file = folder / f"{number:05d}.safetensors"
         part = samples[start : start + TEXTS_PER_SHARD]
-        shard_metadata = {"metadata": json.dumps(metadata | {"texts": _texts_digest(part)})}
+        shard_metadata = {"metadata": json.dumps(metadata | {"texts": texts_digest(part)})}
         if file.exists():
             if _read_metadata(file) != shard_metadata:
                 raise ValueError(
@@ -121,7 +121,8 @@ def _write_shard(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str
     write_atomically(file, lambda out: out.write(content))
 
 
-def _texts_digest(samples: Sequence[Sample]) -> str:
+def texts_digest(samples: Sequence[Sample]) -> str:
+    """Of the texts' tokens."""
     text = json.dumps([[*map(int, sample.prompt), -1, *map(int, sample.completion)] for sample in samples])
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -201,10 +202,10 @@ class HiddenStateCorpus:
     coupling: Coupling = "probability"  # of the intervals
 
 
-def load_hidden_states(folder: Path) -> HiddenStateCorpus:
+def load_hidden_states(folder: Path, num_texts: int | None = None) -> HiddenStateCorpus:
     """States stay in their files until they are used. Errors: ValueError without shards, or for a damaged one."""
     shards, texts, metadata = load_shards(
-        folder, ("target", "hidden_state_layers", "temperatures", "coupling", "top_k", "top_p")
+        folder, ("target", "hidden_state_layers", "temperatures", "coupling", "top_k", "top_p"), num_texts
     )
     return HiddenStateCorpus(
         shards["tokens"].long(), ShardedRows(shards.pop("features")), shards["intervals"], texts,
@@ -213,14 +214,19 @@ def load_hidden_states(folder: Path) -> HiddenStateCorpus:
     )  # fmt: skip
 
 
-def load_shards(folder: Path, same_keys: Sequence[str]) -> tuple[dict[str, Any], np.ndarray, dict[str, Any]]:
+def load_shards(
+    folder: Path, same_keys: Sequence[str], num_texts: int | None = None
+) -> tuple[dict[str, Any], np.ndarray, dict[str, Any]]:
     """The tensors of all shards ("features" as a list, by shard), the table of texts, and the metadata.
 
-    Errors: ValueError without shards, for a damaged one, or where shards differ in one of `same_keys`.
+    Shards beyond the first `num_texts` texts, of an earlier run with more of them, are left out. Errors: ValueError
+    without shards, for a damaged one, or where shards differ in one of `same_keys`.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} holds no shards of states; collect them first")
+    if num_texts is not None:
+        files = files[: -(-num_texts // TEXTS_PER_SHARD)]
     metadata = [json.loads(_read_metadata(file)["metadata"]) for file in files]
     for file, shard_metadata in zip(files, metadata, strict=True):
         if any(shard_metadata.get(name) != metadata[0].get(name) for name in same_keys):

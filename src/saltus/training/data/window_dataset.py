@@ -152,7 +152,10 @@ class WindowDataset:
         return min(self.settings.batch_size, len(self.training_table))
 
     def _select_validation(self, texts: np.ndarray) -> np.ndarray:
-        prompts = [self.corpus.tokens[begin : begin + length].numpy().tobytes() for begin, length, *_ in texts]
+        # a single token is no question: where texts have no prompt, their first token takes its place
+        ends = np.where(texts[:, 1] > 1, texts[:, 1], texts[:, 2])
+        parts = zip(texts[:, 0], ends, strict=True)
+        prompts = [self.corpus.tokens[begin : begin + length].numpy().tobytes() for begin, length in parts]
         return select_validation(prompts, self.settings.validation_fraction, self.settings.seed)
 
     def training_batch(self, step: int) -> Batch:

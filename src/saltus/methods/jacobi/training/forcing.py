@@ -74,6 +74,13 @@ class JacobiTrainingTask(TrainingTask):
                 f"there are fewer than two texts of more than a block within {slots} tokens to"
                 " learn from and to hold out; collect more or longer ones, or raise data.max_length"
             )
+        for name in ("block_size", "coupling"):
+            found = sorted({getattr(trajectory, name) for trajectory in texts})
+            if len(found) > 1:
+                raise ValueError(
+                    f"the texts were written with a {name} of {found[0]} and of {found[1]}; train on one kind after the"
+                    " other, by --from"
+                )
         blocks = -(-max(len(trajectory.completion) for trajectory in texts) // texts[0].block_size)
         if self.noise.window > blocks:
             raise ValueError(

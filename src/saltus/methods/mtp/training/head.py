@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from saltus.core.picking import Coupling
 from saltus.kernels.packed_weight import select_rows
 from saltus.loading.metadata import Kind
 from saltus.methods.mtp.files import read_trained_head
@@ -129,8 +130,8 @@ class MtpTrainingTask(QueryDrafterTask):
     kind: ClassVar[Kind] = KIND
     module: TrainableHead = field(init=False)
 
-    @property
-    def _learns_distributions(self) -> bool:
+    @classmethod
+    def learns_distributions(cls, coupling: Coupling) -> bool:
         return True
 
     def _new_module(self, draft_tokens: Int[Tensor, "draft"]) -> TrainableHead:

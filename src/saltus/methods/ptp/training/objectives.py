@@ -147,6 +147,15 @@ class AdapterObjective(Objective):
     def why_not_truncated(self, recipe: Recipe) -> str:
         return "" if recipe.settings.form == "one-hot" else "set form=one-hot, or leave them out"
 
+    def without_effect(self, recipe: Recipe) -> Mapping[str, str]:
+        found: dict[str, str] = {}
+        if recipe.settings.form == "independent":
+            unread = ("uniform_beta", "embedding", "embedding_init")
+            found |= dict.fromkeys(unread, "no query has a uniform")
+        if recipe.settings.form != "one-hot":
+            found["greedy_fraction"] = "windows are at the temperature of their text"
+        return found
+
     def why_not_sharded(self, recipe: Recipe) -> str:
         return ""
 
@@ -172,7 +181,7 @@ class AdapterObjective(Objective):
         if inputs.student is not None:
             model, name, teacher = inputs.student, settings.student, model
         return AdapterTrainingTask(
-            model, load_uniform_intervals(self.cache_folder(inputs)), settings.gating,
+            model, load_uniform_intervals(self.cache_folder(inputs), len(inputs.samples)), settings.gating,
             settings.distillation(windows.uniform_beta), windows, name, settings.recompute, settings.autocast, teacher,
             inputs.model_name, settings.inverse, settings.student_windows, inputs.recipe.truncation,
             settings.embedding_init, round(settings.window_growth * inputs.recipe.schedule.steps),

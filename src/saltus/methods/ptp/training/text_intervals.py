@@ -66,10 +66,10 @@ def collect_uniform_intervals(
     )
 
 
-def load_uniform_intervals(folder: Path) -> TextCorpus:
-    """Errors: ValueError where the folder holds no shards, or a damaged one."""
+def load_uniform_intervals(folder: Path, num_texts: int | None = None) -> TextCorpus:
+    """Those of the first texts. Errors: ValueError where the folder holds no shards, or a damaged one."""
     shards, texts, metadata = load_shards(
-        folder, ("target", "temperatures", "max_length", "coupling", "top_k", "top_p")
+        folder, ("target", "temperatures", "max_length", "coupling", "top_k", "top_p"), num_texts
     )
     return TextCorpus(
         shards["tokens"].long(), shards["intervals"], texts, tuple(metadata["temperatures"]), metadata["target"],
