@@ -71,6 +71,7 @@ class CausalNetwork:
     fixed_shape_settings: FixedShapeSettings = field(default_factory=FixedShapeSettings)
     fixed_shapes: bool | None = None  # None: on CUDA; tests set it
     hidden_state_layers: tuple[int, ...] = ()  # states after so many layers are returned too, before the last states
+    layers_by_count: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False)  # now and before, by number
     num_layers: int = field(init=False)
     kv_bytes_per_token: int | None = field(init=False, default=None)  # as measured; None: as the configuration says
     # faster than the model's own code, for models that it supports
@@ -343,8 +344,8 @@ class CausalNetwork:
     def add_hidden_state_layers(self, layers: Sequence[int]) -> None:
         """Return the states after these layers as well: after all layers, those before the last norm.
 
-        Of layers with several streams (AltUp) they are those of the active one. Errors: ValueError if the model lacks
-        one. To be called while no text is being decoded.
+        Of layers with several streams (AltUp) they are those of the active one. Calls before this one returned fewer,
+        see `layers_of`. Errors: ValueError if the model lacks one.
         """
         if any(not 0 < layer <= self.num_layers for layer in layers):
             raise ValueError(
@@ -354,9 +355,16 @@ class CausalNetwork:
         with self.lock:
             if self.fixed_shape_runner is not None and not set(layers) <= set(self.hidden_state_layers):
                 self.fixed_shape_runner.pool.graphs.clear()  # they return fewer hidden states
+            self.layers_by_count[len(self.hidden_state_layers)] = self.hidden_state_layers
             self.hidden_state_layers = tuple(sorted({*self.hidden_state_layers, *layers}))
             if self.fixed_shape_runner is not None:
                 self.fixed_shape_runner.hidden_state_layers = self.hidden_state_layers
+
+    def layers_of(self, hidden_states: torch.Tensor) -> tuple[int, ...]:
+        """The layers whose states these are, besides the last: of an earlier call perhaps fewer than now."""
+        count = hidden_states.shape[-1] // self.model.config.get_text_config().hidden_size - 1
+        now = self.hidden_state_layers
+        return now if count == len(now) else self.layers_by_count[count]
 
     def _capture_hidden_states(self) -> HiddenStateCapture:
         active_stream = getattr(self.model.config.get_text_config(), "altup_active_idx", None)

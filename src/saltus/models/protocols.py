@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from torch import Tensor
+
 from saltus.core.protocols import Network
 
 
@@ -45,6 +47,10 @@ class DrafterHost(Protocol):
     def attach_adapter(self, adapter: Any) -> None: ...
 
     def add_hidden_state_layers(self, layers: Sequence[int]) -> None: ...
+
+    def layers_of(self, hidden_states: Tensor) -> tuple[int, ...]:
+        """The layers whose states these are, besides the last: of an earlier call perhaps fewer than now."""
+        ...
 
 
 @runtime_checkable

@@ -151,8 +151,7 @@ class Learner:
         self._pause_training()
         request = served.request
         if request.constraint is None and request.canvas is None and request.on_step is None:
-            layers = self.network.target.hidden_state_layers
-            self.states[served] = TextStates(layers, (*self.network.model.shape.hidden_state_layers, None))
+            self.states[served] = TextStates(self.network.target, (*self.network.model.shape.hidden_state_layers, None))
             request.on_step = self.states[served].record
 
     def ends(self, served: ServedRequest) -> None:

@@ -13,6 +13,7 @@ from saltus.core.distributions import Step
 from saltus.engine.request import Request
 from saltus.methods.shared.context_layers import select_hidden_states
 from saltus.methods.shared.hidden_state_drafter import MAX_UNREAD, state_rows
+from saltus.models.protocols import DrafterHost
 from saltus.training.data.recent_texts import RecentText
 
 MAX_TOKENS = 384  # of a completion that are kept; a training window lies in as many
@@ -23,7 +24,7 @@ MIN_TOKENS = 9  # of a completion that is a training text
 class TextStates:
     """The target's states before the decided tokens of one text, from the last `MAX_UNREAD` of its prompt on."""
 
-    layers: Sequence[int]  # whose states the target returns, besides the last
+    target: DrafterHost
     selected: Sequence[int | None]  # those that the drafter reads; None: the last
     rows: list[Tensor] = field(default_factory=list, init=False)
     num_decided: int = field(default=0, init=False)  # tokens up to the last whose state is before
@@ -43,7 +44,7 @@ class TextStates:
             self.complete = False
             return
         kept = state_rows(states, rows[len(rows) - new :])
-        self.rows.append(select_hidden_states(kept, self.layers, self.selected).cpu())
+        self.rows.append(select_hidden_states(kept, self.target.layers_of(kept), self.selected).cpu())
         self.num_decided = end
 
     def text(self, request: Request) -> RecentText | None:

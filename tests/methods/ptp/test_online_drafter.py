@@ -35,7 +35,7 @@ def recorded(engine, prompt=PROMPT, method="ptp+lookup", end=None, prefill=0, pr
     request.prediction = predicted
     if end is not None:
         request.is_end = lambda token: token == end
-    states = TextStates(network.hidden_state_layers, (*setup.networks["ptp"].model.shape.hidden_state_layers, None))
+    states = TextStates(network, (*setup.networks["ptp"].model.shape.hidden_state_layers, None))
     request.on_step = states.record
     sequence = SequenceState(counting_generator(setup, request, Controller(adaptive=False)))
     if prefill:  # the prompt's first tokens were read in another call

@@ -20,7 +20,7 @@ from saltus.core.forward import ForwardInputs, ForwardOutputs
 # KeepsKeysAndValues and ReadsTargetKVCache.
 MEMBERS_OF_PROTOCOLS = (
     "model", "batch_invariant", "any_subset", "accepts_drafters", "compute_path", "max_draft_tokens", "blank_token",
-    "adapter", "hidden_state_layers", "attach_adapter", "add_hidden_state_layers",
+    "adapter", "hidden_state_layers", "attach_adapter", "add_hidden_state_layers", "layers_of",
     "keeps_keys_and_values", "num_tokens_in_cache", "reads_target_kv_cache",
 )  # fmt: skip
 

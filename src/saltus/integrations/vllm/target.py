@@ -37,6 +37,10 @@ class VllmTarget:
         """States after so many layers are wanted, too."""
         self.hidden_state_layers = tuple(sorted({*self.hidden_state_layers, *layers}))
 
+    def layers_of(self, hidden_states: Any) -> tuple[int, ...]:
+        """All of them: they are added before the first call."""
+        return self.hidden_state_layers
+
     def new_kv_cache(self) -> Any:
         raise AssertionError("vLLM holds the KV cache of its model")
 

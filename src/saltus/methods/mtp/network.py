@@ -111,7 +111,7 @@ class MtpNetwork:
         """The rows of the first module; where those of the others do not follow what they have, all start anew."""
         context, decided = cache.contexts[0], inputs.canvas.decided_prefix
         end, start = cache.length, context.first_position
-        states = unread_states(inputs, context, self.target.hidden_state_layers, LAST_STATES)
+        states = unread_states(inputs, context, self.target, LAST_STATES)
         first = len(decided) - len(states)
         if len(self.modules) > 1 and (first != end or context.first_position != start or not cache.outputs):
             cache.contexts = [ContextKVCache(first_position=first + number) for number in range(len(self.modules))]

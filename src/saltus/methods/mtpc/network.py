@@ -191,9 +191,8 @@ class HeadNetwork:
             return hidden_states[-1, -self.model.shape.hidden :]
         begin, cache = len(decided) - len(hidden_states), kv_cache.context_kv_cache
         past = cache.reuse_prefix(decided, begin)
-        inputs = select_hidden_states(
-            hidden_states[past - begin :], self.target.hidden_state_layers, self.model.shape.hidden_state_layers
-        )
+        layers = self.target.layers_of(hidden_states)
+        inputs = select_hidden_states(hidden_states[past - begin :], layers, self.model.shape.hidden_state_layers)
         state = self.context_layers(inputs, cache, past - cache.first_position, 1, output_logits=False)[1][-1]
         cache.tokens = decided[cache.first_position :].copy()
         return state

@@ -259,7 +259,7 @@ class DraftNetwork:
     def _rows(self, inputs: ForwardInputs, kv_cache: ContextKVCache) -> DraftRows:
         """What is new in a text, and its queries."""
         decided, layers = inputs.canvas.decided_prefix, (*self.model.shape.hidden_state_layers, None)
-        states = unread_states(inputs, kv_cache, self.target.hidden_state_layers, layers)
+        states = unread_states(inputs, kv_cache, self.target, layers)
         queries = self._query_vectors(inputs.uniforms[: self.model.shape.window], inputs.temperature)
         if states.dtype is not queries.dtype:
             states = states.to(queries.dtype)

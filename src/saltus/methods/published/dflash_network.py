@@ -68,10 +68,8 @@ class DFlashNetwork:
         return timed_outputs(lambda: self._forward(batch, kv_caches), self.device)
 
     def _forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
-        pairs, layers = list(zip(batch, kv_caches, strict=True)), self.target.hidden_state_layers
-        states = [
-            unread_states(inputs, kv_cache, layers, self.model.shape.hidden_state_layers) for inputs, kv_cache in pairs
-        ]
+        pairs, layers = list(zip(batch, kv_caches, strict=True)), self.model.shape.hidden_state_layers
+        states = [unread_states(inputs, kv_cache, self.target, layers) for inputs, kv_cache in pairs]
         lengths = [len(inputs.canvas.decided_prefix) - kv_cache.first_position for inputs, kv_cache in pairs]
         self._write_context(states, kv_caches, lengths)
         last_tokens = torch.tensor([int(inputs.canvas.decided_prefix[-1]) for inputs in batch], device=self.device)

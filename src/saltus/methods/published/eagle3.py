@@ -45,8 +45,8 @@ class Eagle3Network(EagleNetwork):
     """Logits of each query given the likeliest tokens before it; queries cost a pass of one row each."""
 
     def _run(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
-        layers, read_layers = self.target.hidden_state_layers, self.model.shape.hidden_state_layers
-        states = [unread_states(each, cache, layers, read_layers) for each, cache in zip(batch, kv_caches, strict=True)]
+        layers, pairs = self.model.shape.hidden_state_layers, list(zip(batch, kv_caches, strict=True))
+        states = [unread_states(inputs, kv_cache, self.target, layers) for inputs, kv_cache in pairs]
         counts = [len(each) for each in states]
         decided = [inputs.canvas.decided_prefix for inputs in batch]
         ends = [len(text) - cache.first_position for text, cache in zip(decided, kv_caches, strict=True)]

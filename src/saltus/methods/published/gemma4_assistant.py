@@ -167,8 +167,9 @@ class AssistantNetwork:
             _Text(cache, self.target.num_tokens_in_cache(cache, tokens), len(tokens) - 1)
             for tokens, cache in zip(decided, kv_caches, strict=True)
         ]
-        given = torch.stack([inputs.hidden_states[-1] for inputs in batch if inputs.hidden_states is not None])
-        states = select_hidden_states(given, self.target.hidden_state_layers, (None,)).to(self.target.model.dtype)
+        given = [inputs.hidden_states[-1:] for inputs in batch if inputs.hidden_states is not None]
+        last = [select_hidden_states(row, self.target.layers_of(row), (None,)) for row in given]
+        states = torch.cat(last).to(self.target.model.dtype)
         tokens = torch.tensor([int(text[-1]) for text in decided])
         counts = [max(len(inputs.uniforms), 1) for inputs in batch]
         found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in batch]

@@ -61,12 +61,10 @@ class PEagleNetwork(EagleNetwork):
     mask_state: Float[Tensor, "states"]  # in place of the target's hidden states
 
     def _run(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
-        model, layers = self.model, self.target.hidden_state_layers
+        model, layers = self.model, self.model.shape.hidden_state_layers
         texts = [each.canvas.decided_prefix for each in batch]
-        states = [
-            unread_states(each, cache, layers, model.shape.hidden_state_layers)
-            for each, cache in zip(batch, kv_caches, strict=True)
-        ]
+        pairs = zip(batch, kv_caches, strict=True)
+        states = [unread_states(inputs, kv_cache, self.target, layers) for inputs, kv_cache in pairs]
         masks = [max(len(each.uniforms) - 1, 0) for each in batch]
         read = [torch.cat([given, self.mask_state.to(given.dtype).expand(count, -1)])
                 for given, count in zip(states, masks, strict=True)]  # fmt: skip

@@ -21,6 +21,7 @@ from saltus.models.cpu.attention import AttentionCall, SequenceRows
 from saltus.models.cpu.kv_cache import KVCache
 from saltus.models.cpu.native_decoder import NativeDecoder, supports_native_decoder
 from saltus.models.packed_decoder import PackedDecoder
+from saltus.models.protocols import DrafterHost
 
 MAX_ROWS_PER_CALL = 256  # of one pass
 MASKED_SCORE = -30000.0  # finite, so that no row of a mask is −∞ throughout
@@ -72,14 +73,14 @@ def select_hidden_states(
 
 
 def unread_states(
-    inputs: ForwardInputs, kv_cache: ContextKVCache, layers: Sequence[int], selected: Sequence[int | None]
+    inputs: ForwardInputs, kv_cache: ContextKVCache, target: DrafterHost, selected: Sequence[int | None]
 ) -> Float[Tensor, "context states"]:
     """The `selected` hidden states before the last decided tokens: of those whose context is not in the cache."""
     assert inputs.hidden_states is not None
     begin = len(inputs.canvas.decided_prefix) - len(inputs.hidden_states)  # of the given hidden states
     past = kv_cache.reuse_prefix(inputs.canvas.decided_prefix, begin)
     unread = inputs.hidden_states if past == begin else inputs.hidden_states[past - begin :]
-    return select_hidden_states(unread, layers, selected)
+    return select_hidden_states(unread, target.layers_of(unread), selected)
 
 
 @dataclass(frozen=True)
