@@ -496,6 +496,8 @@ def test_the_demo_leaps_with_the_default_model(model_folder):
         ([""], "is empty"),
         (["  \n"], "is empty"),
         (["a", "--prompts", "b.jsonl"], "give one or the other"),
+        (["a", "--limit", "1"], "--limit is for the prompts of a file"),
+        (["a", "--method", "lookup+lookup"], "give each method once"),
         (["--prompts", "nowhere.jsonl"], "there is no file nowhere.jsonl"),
         (["--prompts", "."], "is a folder"),
         (["a", "--method", "lokup"], "did you mean lookup"),

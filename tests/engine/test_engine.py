@@ -529,6 +529,15 @@ def test_special_tokens_are_shown_and_end_texts_where_that_is_asked_for(engine):
         engine.generate(PROMPT, stop_token_ids=[10**6])
 
 
+@pytest.mark.parametrize("more", [{}, {"stop": ["<|end|>\n<|user|>", "cat"]}])
+def test_an_end_token_within_a_stop_string_does_not_show(engine, more):
+    end = engine.tokenizer.eos_token_id
+    settings = {"max_new_tokens": 4, "logit_bias": ((end, 100.0),), **more}
+    found = engine.generate(PROMPT, **settings)
+    assert (found.text, found.tokens, found.finish_reason) == ("", [end], "stop")
+    assert "".join(chunk.text for chunk in engine.stream(PROMPT, **settings)) == ""
+
+
 def test_stop_strings_are_looked_for_after_the_least_length(engine, plain_text):
     whole = plain_text()
     stop = whole.text[3:5]

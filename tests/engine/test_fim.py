@@ -6,6 +6,7 @@ import shutil
 import httpx
 import openai
 import pytest
+from test_cli import saltus_
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
@@ -217,3 +218,10 @@ def test_a_server_whose_model_cannot_fill_says_so(tiny_folder):
         answer = httpx.post(f"{address}/infill", headers=JSON, json={"input_prefix": "a", "input_suffix": "b"})
         assert answer.status_code == 400
         assert "fill-in-the-middle" in answer.json()["error"]["message"]
+
+
+def test_the_command_fills_by_a_model_of_code_without_a_method(coder):
+    folder = coder("qwen").target.name
+    found = saltus_("infill", "-m", folder, "--open", 12, "--json", f"{BEFORE}[[…]]{AFTER}")
+    assert json.loads(found.stdout)["method"] == "lookup"
+    assert "lookup" in saltus_("infill", "-m", folder, "--open", 12, f"{BEFORE}[[…]]{AFTER}").stderr

@@ -79,6 +79,21 @@ def test_greedy_tokens_are_those_of_generate(model, writers, method, case):
     assert found.dtype == expected.dtype
 
 
+@pytest.mark.parametrize("end", [106, [106, 9]])
+def test_without_a_pad_token_texts_that_ended_are_padded_as_generate_pads_them(model, writers, end):
+    model.generation_config.pad_token_id = model.config.pad_token_id = None
+    settings = {
+        "attention_mask": MASK,
+        "max_new_tokens": 30,
+        "do_sample": False,
+        "eos_token_id": end,
+    }
+    expected = model.generate(PADDED, **settings)
+    found = model.generate(PADDED, custom_generate=writers["lookup"], **settings)
+    assert torch.equal(found, expected)
+    assert (expected[:, -1] == 106).any()
+
+
 def test_end_tokens_are_met_in_that_case(model, writers):
     inputs, settings = CASES["end tokens"]
     rows = model.generate(inputs, custom_generate=writers["lookup"], max_new_tokens=30, do_sample=False, **settings)

@@ -13,6 +13,8 @@ import pytest
 import uvicorn
 from typer.testing import CliRunner
 
+from architectures import tiny
+from conftest import byte_tokenizer
 from saltus.cli.app import app
 
 
@@ -35,6 +37,32 @@ def test_texts_without_a_limit_fit_the_memory(tiny_folder, monkeypatch):
     ], found
     assert len(apps) == 2
     assert not any("http://" in output for output in found), "nothing listens"
+
+
+def test_a_model_that_names_no_limit_has_one(tmp_path, monkeypatch):
+    """The state of Mamba-2 has one size, however long a text is."""
+    apps, folder = [], tmp_path / "mamba"
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server: apps.append(server.config.app))
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    model = tiny("Mamba2", vocab_size=300, eos_token_id=0, pad_token_id=1, bos_token_id=2)
+    del model.config.max_position_embeddings
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    assert "max_position_embeddings" not in (folder / "config.json").read_text()
+    command = ["serve", "-m", str(folder), "--method", "plain"]
+    told = [CliRunner().invoke(app, [*command, *more]).output for more in ([], ["--max-model-len", "99"])]
+    found = [" ".join(output.split()) for output in told]
+    assert "at most 32,768 tokens, since the model names no limit; more by --max-model-len" in found[0]
+    assert "at most" not in found[1]
+    assert len(apps) == 2
+
+
+@pytest.mark.parametrize("variable", ["correct horse battery", " secret"])
+def test_the_variable_holds_one_key(variable, tiny_folder, monkeypatch):
+    given = []
+    monkeypatch.setattr("saltus.server.guard.checked_keys", lambda keys: given.append(tuple(keys)) or sys.exit(5))
+    CliRunner().invoke(app, ["serve", "-m", str(tiny_folder())], env={"SALTUS_API_KEY": variable})
+    assert given == [(variable,)]
 
 
 def test_an_address_in_use_is_refused_before_a_model_is_loaded():

@@ -8,6 +8,7 @@ import httpx
 import openai
 import pytest
 
+import saltus
 from saltus.server.bodies import MAX_BODY_BYTES
 from tiny_server import JSON, MESSAGES, PROMPT, alone, client, engine, server, serving  # noqa: F401
 
@@ -27,6 +28,8 @@ from tiny_server import JSON, MESSAGES, PROMPT, alone, client, engine, server, s
         ({"min_p": float("nan")}, "min_p"),
         ({"repetition_penalty": float("inf")}, "repetition_penalty"),
         ({"speculative": {"max_draft_tokens": 9999}}, "speculative.max_draft_tokens"),
+        ({"speculative": {"method": "lookup+lookup"}}, "speculative.method"),
+        ({"speculative": {"method": "lookup+" * 100_000}}, "speculative.method"),
         ({"prediction": {"content": "\ud800"}}, "prediction"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
         ({"top_p": -0.1}, "top_p"),
@@ -170,6 +173,14 @@ def test_keys_are_asked_for_where_the_server_has_some(engine):
 def test_every_answer_has_a_request_id(server):
     assert httpx.get(server[1] + "/health", headers={"X-Request-Id": "mine"}).headers["x-request-id"] == "mine"
     assert len(httpx.get(server[1] + "/nowhere").headers["x-request-id"]) == 32
+
+
+def test_a_method_without_its_draft_model_is_refused_before_a_stream_begins(tiny_folder):
+    with serving(saltus.load(str(tiny_folder()), "lookup")) as (_, url):
+        body = {"prompt": "the", "stream": True, "speculative": {"method": "small_model"}}
+        answer = httpx.post(f"{url}/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "speculative.method"
 
 
 def test_bodies_have_a_limit(server):

@@ -108,7 +108,7 @@ def check_server(
     names = _check_names(options.only or (), bool(options.suite))
     suites = [_graded_suite(name, options.tasks) for name in options.suite or ()]
     on, off = _sides(options, model)
-    inputs = _prompts(prompts, limit or DEFAULT_PROMPTS)
+    inputs = _prompts(prompts, limit)
     print_note(_duration(off, len(inputs), max_tokens) if not options.only else f"only {', '.join(names)}")
     with progress_meter(len(names) + 1, "checking") as update:
         state = {"done": -1, "answers": 0, "name": "what the server understands"}
@@ -226,11 +226,16 @@ def _headers(given: Sequence[str]) -> dict[str, str]:
     return headers
 
 
-def _prompts(file: Path | None, limit: int) -> list[str]:
+def _prompts(file: Path | None, limit: int | None) -> list[str]:
+    """One question of each prompt of the file, or of our own prompts."""
     if file is None:
         from saltus.evaluation.audit.prompts import default_prompts
 
-        return default_prompts(limit)
+        return default_prompts(limit or DEFAULT_PROMPTS)
+    from saltus.cli.answers import print_note
     from saltus.engine.prompts import read_prompts
 
-    return [prompt.preview for prompt in read_prompts((), file, limit)]
+    prompts = read_prompts((), file, limit)
+    if conversations := sum(len(prompt.messages) + len(prompt.turns) > 1 for prompt in prompts):
+        print_note(f"{conversations} of {len(prompts)} prompts are conversations, of which one message each is asked")
+    return [prompt.preview for prompt in prompts]

@@ -263,9 +263,9 @@ class MethodOptions:
 
 @dataclass(frozen=True)
 class InfillMethodOptions(MethodOptions):
-    """The same with the default method for texts with holes."""
+    """The same with the default method for texts with holes: `assd` for a model that fills holes anywhere."""
 
-    method: Method = "assd"
+    method: Method = "auto"
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ SERVER_PANEL = "Server"
 LEARN_SHARE = 0.08
 MIN_KV_CACHE_BYTES = 10**6
 KEYS_VARIABLE = "SALTUS_API_KEY"
+DEFAULT_CONTEXT = 32768  # tokens, for models that name no limit and whose memory does not grow with a text
 
 
 def _server_option(*names: str, help: str, **settings: object) -> object:
@@ -38,7 +39,9 @@ def serve(
     api_key: Annotated[
         list[str] | None,
         _server_option(
-            "--api-key", metavar="KEY", envvar=KEYS_VARIABLE, help="Requests need such a key; may be repeated."
+            "--api-key",
+            metavar="KEY",
+            help=f"Requests need such a key; may be repeated. One key may also stand in {KEYS_VARIABLE}.",
         ),
     ] = None,
     allowed_host: Annotated[
@@ -184,8 +187,11 @@ def serve(
         if max_model_len is None and (
             context is None or context > fitting
         ):  # else texts without max_tokens are refused
+            why = "which fit into --kv-cache-memory-bytes"
+            if context is None and fitting > DEFAULT_CONTEXT:
+                fitting, why = DEFAULT_CONTEXT, "since the model names no limit; more by --max-model-len"
             engine.limit_context(fitting)
-            print_note(f"prompt and answer have at most {fitting:,} tokens, which fit into --kv-cache-memory-bytes")
+            print_note(f"prompt and answer have at most {fitting:,} tokens, {why}")
         logging.basicConfig(format="%(message)s", handlers=[LogLines()])
         logging.getLogger("saltus.server").setLevel(logging.INFO)
         return service
@@ -222,7 +228,10 @@ def serve(
 
     gpus = 1.0 if _uses_gpu(model_options.device) else 0.0
     start_replicas(
-        lambda: app(make_service()), Replicas(replicas, max_num_seqs + max_queue, replica_cpus, gpus), host, port
+        lambda: app(make_service()),
+        Replicas(replicas, max_num_seqs + max_queue, shutdown_timeout, replica_cpus, gpus),
+        host,
+        port,
     )
     print_note(f"{replicas} replicas of {model_options.model} on http://{host}:{port}/v1")
     wait_for_signal()
@@ -245,10 +254,11 @@ def _check_free(host: str, port: int) -> None:
 
 
 def _keys_of_environment() -> Sequence[str]:
-    """None, unless the variable is set without a key, which typer takes as not set. Errors: ValueError."""
-    if os.environ.get(KEYS_VARIABLE) is not None:
+    """The key in the variable, if it is set. Errors: ValueError for an empty one."""
+    key = os.environ.get(KEYS_VARIABLE)
+    if key is not None and not key.strip():
         raise ValueError(f"{KEYS_VARIABLE} is set, but has no key; unset it, or give one")
-    return ()
+    return () if key is None else (key,)
 
 
 def _learning_plan(share: float | None, api_keys: Sequence[str], across_keys: bool, reset: bool) -> Any:

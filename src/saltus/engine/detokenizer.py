@@ -86,6 +86,7 @@ class TextOutput:
     stop_strings: tuple[str, ...] = ()  # strings that end it, and are cut off
     min_tokens: int = 0  # stop strings are looked for in the text of the tokens after these
     token_texts: TokenTexts | None = None  # what each token stands for, where that is asked for
+    unshown_ends: Mapping[int, str] = field(default_factory=dict)  # end tokens with texts that only stop strings spell
     text: str = ""
     ended: bool = False
     num_released: int = field(default=0, init=False)  # characters given out by `release`
@@ -95,7 +96,10 @@ class TextOutput:
     def unread(self) -> TextOutput:
         """The same for another text. Before the first token."""
         token_texts = None if self.token_texts is None else self.token_texts.unread()
-        return TextOutput(self.detokenizer.unread(), self.end_tokens, self.stop_strings, self.min_tokens, token_texts)
+        return TextOutput(
+            self.detokenizer.unread(), self.end_tokens, self.stop_strings, self.min_tokens, token_texts,
+            self.unshown_ends,
+        )  # fmt: skip
 
     def __post_init__(self) -> None:
         self.sorted_stops = sorted(self.stop_strings)
@@ -117,6 +121,9 @@ class TextOutput:
             places = [at for stop in self.stop_strings if (at := self.text.find(stop, begin)) >= 0]
             if places:
                 self.text, self.ended = self.text[: min(places)], True
+                return True
+        if self.ended and token in self.unshown_ends:
+            self.text = self.text.removesuffix(self.unshown_ends[token])
         return self.ended
 
     def release(self, final: bool = False) -> str:

@@ -269,11 +269,13 @@ class Engine:
         stops = check_stop_strings(stop)
         stopping = frozenset(stop_token_ids) | (frozenset() if ignore_eos else ends)
         shown = shown_special_tokens(self.tokenizer, stops, shown_tokens, not skip_special_tokens, stopping | ends)
-        shown |= call_markers(self.tokenizer) if tools else {}
+        markers = call_markers(self.tokenizer) if tools else {}
+        unshown = {token: shown[token] for token in stopping & shown.keys() if token not in {*shown_tokens, *markers}}
+        shown |= markers
         detokenizer = Detokenizer(self.tokenizer, continues, stopping | ends, shown)
         wants_logprobs = logprobs or top_logprobs > 0
         token_texts = TokenTexts(self.tokenizer, shown) if wants_logprobs else None
-        output = TextOutput(detokenizer, stopping, stops, min_new_tokens, token_texts)
+        output = TextOutput(detokenizer, stopping, stops, min_new_tokens, token_texts, unshown)
         if min_new_tokens:
             sampling |= {"min_new_tokens": min_new_tokens, "end_tokens": tuple(sorted(stopping))}
         request = Request(

@@ -60,6 +60,8 @@ def read_prompts(arguments: Sequence[str], file: Path | None, limit: int | None 
         raise ValueError("prompts are given both as words and with --prompts; give one or the other")
     if not arguments and not file:
         raise ValueError("there is no prompt; give one in quotes, a file of them with --prompts, or - for stdin")
+    if arguments and limit is not None:
+        raise ValueError("--limit is for the prompts of a file; leave it out, or give --prompts FILE")
     if file:
         return read_prompts_file(file)[:limit]
     prompts = [Prompt((read_stdin() if word == "-" else typed_text(word),)) for word in arguments]

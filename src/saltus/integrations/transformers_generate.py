@@ -262,7 +262,8 @@ def _stopping_rule(stopping_criteria: Sequence[Any], row: Tensor, max_length: in
 
 
 def _pad_outputs(input_ids: Tensor, requests: list[Request], config: Any) -> Tensor | GenerateDecoderOnlyOutput:
-    pad = config.pad_token_id if config.pad_token_id is not None else 0
+    ends = config.eos_token_id if isinstance(config.eos_token_id, (list, tuple)) else [config.eos_token_id]
+    pad = next((token for token in (config.pad_token_id, *ends) if token is not None), 0)  # as `generate`
     width = max(len(text.tokens) for text in requests)
     new = torch.tensor(
         [text.tokens + [pad] * (width - len(text.tokens)) for text in requests],

@@ -79,9 +79,11 @@ def available_methods() -> dict[str, type[Any]]:
 def method_names(spec: str) -> Sequence[str]:
     """The names of the methods of a spec like `jacobi+lookup`; for `auto` those whose options may be given.
 
-    Errors: ValueError where `auto` is joined with other methods.
+    Errors: ValueError where `auto` is joined with other methods, or a method is named twice.
     """
     names = spec.split("+")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{spec}: give each method once")
     if AUTO in names and len(names) > 1:
         raise ValueError(f"{spec}: {AUTO} chooses all methods itself; name the methods to join, such as ptp+lookup")
     return AUTO_METHODS if spec == AUTO else names

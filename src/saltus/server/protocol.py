@@ -30,6 +30,7 @@ RANDOM_SEED = -1  # of vLLM and llama.cpp
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS, MAX_STOP_LENGTH = 64, 256  # stop strings, and characters of each
 MAX_STOP_TOKENS = 1024
+MAX_METHOD_LENGTH = 256  # characters of methods joined by +
 MAX_BIASES = 1024  # tokens of logit_bias
 MAX_ITEMS = 4096  # messages of a conversation with their parts, or prompts of a request
 MAX_TOKENS = 2**20  # of a prompt that is given as token ids
@@ -70,7 +71,7 @@ class StreamOptions(Fields):
 class Speculative(Fields):
     """How a text is drafted; it cannot change the text."""
 
-    method: str | None = None
+    method: str | None = Field(None, max_length=MAX_METHOD_LENGTH)
     max_draft_tokens: int | None = Field(
         None, ge=0, le=MAX_DRAFT_TOKENS
     )  # draft tokens of a call, at most; the server's is a limit, too

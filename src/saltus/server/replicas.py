@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 NAME = "saltus"  # of the application and of its deployment
-DRAIN_SECONDS = 60.0  # that a replica has for the texts that run when it is stopped
 
 
 @dataclass(frozen=True)
@@ -19,6 +18,7 @@ class Replicas:
 
     count: int
     max_requests: int  # of one replica at once; more wait in Ray's proxy
+    drain_seconds: float  # that a replica has for the texts that run when it is stopped
     cpus: float | None = None  # of each, which are also its threads; None: an equal share of the cluster's
     gpus: float = 0.0
 
@@ -49,7 +49,7 @@ def start_replicas(make_app: Callable[[], Any], replicas: Replicas, host: str, p
         num_replicas=replicas.count,
         max_ongoing_requests=replicas.max_requests,
         ray_actor_options={"num_cpus": cpus, "num_gpus": replicas.gpus},
-        graceful_shutdown_timeout_s=DRAIN_SECONDS,
+        graceful_shutdown_timeout_s=replicas.drain_seconds,
         **_router_options(),
     )
     try:

@@ -91,7 +91,7 @@ class Service:
         """The answer to a conversation."""
         self.check_model(body.model)
         self._check_capacity(body.n)
-        method, limit = requested_method(body.speculative, self.engine.method), max_tokens_of(body)
+        method, limit = requested_method(body.speculative, self.engine), max_tokens_of(body)
 
         def make() -> tuple[ChatForm, list[TextRequest]]:
             tools, messages = Tools(self.engine, body), conversation(body.messages)
@@ -113,7 +113,7 @@ class Service:
         self.check_model(body.model)
         self._check_capacity(1)
         method, form = (
-            requested_method(body.speculative, self.engine.method),
+            requested_method(body.speculative, self.engine),
             body.text.format if body.text else None,
         )
 
@@ -135,7 +135,7 @@ class Service:
         self.check_model(body.model)
         prompts = completion_prompts(body.prompt)
         self._check_capacity(len(prompts) * body.n)
-        method, seeds = requested_method(body.speculative, self.engine.method), chosen_seeds(body, body.n)
+        method, seeds = requested_method(body.speculative, self.engine), chosen_seeds(body, body.n)
         if body.echo and body.logprobs is not None:
             self._check_scores_prompts(body)
         settings = {
@@ -159,7 +159,7 @@ class Service:
         """What stands between two texts, in llama.cpp's form, or in the holes between several."""
         self.check_model(body.model)
         self._check_capacity(1)
-        method = requested_method(body.speculative, self.engine.method)
+        method = requested_method(body.speculative, self.engine)
         return InfillAnswer(self.backend, await prepare(self._infill_requests, body), method, body)
 
     def _infill_requests(self, body: InfillRequest) -> Sequence[AnyRequest]:

@@ -13,7 +13,7 @@ from saltus.engine.infill_template import InfillTemplate
 from saltus.engine.reasoning import Reasoning, reasoning_tags
 from saltus.engine.request import CallRecord
 from saltus.engine.text_bounds import PromptTooLongError
-from saltus.methods import make_methods
+from saltus.methods import make_methods, require_draft_models
 from saltus.server.errors import ApiError
 from saltus.server.protocol import (
     MAX_SEED,
@@ -59,15 +59,16 @@ def completion_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     return list(prompt)
 
 
-def requested_method(speculative: bool | Speculative, default: str) -> str:
-    """The method of a request. Errors: ApiError 400 for one that does not exist."""
+def requested_method(speculative: bool | Speculative, engine: Engine) -> str:
+    """The method of a request. Errors: ApiError 400 for one that does not exist, or lacks its draft model here."""
+    default = engine.method
     if speculative is True:
         return default
     if speculative is False:
         return "plain"
     method = "plain" if speculative.max_draft_tokens == 0 else speculative.method or default
     try:
-        make_methods(method)
+        require_draft_models(make_methods(method, engine.decoder.options))
     except ValueError as error:
         raise ApiError(400, str(error), "speculative.method") from error
     return method
