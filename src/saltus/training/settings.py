@@ -33,7 +33,7 @@ class Recipe:
     top_k: int = 0  # of the target's distributions for which it drafts; 0: all tokens
     top_p: float = 1.0
     coupling: Coupling = RECIPE_COUPLING  # whose uniforms its queries are conditioned on; gumbel has none
-    teacher_texts: int = 0  # number of texts, evenly spread over the teacher's; 0: all
+    teacher_texts: int = 0  # number of texts, chosen by the seed; 0: all
     data: WindowSettings = field(default_factory=WindowSettings)
 
     def __post_init__(self) -> None:

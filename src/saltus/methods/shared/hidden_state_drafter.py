@@ -55,10 +55,8 @@ class HiddenStateDrafter:
         context = len(states) - nodes
         rows = [*range(context), *(context + node for node in last.inputs.path(last.last_node))]
         new = num_decided - self.num_tokens_seen
-        grew = (
-            bool(self.pending) and self.pending[-1].shape[-1] != states.shape[-1]
-        )  # it returns more layers' states now
-        if len(rows) < new or grew:  # states in between are missing, so the network starts again from here
+        other = bool(self.pending) and self.pending[-1].shape[-1] != states.shape[-1]  # of fewer layers
+        if len(rows) < new or other:  # states in between are missing, so the network starts again from here
             self.pending.clear()
         self.pending.append(state_rows(states, rows[-min(new, self.max_unread) :]))
         del self.pending[: -self.max_unread]  # each has a row or more; without this they pile up while drafting is off
