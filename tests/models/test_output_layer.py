@@ -5,7 +5,7 @@ import torch
 
 from architectures import text, tiny
 from saltus.models.decoder_of import decoder_of
-from saltus.models.output_layer import last_norm_factors, scale_logits
+from saltus.models.output_layer import last_norm_factors, logit_scaling
 
 SOFT = {"final_logit_softcapping": 2.0}
 
@@ -22,7 +22,7 @@ def test_scaled_products_are_the_model_s_logits(name, changes):
     model = tiny(name, **changes)
     found = model(torch.from_numpy(text(30))[None], output_hidden_states=True)
     products = model.get_output_embeddings()(found.hidden_states[-1])
-    torch.testing.assert_close(scale_logits(model, products), found.logits)
+    torch.testing.assert_close(logit_scaling(model)(products), found.logits)
     assert torch.equal(products, found.logits) == (name == "Llama")
 
 

@@ -299,12 +299,14 @@ def _read_recipe(
 ) -> tuple[str, Any]:
     """The name of a recipe, and the recipe with these changes. Errors: ValueError for a recipe of another method."""
     from saltus.training.objectives import OBJECTIVES
-    from saltus.training.recipe import find_recipe, read_recipe
+    from saltus.training.recipe import find_recipe, overrides_without_effect, read_recipe
 
     file = find_recipe(recipe)
     chosen = read_recipe(file, change or ())
     if (own := OBJECTIVES[chosen.kind].method) != method:
         raise ValueError(f"recipe {file.stem} is for {own}; give it to saltus train {own}")
+    for line in overrides_without_effect(chosen, change or ()):
+        print_note(line)
     return file.stem, replace(
         chosen,
         model=model or chosen.model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,17 +13,26 @@ from saltus.models.architectures import describe_decoder
 from saltus.models.decoder_of import decoder_of
 
 
-def scale_logits(model: Any, products: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows vocab"]:
-    """A model's logits, of the products of its output layer: some models scale them, or limit them to ± a softcap."""
+@dataclass(frozen=True)
+class LogitScaling:
+    """What a model does to the products of its output layer: a scale, then a limit of ± `softcap` (0: none)."""
+
+    scale: float = 1.0
+    softcap: float = 0.0
+
+    def __call__(self, products: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows vocab"]:
+        logits = products if self.scale == 1 else products * self.scale
+        return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
+
+
+def logit_scaling(model: Any) -> LogitScaling:
+    """That of a model; where no file describes its decoder, by the names that configurations have for it."""
     config, description = model.config.get_text_config(), describe_decoder(model)
     if description is not None:
-        scale, softcap = description.logit_scale, description.logit_softcap
-    else:
-        named = [getattr(config, name, None) for name in ("logit_scale", "lm_head_multiplier")]
-        scale = next((value for value in named if value), 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
-        softcap = getattr(config, "final_logit_softcapping", None) or 0.0
-    logits = products if scale == 1 else products * scale
-    return torch.tanh(logits / softcap) * softcap if softcap else logits
+        return LogitScaling(description.logit_scale, description.logit_softcap)
+    named = [getattr(config, name, None) for name in ("logit_scale", "lm_head_multiplier")]
+    scale = next((value for value in named if value), 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    return LogitScaling(scale, getattr(config, "final_logit_softcapping", None) or 0.0)
 
 
 def norm_offset(model: Any) -> float:

@@ -38,6 +38,7 @@ from saltus.methods.ptp.training.online import (
     drafter_weights,
     serve_training,
 )
+from saltus.models.output_layer import logit_scaling
 from saltus.server.allocator import MEGABYTE, return_freed_buffers
 from saltus.server.engine_thread import EngineThread
 from saltus.server.learned_drafters import LearnedDrafters
@@ -204,6 +205,7 @@ class Learner:
             "embeddings": _numbers(model.get_input_embeddings().weight),
             "unembedding": _numbers(model.get_output_embeddings().weight),
             "settings": self.plan.settings,
+            "logit_scaling": logit_scaling(model),
             "threads": torch.get_num_threads() if self.on_cpu else 1,
         }
 

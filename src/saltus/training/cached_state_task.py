@@ -17,6 +17,7 @@ from saltus.core.picking import Coupling
 from saltus.loading.metadata import Kind
 from saltus.loading.model_identity import model_fingerprint
 from saltus.methods.shared.drafter_files import save_drafter
+from saltus.models.output_layer import LogitScaling, logit_scaling
 from saltus.training.data.hidden_states import HiddenStateCorpus
 from saltus.training.data.window_dataset import WindowDataset, WindowSettings
 from saltus.training.training_task import WindowTrainingTask
@@ -41,12 +42,14 @@ class CachedStateTask(WindowTrainingTask):
     target_name: str = "its target"
     initial_module: Any = None  # trained further, in place of a new one
     held_out: np.ndarray | None = None  # see WindowDataset
+    logit_scaling: LogitScaling | None = None  # None: the target's
     module: Any = field(init=False)
     window_dataset: WindowDataset = field(init=False)
     draft_indices: Int[Tensor, "vocab"] = field(init=False)  # of tokens in the draft vocabulary
 
     def __post_init__(self) -> None:
         self._check_corpus()
+        self.scale_logits = self.logit_scaling or logit_scaling(self.target)
         self.window_dataset = WindowDataset(
             self.corpus, self.window_settings, self.shape.window,
             own_temperature_only=self.learns_distributions(self.corpus.coupling),

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from saltus.core.picking import Coupling
 from saltus.loading.metadata import Kind
-from saltus.models.output_layer import scale_logits
 from saltus.training.cached_state_task import CachedStateTask
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.window_dataset import Batch
@@ -136,7 +135,7 @@ class QueryDrafterTask(CachedStateTask):
         """The target's distributions over the drafted tokens after these tokens of the corpus, at temperature 1."""
         states = self.corpus.hidden_states[rows][..., -self.shape.hidden :].to(self.module.tokens.device)
         with torch.no_grad():
-            return scale_logits(self.target, self._products(states)).softmax(-1)
+            return self.scale_logits(self._products(states)).softmax(-1)
 
     def _distribution_losses(
         self,

@@ -67,11 +67,18 @@ def read_recipe(file: Path, overrides: Sequence[str] = ()) -> Recipe:
         objective.validate(recipe, [*table, *table.get("data", {})])
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    reasons = objective.without_effect(recipe)
-    for override in overrides:
-        if why := reasons.get(override.partition("=")[0].rpartition(".")[2]):
-            raise ValueError(f"--set {override} changes nothing here, since {why}; leave it out")
     return recipe
+
+
+def overrides_without_effect(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
+    """A line for each override that changes nothing under the other settings."""
+    reasons = OBJECTIVES[recipe.kind].without_effect(recipe)
+    keys = [override.partition("=")[0].rpartition(".")[2] for override in overrides]
+    return [
+        f"--set {override} changes nothing here, since {reasons[key]}"
+        for override, key in zip(overrides, keys, strict=True)
+        if key in reasons
+    ]
 
 
 def _recipe_hints() -> dict[str, Any]:

@@ -104,7 +104,9 @@ def test_distributions_of_a_target_that_scales_its_logits_are_scaled(states):
     made = task(scaled, states, circuit="ff", distillation_weight=1.0)
     batch = made.window_dataset.training_batch(0)
     found = made._target_distribution(batch, 1)
-    made.target = plain
+    made = task(
+        plain, replace(states, target_fingerprint=model_fingerprint(plain)), circuit="ff", distillation_weight=1.0
+    )
     flat = made._target_distribution(batch, 1)
     torch.testing.assert_close(found, (flat.log() / 8).softmax(-1))
 

@@ -20,7 +20,7 @@ from saltus.methods.mtp.module import MtpModule, linear_of
 from saltus.methods.mtp.trained_head import KIND, save_head
 from saltus.models.cpu import attention
 from saltus.models.decoder_of import decoder_of
-from saltus.models.output_layer import norm_offset, scale_logits
+from saltus.models.output_layer import norm_offset
 from saltus.training.data.packed_forward import PackedMemory, packed_states
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.window_dataset import Batch
@@ -147,7 +147,7 @@ class MtpTrainingTask(QueryDrafterTask):
 
     def _logits(self, hidden_states: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows draft"]:
         """Those of the target's class, as in decoding."""
-        return scale_logits(self.target, super()._logits(hidden_states))
+        return self.scale_logits(super()._logits(hidden_states))
 
     @classmethod
     def load_initial(cls, folder: Path, target: Any, target_name: str, shape: Any) -> tuple[dict[str, Tensor], Tensor]:

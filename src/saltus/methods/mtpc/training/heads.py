@@ -17,7 +17,6 @@ from saltus.methods.mtpc.files import load_heads
 from saltus.methods.mtpc.heads import CircuitParameters, HeadModel, new_head_model
 from saltus.methods.mtpc.training.circuit_likelihood import token_log_probabilities
 from saltus.methods.shared.context_layers import select_hidden_states
-from saltus.models.output_layer import scale_logits
 from saltus.training.cached_state_task import CachedStateTask
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.window_dataset import Batch
@@ -160,7 +159,7 @@ class HeadsTrainingTask(CachedStateTask):
         states = self.corpus.hidden_states[last.clamp_max(len(self.corpus.tokens) - 1)][..., -self.shape.hidden :]
         unembedding = self.module.unembedding
         products = (states.to(unembedding.device, unembedding.dtype) @ unembedding.T).float()
-        return scale_logits(self.target, products).softmax(-1)
+        return self.scale_logits(products).softmax(-1)
 
     def matching_drafts(self, batch: Batch) -> Bool[Tensor, "all_windows drafts"]:
         tokens, counted = self._draft_targets(batch)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from saltus.loading.model_identity import model_fingerprint
 from saltus.methods.ptp.network import DrafterShape, DraftModel
 from saltus.methods.ptp.training.drafter import DrafterTrainingTask
+from saltus.models.output_layer import LogitScaling
 from saltus.training.data.recent_texts import RecentText, RecentTexts, corpus_of
 from saltus.training.data.window_dataset import WindowSettings
 from saltus.training.loop.training_loop import Schedule, make_optimizers, optimizer_step
@@ -97,6 +98,7 @@ class OnlineDrafterTraining:
     embeddings: Float[Tensor, "vocab hidden"]
     unembedding: Float[Tensor, "vocab hidden"]
     settings: LearningSettings = field(default_factory=LearningSettings)
+    logit_scaling: LogitScaling = field(default_factory=LogitScaling)  # of the target
     time_slices: TimeSlices | None = None  # in which it works; None: all the time
     served: DraftModel = field(init=False)
     trained: DraftModel = field(init=False)
@@ -184,8 +186,9 @@ class OnlineDrafterTraining:
         windows = WindowSettings(settings.batch_texts, settings.windows, seed=self.steps)
         evaluated = np.arange(len(texts)) >= len(texts) - held_out
         task = DrafterTrainingTask(
-            self.target, corpus, shape, len(model.tokens), windows, initial_module=model, held_out=evaluated
-        )
+            self.target, corpus, shape, len(model.tokens), windows, initial_module=model, held_out=evaluated,
+            logit_scaling=self.logit_scaling,
+        )  # fmt: skip
         task.autocast = self.autocast
         return task
 
@@ -276,8 +279,9 @@ def serve_training(connection: Any, training: Mapping[str, Any], time_slices: Ti
     torch.set_num_threads(training["threads"])
     numbers = {name: torch.from_numpy(training[name]).view(torch.bfloat16) for name in ("embeddings", "unembedding")}
     running = OnlineDrafterTraining(
-        training["initial"], settings=training["settings"], time_slices=time_slices, **numbers
-    )
+        training["initial"], settings=training["settings"], logit_scaling=training["logit_scaling"],
+        time_slices=time_slices, **numbers,
+    )  # fmt: skip
     time_slices.begin_waiting()
     connection.send("ready")
     for message in iter(connection.recv, None):
