@@ -298,6 +298,7 @@ def _read_recipe(
     model: str | None = None,
 ) -> tuple[str, Any]:
     """The name of a recipe, and the recipe with these changes. Errors: ValueError for a recipe of another method."""
+    from saltus.cli.answers import print_note
     from saltus.training.objectives import OBJECTIVES
     from saltus.training.recipe import find_recipe, overrides_without_effect, read_recipe
 
