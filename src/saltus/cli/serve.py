@@ -184,9 +184,8 @@ def serve(
             os.getpid(), signal.SIGTERM
         )  # nothing would be decoded any more
         context, fitting = engine.target.context_length, service.engine_thread.longest_text
-        if max_model_len is None and (
-            context is None or context > fitting
-        ):  # else texts without max_tokens are refused
+        # else texts without max_tokens are refused
+        if max_model_len is None and (context is None or context > fitting):
             why = "which fit into --kv-cache-memory-bytes"
             if context is None and fitting > DEFAULT_CONTEXT:
                 fitting, why = DEFAULT_CONTEXT, "since the model names no limit; more by --max-model-len"

@@ -73,6 +73,7 @@ class CausalNetwork:
     hidden_state_layers: tuple[int, ...] = ()  # states after so many layers are returned too, before the last states
     layers_by_count: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False)  # now and before, by number
     num_layers: int = field(init=False)
+    hidden_size: int = field(init=False)
     kv_bytes_per_token: int | None = field(init=False, default=None)  # as measured; None: as the configuration says
     # faster than the model's own code, for models that it supports
     native_decoder: NativeDecoder | TorchDecoder | None = field(init=False, default=None)
@@ -96,7 +97,8 @@ class CausalNetwork:
             self.batch_invariant, fixed = False, False
         self.model.eval()
         self.long_rope = find_long_rope(self.model)
-        self.num_layers = self.model.config.get_text_config().num_hidden_layers
+        config = self.model.config.get_text_config()
+        self.num_layers, self.hidden_size = config.num_hidden_layers, config.hidden_size
         if fixed:
             graphs = self.device.type == "cuda"
             decoder = GPUDecoder(self.model) if supports_gpu_decoder(self.model) else None
@@ -362,7 +364,7 @@ class CausalNetwork:
 
     def layers_of(self, hidden_states: torch.Tensor) -> tuple[int, ...]:
         """The layers whose states these are, besides the last: of an earlier call perhaps fewer than now."""
-        count = hidden_states.shape[-1] // self.model.config.get_text_config().hidden_size - 1
+        count = hidden_states.shape[-1] // self.hidden_size - 1
         now = self.hidden_state_layers
         return now if count == len(now) else self.layers_by_count[count]
 
