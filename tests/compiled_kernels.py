@@ -26,7 +26,11 @@ from triton.runtime.jit import JITFunction
 from saltus.kernels.packed_weight import PackedWeight
 from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
 from saltus.methods.ptp.network import DrafterShape, DraftModel
-from saltus.methods.shared.context_layers import ContextKVCache, DraftRows
+from saltus.methods.published.dflash_model import DFlashModel, DFlashShape
+from saltus.methods.published.eagle_model import EagleModel, EagleShape
+from saltus.methods.published.gpu_block_layers import GPUBlockLayers
+from saltus.methods.published.gpu_eagle_layers import GPUEagleLayers
+from saltus.methods.shared.context_layers import ContextKVCache, ContextRows, DraftRows
 from saltus.models.cuda import launching, linear_kernels, pick_kernels
 from saltus.models.cuda.expert_kernels import SortedPairs, expert_product, route, sum_experts
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
@@ -181,6 +185,24 @@ def draft() -> None:
     ours([DraftRows(states, np.arange(9), queries, ContextKVCache(ours.new_kv_cache), 0)])
 
 
+def draft_as_published() -> None:
+    """Passes of an EAGLE-3 head and of a DFlash drafter."""
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 64}
+    embeddings, tokens = torch.zeros(90, 64, dtype=torch.bfloat16), torch.arange(90)
+    eagle = EagleModel(EagleShape(64, 128, (1,), **sizes), tokens, embeddings, embeddings)
+    block = DFlashModel(DFlashShape(64, 128, (1,), mask_token=4, layers=1, **sizes), tokens, embeddings, embeddings)
+    for module in (eagle, block.own_modules()):
+        module.to_empty(device="cpu").to(torch.bfloat16)
+    eagle.tokens = tokens
+    layers, blocks = (made(model, use_cuda_graphs=False)
+                      for made, model in ((GPUEagleLayers, eagle), (GPUBlockLayers, block)))  # fmt: skip
+    states = torch.zeros(9, 64, dtype=torch.bfloat16)
+    cache, other = layers.new_kv_cache(), blocks.new_kv_cache()
+    layers.chains(layers.read([np.arange(9)], [states], [cache], [0])[0][-1:], [2], [cache], [9])
+    blocks.write_context([states], [other], [9])
+    blocks.run_together([ContextRows(states[:8], other, 9, 8, False)])
+
+
 def main() -> None:
     warnings.filterwarnings("ignore")
     for capability in map(int, sys.argv[1:]):
@@ -197,6 +219,7 @@ def main() -> None:
             multiply_packed()
             multiply_by_experts()
             draft()
+            draft_as_published()
 
 
 if __name__ == "__main__":

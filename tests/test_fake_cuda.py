@@ -11,6 +11,7 @@ import saltus
 from fake_cuda import fake_cuda
 from loading.test_gguf import tiny as tiny_llama
 from loading.test_gguf import write
+from methods.published import reference_dflash, reference_eagle
 from methods.published.reference_dflash import block_drafter
 from methods.published.reference_eagle import published_head
 from models.test_fixed_queries import adapter_folder
@@ -272,6 +273,33 @@ def test_published_drafters_draft(device, tiny_folder, tmp_path, kind):
     else:
         block_drafter(tmp_path, kind)
     check_texts(load(tiny_folder(num_hidden_layers=5), {"ptp": {"model": str(tmp_path)}}), ["ptp"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "passes"),
+    [
+        ("dflash", {"context", "block"}),
+        ("eagle3", {"read", "draft"}),
+    ],
+)
+def test_published_drafters_of_known_sizes_draft_by_our_kernels(
+    device, monkeypatch, tiny_folder, tmp_path, kind, passes
+):
+    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
+    sizes = {"HIDDEN": 64, "WIDE": 64, "DIM": 32, "HEADS": 2, "KV_HEADS": 1}
+    for name, size in sizes.items():
+        monkeypatch.setattr(reference_eagle, name, size)
+        monkeypatch.setattr(reference_dflash, name, size)
+    if kind == "eagle3":
+        reference_eagle.published_head(tmp_path)
+    else:
+        layers = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32, "num_attention_heads": 2}
+        reference_dflash.block_drafter(tmp_path, kind, {**layers, "num_key_value_heads": 1})
+    engine = load(tiny_folder(num_hidden_layers=5, **OWN_KERNELS), {"ptp": {"model": str(tmp_path)}})
+    check_texts(engine, ["ptp"], temperature=0, tokens=4)
+    network = engine.decoder.setup("ptp").networks["ptp"]
+    layers = network.layers if kind == "eagle3" else network.context_layers
+    assert {name for name, _ in layers.passes.pool.graphs} == passes
 
 
 def test_the_scheduler_of_the_server_gives_each_request_its_own_text(device, tiny_folder, partners):

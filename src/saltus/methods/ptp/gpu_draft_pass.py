@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,41 +11,21 @@ import torch
 from torch import Tensor
 
 from saltus.methods.ptp.native_draft_pass import DraftedRows
-from saltus.methods.shared.context_layers import DraftRows
+from saltus.methods.shared.context_layers import DraftRows, run_in_passes
 from saltus.methods.shared.hidden_state_correction import RMS_EPSILON
 from saltus.methods.shared.row_candidates import rows_likely_tokens
-from saltus.models.cuda.cuda_graphs import GraphCapture, to_host
-from saltus.models.cuda.fixed_shape_attention import StaticInputs
-from saltus.models.cuda.fixed_shape_calls import (
-    Call,
-    FixedShape,
-    FixedShapeKVCache,
-    FixedShapeSettings,
-    KVPagePool,
-    TextRows,
-    first_recent_position,
-    size_class,
-)
+from saltus.models.cuda.cuda_graphs import to_host
+from saltus.models.cuda.fixed_shape_calls import Call, FixedShape, FixedShapeKVCache, TextRows, size_class
 from saltus.models.cuda.gpu_decoder import GPUDecoder, supports_gpu_decoder
+from saltus.models.cuda.graphed_passes import SETTINGS, GraphedPasses, PassInputs, chain_rows
 
-SETTINGS = FixedShapeSettings()
 
-
-@dataclass
 class GPUDraftPass:
     """The pass of a drafter (`DraftModel`) whose weights are not changed any more."""
 
-    model: Any
-    use_cuda_graphs: bool = True
-    decoder: GPUDecoder = field(init=False)
-    pool: KVPagePool = field(init=False)
-    static_inputs: dict[FixedShape, _DraftInputs] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.device = self.model.tokens.device
-        self.decoder = GPUDecoder(self.model.llama)
-        self.pool = KVPagePool(self.model.shape.layers, SETTINGS.page_size)
-        self.capture = GraphCapture(self.device)
+    def __init__(self, model: Any, use_cuda_graphs: bool = True) -> None:
+        self.model, self.decoder = model, GPUDecoder(model.llama)
+        self.passes = GraphedPasses(self.decoder, use_cuda_graphs)
 
     @staticmethod
     def supports(model: Any) -> bool:
@@ -56,16 +36,24 @@ class GPUDraftPass:
         )
 
     def new_kv_cache(self) -> FixedShapeKVCache:
-        return FixedShapeKVCache(self.pool)
+        return self.passes.new_kv_cache()
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[DraftRows]) -> list[DraftedRows]:
-        """The pass over texts, in one call. A row rounds as if it were alone."""
+        """The pass over texts, in calls of limited rows. A row rounds as if it were alone."""
+        return run_in_passes(texts, self._run, self._run)
+
+    def _run(self, texts: Sequence[DraftRows]) -> list[DraftedRows]:
         parts = tuple(_text_rows(number, text) for number, text in enumerate(texts))
         groups = size_class(sum(-(-len(part) // SETTINGS.rows_per_group) for part in parts))
         pages = SETTINGS.num_pages(1 + max(int(part.entries[-1]) for part in parts))
         call = Call(FixedShape(groups, SETTINGS.rows_per_group, pages, 0), parts)
-        logits, states, projected = self._run(call, texts)
+        positions = 1 + max(int(part.positions[-1]) for part in parts)
+        inputs, run = self.passes.prepared(
+            call.shape, positions, partial(_DraftInputs, call.shape, self.model), self._evaluate
+        )
+        inputs.fill(call, texts)
+        logits, states, projected = run()
         rows = [slice(start + len(text.states) - 1, start + text.num_rows)
                 for (start, _), text in zip(call.placed(), texts, strict=True)]  # fmt: skip
         own_states = [states[part].clone() for part in rows]
@@ -74,23 +62,6 @@ class GPUDraftPass:
             DraftedRows(text_logits, kept, rows_likely_tokens(text_logits), vectors.float().numpy())
             for text_logits, vectors, kept in zip(host[: len(texts)], host[len(texts) :], own_states, strict=True)
         ]
-
-    def _run(self, call: Call, texts: Sequence[DraftRows]) -> tuple[Tensor, Tensor, Tensor]:
-        if call.shape not in self.static_inputs:
-            self.static_inputs[call.shape] = _DraftInputs(call.shape, self.model)
-        inputs = self.static_inputs[call.shape]
-        if self.decoder.reserve_positions(1 + max(int(part.positions[-1]) for part in call.parts)):
-            self.pool.graphs.clear()
-        if self.use_cuda_graphs and call.shape not in self.pool.graphs:
-            self.pool.graphs[call.shape] = self.capture.capture(
-                lambda: self._evaluate(inputs), bool(self.pool.graphs)
-            )  # fmt: skip
-        inputs.fill(call, texts)
-        if not self.use_cuda_graphs:
-            return self._evaluate(inputs)
-        graph, out = self.pool.graphs[call.shape]
-        graph.replay()
-        return out
 
     def _evaluate(self, inputs: _DraftInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Logits, last hidden states and the correction's inputs of all rows."""
@@ -107,7 +78,7 @@ class GPUDraftPass:
         hidden = features.new_empty(wide, model.shape.hidden)
         context = linear_kernels.linear_parts(features, [model.fuse.weight], blocks, rows)
         draft_kernels.draft_inputs(context, inputs.sources, inputs.queries, hidden[:rows])
-        states = self.decoder.run_layers(hidden, static, self.pool)[0]
+        states = self.decoder.run_layers(hidden, static, self.passes.pool)[0]
         logits = linear_kernels.product(states, model.lm_head.weight, rows)
         correction = model.correction
         projected = (
@@ -116,12 +87,12 @@ class GPUDraftPass:
         return logits, states[:rows], projected
 
 
-class _DraftInputs:
+class _DraftInputs(PassInputs):
     """The inputs of passes of one shape, at addresses that never change."""
 
     def __init__(self, shape: FixedShape, model: Any) -> None:
         weight, hidden = model.fuse.weight, model.shape.hidden
-        self.static = StaticInputs(shape, SETTINGS.max_tree_depth, weight.device)
+        super().__init__(shape, weight.device)
         self.states = weight.new_zeros(shape.num_rows, weight.shape[1] - hidden)
         self.queries = weight.new_zeros(shape.num_rows, hidden)
         self.sources = torch.zeros(shape.num_rows, dtype=torch.long, device=weight.device)
@@ -141,11 +112,6 @@ class _DraftInputs:
 
 def _text_rows(number: int, text: DraftRows) -> TextRows:
     """A text's rows as a chain after the positions in its cache."""
-    count, past, depth = text.num_rows, text.past_length, SETTINGS.max_tree_depth
-    positions = past + np.arange(count)
     kv_cache: Any = text.kv_cache.kv_cache
-    kv_cache.reserve(past + count)
-    recent = first_recent_position(positions, depth)[:, None] + np.arange(2 * depth)
-    recent = np.minimum(recent, positions[:, None])  # later columns are hidden
     tokens = np.concatenate([text.tokens, np.zeros(len(text.queries), dtype=np.int64)])
-    return TextRows(number, None, kv_cache, 0, tokens, positions, positions, recent, positions)
+    return chain_rows(number, kv_cache, text.past_length, tokens)

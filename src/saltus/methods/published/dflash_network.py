@@ -16,6 +16,7 @@ from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode, linear
 from saltus.methods.published.dflash_model import DFlashModel
+from saltus.methods.published.gpu_block_layers import GPUBlockLayers
 from saltus.methods.shared.context_layers import ContextKVCache, ContextLayers, ContextRows, unread_states
 from saltus.methods.shared.draft_tree import DraftOutputs, PositionPredictions
 from saltus.methods.shared.query_predictions import QueryPredictor, rows_linear
@@ -54,10 +55,13 @@ class DFlashNetwork:
     def __post_init__(self) -> None:
         self.device = self.model.tokens.device
         self.predict = self.predictor or QueryPredictor(self.model)
-        self.context_layers = self.context_layers or ContextLayers(self.model.decoder)
+        if self.context_layers is None:
+            on_gpu = GPUBlockLayers.supports(self.model)
+            self.context_layers = GPUBlockLayers(self.model) if on_gpu else ContextLayers(self.model.decoder)
 
     def new_kv_cache(self) -> ContextKVCache:
-        return ContextKVCache()
+        layers = self.context_layers
+        return layers.new_kv_cache() if isinstance(layers, GPUBlockLayers) else ContextKVCache()
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
@@ -98,6 +102,9 @@ class DFlashNetwork:
         self, states: Sequence[Tensor], kv_caches: Sequence[ContextKVCache], lengths: Sequence[int]
     ) -> None:
         """Write the keys and values of new context positions, the last ones of each cache, for every layer."""
+        if isinstance(self.context_layers, GPUBlockLayers):
+            self.context_layers.write_context(states, kv_caches, lengths)
+            return
         counts = [len(each) for each in states]
         positions = np.concatenate(
             [np.arange(length - count, length) for length, count in zip(lengths, counts, strict=True)]

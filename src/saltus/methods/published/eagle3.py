@@ -11,18 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.methods.published.eagle_model import load_eagle
-from saltus.methods.published.eagle_network import EagleNetwork, causal_call
+from saltus.methods.published.eagle_network import EagleNetwork
 from saltus.methods.shared.context_layers import ContextKVCache, unread_states
 from saltus.methods.shared.draft_tree import DraftOutputs
-from saltus.methods.shared.query_predictions import rows_linear
-from saltus.models.cpu.torch_decoder import normed
 from saltus.models.protocols import TargetNetwork
 
 ARCHITECTURES = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"}
@@ -47,57 +42,19 @@ class Eagle3Network(EagleNetwork):
     def _run(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
         layers, pairs = self.model.shape.hidden_state_layers, list(zip(batch, kv_caches, strict=True))
         states = [unread_states(inputs, kv_cache, self.target, layers) for inputs, kv_cache in pairs]
-        counts = [len(each) for each in states]
+        counts, queries = [len(each) for each in states], [len(inputs.uniforms) for inputs in batch]
         decided = [inputs.canvas.decided_prefix for inputs in batch]
         ends = [len(text) - cache.first_position for text, cache in zip(decided, kv_caches, strict=True)]
-        tokens = np.concatenate([text[-count:] for text, count in zip(decided, counts, strict=True)])
-        fused = self.model.fused(torch.cat(states))
         starts = [end - count for end, count in zip(ends, counts, strict=True)]
-        hidden = self._rows(torch.from_numpy(tokens), fused, kv_caches, starts, counts)
-        last = hidden[torch.tensor(counts).cumsum(0).to(self.device) - 1]
-        drafts = self._chains(last, [len(inputs.uniforms) for inputs in batch], kv_caches, ends)
-        outputs, num_rows = [], sum(counts) + sum(max(len(inputs.uniforms) - 1, 0) for inputs in batch)
-        for inputs, cache, count, rows in zip(batch, kv_caches, counts, drafts, strict=True):
-            cache.tokens = inputs.canvas.decided_prefix[cache.first_position :].copy()
-            kept = [rows[0], *rows[: len(inputs.uniforms)]]
-            logits, states_of_rows = (torch.stack(part) for part in zip(*kept, strict=True))
-            predictions = self.predictor(logits[1:], states_of_rows[1:])
+        tokens = [text[-count:] for text, count in zip(decided, counts, strict=True)]
+        last = torch.stack([rows[-1] for rows in self.layers.read(tokens, states, kv_caches, starts)])
+        chains = self.layers.chains(last, queries, kv_caches, ends)
+        outputs, num_rows = [], sum(counts) + sum(max(count - 1, 0) for count in queries)
+        for text, cache, read, asked, (logits, hidden) in zip(decided, kv_caches, counts, queries, chains, strict=True):
+            cache.tokens = text[cache.first_position :].copy()
+            predictions = self.predictor(logits[:asked], hidden[:asked])
+            logits, hidden = (torch.cat([rows[:1], rows[:asked]]) for rows in (logits, hidden))
             outputs.append(
-                DraftOutputs(logits, states_of_rows, 0.0, count, num_rows, self.model.tokens, predictions=predictions)
-            )  # fmt: skip
+                DraftOutputs(logits, hidden, 0.0, read, num_rows, self.model.tokens, predictions=predictions)
+            )
         return outputs
-
-    def _chains(
-        self, last: Tensor, queries: Sequence[int], kv_caches: Sequence[ContextKVCache], ends: Sequence[int]
-    ) -> list[list[tuple[Tensor, Tensor]]]:
-        """For each text the logits and normalised states of its queries, of one at least.
-
-        `last` holds the outputs before the first query, and `ends` the numbers of context positions.
-        """
-        model, active = self.model, list(range(len(queries)))
-        found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in queries]
-        while True:
-            normalised = normed(model.norm, last)
-            logits = rows_linear(model.lm_head, normalised)
-            for place, number in enumerate(active):
-                found[number].append((logits[place], normalised[place]))
-            kept = [place for place, number in enumerate(active) if len(found[number]) < queries[number]]
-            if not kept:
-                return found
-            active = [active[place] for place in kept]
-            tokens = model.tokens[logits[kept].float().nan_to_num().argmax(-1)]
-            before = (normalised if model.shape.norm_output else last)[kept]
-            starts = [ends[number] + len(found[number]) - 1 for number in active]
-            last = self._rows(tokens, before, [kv_caches[number] for number in active], starts, [1] * len(active))
-
-    def _rows(
-        self,
-        tokens: Int[Tensor, "rows"],
-        hidden: Float[Tensor, "rows hidden"],
-        kv_caches: Sequence[ContextKVCache],
-        starts: Sequence[int],
-        counts: Sequence[int],
-    ) -> Float[Tensor, "rows hidden"]:
-        """The layers over new rows of texts, `counts` of them from the position `starts` on."""
-        positions, call = causal_call(kv_caches, starts, counts, self.model.shape.layers)
-        return self.model.rows(tokens, hidden, positions, call)

@@ -107,8 +107,8 @@ class EagleModel(nn.Module):
         self.embeddings = [embeddings]
         self.config = DecoderConfig(
             num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-            head_dim=shape.head_dim, hidden_size=hidden, max_position_embeddings=shape.max_positions,
-            rope_parameters=shape.rope,
+            head_dim=shape.head_dim, hidden_size=hidden, intermediate_size=shape.intermediate,
+            max_position_embeddings=shape.max_positions, rope_parameters=shape.rope, hidden_act="silu",
         )  # fmt: skip
         self.rotary = rotary_embedding(self.config)
 
@@ -120,6 +120,10 @@ class EagleModel(nn.Module):
     def lm_head(self) -> nn.Linear:
         """Over the drafted tokens."""
         return self.head[0]
+
+    def likeliest(self, logits: Float[Tensor, "rows draft"]) -> Int[Tensor, "rows"]:
+        """The token of the greatest logit of each row; a logit that is no number counts as 0."""
+        return self.tokens[logits.float().nan_to_num().argmax(-1)]
 
     def fused(self, states: Float[Tensor, "rows states"]) -> Float[Tensor, "rows hidden"]:
         """The target's states of several layers as one."""
@@ -165,7 +169,7 @@ def _layer(shape: EagleShape, number: int) -> nn.Module:
     attend.o_proj = UninitializedLinear(queries, hidden, bias=biased)
     if shape.head_norms:
         attend.q_norm, attend.k_norm = (RMSNorm(shape.head_dim, shape.norm_epsilon) for _ in range(2))
-    attend.layer_idx, attend.head_dim = number, shape.head_dim
+    attend.layer_idx, attend.head_dim, attend.scaling = number, shape.head_dim, shape.head_dim**-0.5
     mlp.gate_proj, mlp.up_proj = (UninitializedLinear(hidden, shape.intermediate, bias=False) for _ in range(2))
     mlp.down_proj = UninitializedLinear(shape.intermediate, hidden, bias=False)
     layer.self_attn, layer.mlp = attend, mlp

@@ -10,16 +10,80 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode
 from saltus.methods.published.eagle_model import EagleModel
+from saltus.methods.published.gpu_eagle_layers import GPUEagleLayers
 from saltus.methods.shared.context_layers import ContextKVCache
-from saltus.methods.shared.query_predictions import QueryPredictor
+from saltus.methods.shared.query_predictions import QueryPredictor, rows_linear
 from saltus.methods.shared.timed_outputs import timed_outputs
 from saltus.models.cpu.attention import AttentionCall, SequenceRows
+from saltus.models.cpu.torch_decoder import normed
+
+
+@dataclass
+class TorchEagleLayers:
+    """The layers of a head over rows of several texts, in torch."""
+
+    model: EagleModel
+
+    def new_kv_cache(self) -> ContextKVCache:
+        return ContextKVCache()
+
+    def read(
+        self, tokens: Sequence[Int[np.ndarray, "_"]], states: Sequence[Float[Tensor, "_rows states"]],
+        kv_caches: Sequence[ContextKVCache], starts: Sequence[int],
+    ) -> list[Float[Tensor, "_rows hidden"]]:  # fmt: skip
+        """The outputs of each text's new rows, from the position `starts` on: tokens beside the target's states."""
+        counts, fused = [len(each) for each in tokens], self.model.fused(torch.cat(list(states)))
+        ids = torch.from_numpy(np.concatenate(list(tokens)))
+        return list(self._rows(ids, fused, kv_caches, starts, counts).split(counts))
+
+    def chains(
+        self, last: Float[Tensor, "texts hidden"], queries: Sequence[int], kv_caches: Sequence[ContextKVCache],
+        ends: Sequence[int],
+    ) -> list[tuple[Float[Tensor, "_queries draft"], Float[Tensor, "_queries hidden"]]]:  # fmt: skip
+        """For each text the logits and normalised states of its queries, of one at least, token after likeliest token.
+
+        `last` holds the outputs before the first query, and `ends` the numbers of context positions.
+        """
+        model, active = self.model, list(range(len(queries)))
+        found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in queries]
+        while True:
+            normalised = normed(model.norm, last)
+            logits = rows_linear(model.lm_head, normalised)
+            for place, number in enumerate(active):
+                found[number].append((logits[place], normalised[place]))
+            kept = [place for place, number in enumerate(active) if len(found[number]) < queries[number]]
+            if not kept:
+                break
+            active = [active[place] for place in kept]
+            before = (normalised if model.shape.norm_output else last)[kept]
+            starts = [ends[number] + len(found[number]) - 1 for number in active]
+            caches = [kv_caches[number] for number in active]
+            last = self._rows(model.likeliest(logits[kept]), before, caches, starts, [1] * len(active))
+        chains = [[torch.stack(part) for part in zip(*rows, strict=True)] for rows in found]
+        return [(logits, states) for logits, states in chains]
+
+    def _rows(
+        self,
+        tokens: Int[Tensor, "rows"],
+        hidden: Float[Tensor, "rows hidden"],
+        kv_caches: Sequence[ContextKVCache],
+        starts: Sequence[int],
+        counts: Sequence[int],
+    ) -> Float[Tensor, "rows hidden"]:
+        """The layers over new rows of texts, `counts` of them from the position `starts` on."""
+        places = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        rows = [
+            SequenceRows(cache.kv_cache, start, positions, np.tri(len(positions), dtype=np.uint8))
+            for cache, start, positions in zip(kv_caches, starts, places, strict=True)
+        ]
+        call = AttentionCall(rows, self.model.shape.layers)
+        return self.model.rows(tokens, hidden, torch.from_numpy(np.concatenate(places)), call)
 
 
 @dataclass
@@ -32,10 +96,12 @@ class EagleNetwork(ABC):
 
     def __post_init__(self) -> None:
         self.device = self.model.tokens.device
+        on_gpu = GPUEagleLayers.supports(self.model)
+        self.layers = GPUEagleLayers(self.model) if on_gpu else TorchEagleLayers(self.model)
         self.predictor = QueryPredictor(self.model)
 
     def new_kv_cache(self) -> ContextKVCache:
-        return ContextKVCache()
+        return self.layers.new_kv_cache()
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
@@ -45,15 +111,3 @@ class EagleNetwork(ABC):
 
     @abstractmethod
     def _run(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]: ...
-
-
-def causal_call(
-    kv_caches: Sequence[ContextKVCache], starts: Sequence[int], counts: Sequence[int], layers: int
-) -> tuple[Int[Tensor, "rows"], AttentionCall]:
-    """Positions and attention of new rows, `counts` of each text from the position `starts` on, in their order."""
-    places = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
-    rows = [
-        SequenceRows(cache.kv_cache, start, positions, np.tri(len(positions), dtype=np.uint8))
-        for cache, start, positions in zip(kv_caches, starts, places, strict=True)
-    ]
-    return torch.from_numpy(np.concatenate(places)), AttentionCall(rows, layers)

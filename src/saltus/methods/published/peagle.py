@@ -19,7 +19,7 @@ from torch import Tensor
 
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.methods.published.eagle_model import load_eagle
-from saltus.methods.published.eagle_network import EagleNetwork, causal_call
+from saltus.methods.published.eagle_network import EagleNetwork
 from saltus.methods.shared.context_layers import ContextKVCache, unread_states
 from saltus.methods.shared.draft_tree import DraftOutputs
 from saltus.methods.shared.published_files import CONFIG_FILE, read_config
@@ -72,13 +72,11 @@ class PEagleNetwork(EagleNetwork):
                   for text, given, count in zip(texts, states, masks, strict=True)]  # fmt: skip
         starts = [len(text) - cache.first_position - len(given)
                   for text, cache, given in zip(texts, kv_caches, states, strict=True)]  # fmt: skip
-        positions, call = causal_call(kv_caches, starts, list(map(len, tokens)), model.shape.layers)
-        hidden = model.rows(torch.from_numpy(np.concatenate(tokens)), model.fused(torch.cat(read)), positions, call)
-        by_text = hidden.split(list(map(len, tokens)))
+        by_text = self.layers.read(tokens, read, kv_caches, starts)
         last = [rows[-(count + 1) :] for rows, count in zip(by_text, masks, strict=True)]
         normalised = normed(model.norm, torch.cat(last))
         logits = rows_linear(model.lm_head, normalised)
-        counts, outputs = [count + 1 for count in masks], []
+        counts, outputs, num_rows = [count + 1 for count in masks], [], sum(map(len, tokens))
         for inputs, cache, given, row_logits, row_states in zip(
             batch, kv_caches, states, logits.split(counts), normalised.split(counts), strict=True
         ):
@@ -88,7 +86,7 @@ class PEagleNetwork(EagleNetwork):
             logits_kept, states_kept = (torch.cat([rows[:1], rows[:queries]]) for rows in (row_logits, row_states))
             outputs.append(
                 DraftOutputs(
-                    logits_kept, states_kept, 0.0, len(given), len(hidden), model.tokens, predictions=predictions
+                    logits_kept, states_kept, 0.0, len(given), num_rows, model.tokens, predictions=predictions
                 )
             )  # fmt: skip
         return outputs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 Outputs = TypeVar("Outputs")
+log = logging.getLogger("saltus")
 
 
 @dataclass
@@ -43,6 +45,16 @@ class GraphCapture:
         ):
             outputs = run()
         return graph, outputs
+
+    def capture_or_warn(self, run: Callable[[], Outputs], others_exist: bool) -> tuple[Any, Outputs] | None:
+        """The same; None, after a warning, for what cannot be captured. Errors: out of memory."""
+        try:
+            return self.capture(run, others_exist)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            log.warning("calls cannot be captured as CUDA graphs and run without them: %s", str(error).splitlines()[0])
+            return None
 
 
 @contextlib.contextmanager

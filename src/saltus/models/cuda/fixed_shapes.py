@@ -19,7 +19,6 @@ kernels, which know no adapters, queries have calls of fixed shapes to themselve
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -50,8 +49,6 @@ from saltus.models.cuda.gpu_experts import GPU_EXPERTS
 from saltus.models.cuda.kernel_support import has_kernels
 from saltus.models.gated_lora import Adapter, StaticGate
 from saltus.models.memory_use import layer_sizes
-
-log = logging.getLogger("saltus")
 
 DENSE_EXPERTS = {"llama4_text"}  # models of Transformers in which every expert reads all rows, in one batched product
 MAX_VARIED_ROWS = 512  # of a decoding call by our own kernels
@@ -303,15 +300,11 @@ class FixedShapeRunner:
         inputs.clear()
         if queries is not None:
             queries.clear()
-        try:
-            captured = self.capture.capture(
-                lambda: self._run_static_inputs(inputs, queries), others_exist=bool(self.pool.graphs)
-            )
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
+        captured = self.capture.capture_or_warn(
+            lambda: self._run_static_inputs(inputs, queries), others_exist=bool(self.pool.graphs)
+        )
+        if captured is None:
             self.use_cuda_graphs = False
-            log.warning("calls cannot be captured as CUDA graphs and run without them: %s", str(error).splitlines()[0])
         else:
             self.pool.graphs[inputs.shape, queries is not None] = captured
 

@@ -35,10 +35,15 @@ def supports_gpu_decoder(model: Any) -> bool:
 
 def can_decode(model: Any) -> bool:
     """True for an unmodified decoder of a supported type whose sizes the kernels know, where there is Triton."""
-    if model.dtype not in KERNEL_DTYPES or not has_kernels():
+    if not has_kernels_for(model.dtype):
         return False
     is_llama = type(model).__name__ in LLAMA_DECODERS | MIXTURES and is_unmodified_decoder(model)
     return (isinstance(model, PackedDecoder) or is_llama) and fits_kernels(model)
+
+
+def has_kernels_for(dtype: torch.dtype) -> bool:
+    """True where there is Triton, for a dtype of its kernels."""
+    return dtype in KERNEL_DTYPES and has_kernels()
 
 
 def fits_kernels(model: Any) -> bool:
@@ -95,6 +100,7 @@ class _Layer:
 
     input_norm: Any
     qkv: Sequence[Tensor]  # one, or several where packed ones have several formats
+    qkv_blocks: Any
     bias: Tensor | None
     head_norms: tuple[Any, Any] | None
     o: Sequence[Tensor]
@@ -107,21 +113,24 @@ class _Layer:
 class GPUDecoder:
     """The decoder's layers as kernel calls, which CUDA graphs may hold.
 
-    It rounds to the model's dtype where Transformers does; the order of sums inside a product differs.
+    It rounds to the model's dtype where Transformers does; the order of sums inside a product differs. `windows` are
+    the sliding windows of the layers, unless the configuration has them.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, windows: Sequence[int | None] | None = None) -> None:
         from saltus.models.cuda.linear_kernels import blocks_of
 
         self.model, self.base = model, model.model
         self.dim = self.base.layers[0].self_attn.head_dim
-        self.layers = [self._merged(*each) for each in enumerate(self.base.layers)]
-        first = self.layers[0]
-        self.qkv_blocks, self.o_blocks = blocks_of(*first.qkv), blocks_of(*first.o)
+        windows = windows or [sliding_window(model.config, number) for number in range(len(self.base.layers))]
+        self.layers = [self._merged(*each) for each in zip(self.base.layers, windows, strict=True)]
+        self.o_blocks = blocks_of(*self.layers[0].o)
         self.angles = self._angles(FIRST_ANGLES)
 
-    def _merged(self, number: int, layer: Any) -> _Layer:
+    def _merged(self, layer: Any, window: int | None) -> _Layer:
         """The layer's weights; the model's own that are merged become views of the merged ones."""
+        from saltus.models.cuda.linear_kernels import blocks_of
+
         a = layer.self_attn
         projections = a.q_proj, a.k_proj, a.v_proj
         merged = joined_packed([each.weight for each in projections])
@@ -134,9 +143,9 @@ class GPUDecoder:
         norms = (a.q_norm, a.k_norm) if getattr(a, "q_norm", None) is not None else None
         bias = None if a.q_proj.bias is None else torch.cat([each.bias.detach() for each in projections])
         return _Layer(
-            layer.input_layernorm, merged, bias, norms, [a.o_proj.weight.detach()], layer.post_attention_layernorm,
-            Mixture.of(layer.mlp) if Mixture.is_of(layer.mlp) else _MLP.of(layer.mlp), a.scaling,
-            sliding_window(self.model.config, number),
+            layer.input_layernorm, merged, blocks_of(*merged), bias, norms, [a.o_proj.weight.detach()],
+            layer.post_attention_layernorm, Mixture.of(layer.mlp) if Mixture.is_of(layer.mlp) else _MLP.of(layer.mlp),
+            a.scaling, window,
         )  # fmt: skip
 
     def _angles(self, count: int) -> tuple[Tensor, Tensor]:
@@ -169,11 +178,19 @@ class GPUDecoder:
         return linear_kernels.product(x[first:], self.model.lm_head.weight, rows - first), states
 
     def run_layers(
-        self, hidden: Tensor, inputs: StaticInputs, pool: KVPagePool, hidden_state_layers: Sequence[int] = ()
+        self,
+        hidden: Tensor,
+        inputs: StaticInputs,
+        pool: KVPagePool,
+        hidden_state_layers: Sequence[int] = (),
+        first_input: Tensor | None = None,
+        last_seen: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """The normalised last hidden states of rows, and their states after some layers.
 
-        `hidden` [padded rows, hidden size] are the inputs of the first layer, and overwritten.
+        `hidden` [padded rows, hidden size] are the inputs of the first layer, and overwritten. `first_input` [padded
+        rows, inputs] is what the first layer's attention reads, if that is not their norm. Rows see positions up to
+        `last_seen` [rows], without it up to their own.
         """
         from saltus.models.cuda import attention_kernels, linear_kernels, row_kernels
 
@@ -191,17 +208,22 @@ class GPUDecoder:
             shape.num_pages * pool.page_size,
         )
         recent, collected, parts = inputs.recent_slots.view(rows, -1), [], None
+        seen = inputs.positions if last_seen is None else last_seen
         for number, layer in enumerate(self.layers):
-            row_kernels.add_and_norm(parts, hidden, layer.input_norm, x, rows)
+            read = x
+            if number == 0 and first_input is not None:
+                read = first_input
+            else:
+                row_kernels.add_and_norm(parts, hidden, layer.input_norm, x, rows)
             if number in hidden_state_layers:
                 collected.append(hidden[:rows].clone())
             keys, values = pool.keys[number], pool.values[number]
             row_kernels.rotate_and_store(
-                linear_kernels.linear_parts(x, layer.qkv, self.qkv_blocks, rows), layer.bias, layer.head_norms,
+                linear_kernels.linear_parts(read, layer.qkv, layer.qkv_blocks, rows), layer.bias, layer.head_norms,
                 self.angles, inputs.positions, inputs.slots, queries, keys, values,
             )  # fmt: skip
             attention_kernels.attend(
-                queries[:rows], keys, values, inputs.block_tables, recent, inputs.positions, sums, attended,
+                queries[:rows], keys, values, inputs.block_tables, recent, seen, sums, attended,
                 rows_per_group=shape.rows_per_group, page=pool.page_size, scale=layer.scale, window=layer.window,
             )  # fmt: skip
             parts = linear_kernels.linear_parts(attended.flatten(1), layer.o, self.o_blocks, rows)
@@ -211,3 +233,21 @@ class GPUDecoder:
         if len(self.layers) in hidden_state_layers:
             collected.append(hidden[:rows].clone())
         return x, collected
+
+    def write_context(self, x: Tensor, inputs: StaticInputs, pool: KVPagePool) -> None:
+        """Write the keys and values that each layer's projections make of x [padded rows, hidden size]."""
+        from saltus.models.cuda import linear_kernels, row_kernels
+
+        rows, config = inputs.shape.num_rows, self.model.config
+        key = x.new_empty(config.num_key_value_heads, 1, self.dim)
+        pool.allocate(key, key)
+        assert pool.keys is not None and pool.values is not None
+        no_queries = x.new_empty(rows, 0, self.dim)
+        for number, layer in enumerate(self.layers):
+            weight = layer.qkv[0][config.num_attention_heads * self.dim :]
+            bias = None if layer.bias is None else layer.bias[config.num_attention_heads * self.dim :]
+            row_kernels.rotate_and_store(
+                linear_kernels.linear_parts(x, [weight], linear_kernels.blocks_of(weight), rows), bias,
+                layer.head_norms, self.angles, inputs.positions, inputs.slots, no_queries, pool.keys[number],
+                pool.values[number],
+            )  # fmt: skip
