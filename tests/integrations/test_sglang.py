@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from conftest import tiny_llama
+from saltus.core.coupling import pick_token
 from saltus.core.noise import Noise
-from saltus.core.sampling import Sampling
+from saltus.core.sampling import Sampling, token_distribution
 from saltus.core.tree import Branch, grow_tree
 from saltus.integrations.sglang.plugin import register_with
 from saltus.integrations.sglang.verification import (
+    WrittenText,
     padded_tree,
-    pick_next,
     request_noise,
     request_sampling,
     verify_tree,
@@ -72,7 +73,8 @@ class NgramWorker:
 
     def __init__(self, server_args, gpu_id, nccl_port, target_worker) -> None:
         self.enable_overlap, self.draft_token_num = self.overlap, NODES
-        self.model_runner = target_worker.model_runner
+        self.model_runner, self.server_args = target_worker.model_runner, server_args
+        self.page_size, self.topk = server_args.page_size, 10
 
     def _prepare_for_speculative_decoding(self, batch) -> None:
         if not batch.forward_mode.is_decode():
@@ -136,15 +138,22 @@ class Scheduler:
 
 def scheduler() -> Scheduler:
     target = SimpleNamespace(model_runner=ModelRunner())
-    return Scheduler(saltus_worker(NgramWorker)(None, gpu_id=0, nccl_port=0, target_worker=target))
+    return Scheduler(saltus_worker(NgramWorker)(server_args(), gpu_id=0, nccl_port=0, target_worker=target))
+
+
+def server_args(**changes):
+    return SimpleNamespace(**{"page_size": 1, "attention_backend": "triton"} | changes)
 
 
 def plain(one, length: int) -> list[int]:
-    """The text of the seed, token by token, without drafts."""
-    runner, text = ModelRunner(), list(one.origin_input_ids_unpadded)
-    for _ in range(length):
-        text.append(pick_next(text, runner.after(text), request_sampling(one), request_noise(one)))
-    return text[len(one.origin_input_ids_unpadded) :]
+    """The text of the seed, token by token, by the engine's own rule."""
+    runner, prompt, new = ModelRunner(), list(one.origin_input_ids_unpadded), []
+    sampling, noise = request_sampling(one), request_noise(one)
+    for index in range(length):
+        text = np.array([*prompt, *new])
+        distribution = token_distribution(runner.after(text.tolist()), sampling, text, index)
+        new.append(pick_token(distribution, noise, "text", len(text)))
+    return new
 
 
 PERIODIC = [5, 6, 7, 5, 6, 7, 5, 6]
@@ -154,6 +163,8 @@ CASES = {
     "truncated": {"temperature": 0.9, "top_p": 0.8, "top_k": 40},
     "penalised": {"temperature": 0.8, "repetition_penalty": 1.2, "frequency_penalty": 0.5, "min_new_tokens": 3,
                   "stop_token_ids": {4, 9}, "logit_bias": {"11": 1.5}},
+    "present": {"top_k": 1, "presence_penalty": 2.0},
+    "long": {"temperature": 0.9, "min_new_tokens": 12, "stop_token_ids": set(range(150))},
 }  # fmt: skip
 
 
@@ -223,11 +234,11 @@ def test_accepted_nodes_begin_with_the_last_decided_token_and_each_has_the_token
     logits = torch.zeros(5, 8)
     for node, token in picks.items():
         logits[node, token] = 9.0
-    assert verify_tree([7, 9], tree, logits, Sampling(), Noise(0)) == ([0, 1, 2], [1, 2, 4])
+    assert verify_tree(WrittenText([7, 9], []), tree, logits, Sampling(), Noise(0)) == ([0, 1, 2], [1, 2, 4])
     logits[0] = torch.eye(8)[6]
-    assert verify_tree([7, 9], tree, logits, Sampling(), Noise(0)) == ([0], [6])
+    assert verify_tree(WrittenText([7, 9], []), tree, logits, Sampling(), Noise(0)) == ([0], [6])
     logits[0] = torch.eye(8)[0]  # the padding's token is a draft like others
-    assert verify_tree([7, 9], tree, logits, Sampling(), Noise(0)) == ([0, 4], [0, 5])
+    assert verify_tree(WrittenText([7, 9], []), tree, logits, Sampling(), Noise(0)) == ([0, 4], [0, 5])
 
 
 def test_greedy_decoding_is_recognised_by_its_top_k():
@@ -244,7 +255,32 @@ def test_batches_of_other_workers_are_verified_as_before():
 def test_overlap_is_refused():
     overlapping = type("Overlapping", (NgramWorker,), {"overlap": True})
     with pytest.raises(ValueError, match="--disable-overlap-schedule"):
-        saltus_worker(overlapping)(None, 0, 0, SimpleNamespace(model_runner=ModelRunner()))
+        saltus_worker(overlapping)(server_args(), 0, 0, SimpleNamespace(model_runner=ModelRunner()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "cure"),
+    [
+        ({"page_size": 16}, "--page-size 1"),
+        ({"enable_dp_attention": True}, "--enable-dp-attention"),
+    ],
+)
+def test_settings_with_which_trees_are_wrong_are_refused(changes, cure):
+    with pytest.raises(ValueError, match=cure):
+        saltus_worker(NgramWorker)(server_args(**changes), 0, 0, SimpleNamespace(model_runner=ModelRunner()))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"logit_bias": {"5": 1e31, "6": float("nan"), "7": float("-inf"), "-1": 1.0}},
+        {"repetition_penalty": 1e-9},
+        {"stop_token_ids": {-1, 4}},
+    ],
+)
+def test_no_parameter_that_sglang_lets_pass_ends_the_server(changes):
+    one, run = request("a", PERIODIC, **changes), scheduler()
+    assert len(run.run([one], 4)["a"]) == 4
 
 
 def test_the_algorithm_registers_and_chooses_the_settings_of_ngrams():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from saltus.integrations.drafted_texts import DraftedText, Drafting, DraftRequest
 from saltus.integrations.sglang.verification import (
     PaddedTree,
+    WrittenText,
     padded_tree,
     pick_next,
     request_noise,
@@ -19,6 +21,8 @@ from saltus.integrations.sglang.verification import (
     verify_tree,
 )
 from saltus.methods import make_methods
+
+log = logging.getLogger("saltus")
 
 
 def saltus_worker(ngram_worker: type[Any]) -> type[Any]:
@@ -35,6 +39,14 @@ def saltus_worker(ngram_worker: type[Any]) -> type[Any]:
             super().__init__(*args, **kwargs)
             if self.enable_overlap:
                 raise ValueError("the algorithm SALTUS runs without overlap; add --disable-overlap-schedule")
+            if self.topk > 1 and self.page_size > 1 and self.server_args.attention_backend != "flashinfer":
+                raise ValueError(
+                    "draft trees need pages of one token; add --page-size 1 or --attention-backend flashinfer"
+                )
+            if getattr(self.server_args, "enable_dp_attention", False):
+                raise ValueError("the algorithm SALTUS has no data-parallel attention; leave out --enable-dp-attention")
+            if getattr(self.server_args, "speculative_ngram_external_corpus_path", None):
+                log.warning("--speculative-ngram-external-corpus-path is not read by the algorithm SALTUS")
             self.drafting = Drafting(make_methods("lookup"))
             self.trees: list[PaddedTree] = []  # of the batch that is verified
             self.requests: Sequence[Any] = ()  # of the current batch
@@ -54,7 +66,7 @@ def saltus_worker(ngram_worker: type[Any]) -> type[Any]:
             """The tokens [batch · nodes] and masks [batch · nodes · nodes] of the draft trees."""
             draft_requests = []
             for request in batch.reqs:
-                tokens = np.array(_tokens(request), dtype=np.int64)
+                tokens = np.array([*request.origin_input_ids_unpadded, *request.output_ids], dtype=np.int64)
                 draft_requests.append(DraftRequest(self._text(request), tokens, self.draft_token_num - 1))
             drafted = zip(draft_requests, self.drafting.trees(draft_requests), strict=True)
             self.trees = [
@@ -78,7 +90,7 @@ def saltus_worker(ngram_worker: type[Any]) -> type[Any]:
             accepted = torch.full((len(requests), nodes), -1, dtype=torch.int32)
             for row, (request, tree) in enumerate(zip(requests, self.trees, strict=True)):
                 text, text_logits = self._text(request), logits[row * nodes : (row + 1) * nodes]
-                path, tokens = verify_tree(_tokens(request), tree, text_logits, text.sampling, text.noise)
+                path, tokens = verify_tree(_written(request), tree, text_logits, text.sampling, text.noise)
                 lengths[row] = len(path)
                 accepted[row, : len(path)] = torch.tensor(path, dtype=torch.int32) + row * nodes
                 predicted[accepted[row, : len(path)].long()] = torch.tensor(tokens, dtype=torch.int32)
@@ -101,7 +113,7 @@ def saltus_worker(ngram_worker: type[Any]) -> type[Any]:
             picked = []
             for request, row in zip(self.requests, logits, strict=True):
                 text = self._text(request)
-                picked.append(pick_next(_tokens(request), row, text.sampling, text.noise))
+                picked.append(pick_next(_written(request), row, text.sampling, text.noise))
             return torch.tensor(picked, dtype=torch.int32, device=logits.device)
 
         def _text(self, request: Any) -> DraftedText:
@@ -129,5 +141,5 @@ def sample_by_match(original: Callable[..., Any]) -> Callable[..., Any]:
     return sample
 
 
-def _tokens(request: Any) -> list[int]:
-    return [*request.origin_input_ids_unpadded, *request.output_ids]
+def _written(request: Any) -> WrittenText:
+    return WrittenText(request.origin_input_ids_unpadded, request.output_ids)
