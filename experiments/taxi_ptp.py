@@ -124,7 +124,7 @@ def _central(count: int, run: Run, row: int) -> Tensor:
         places = generator.random((min(DRAWN, count - start), run.window))
         distances = abs(places - 0.5).sum(-1)
         if (least := distances[chosen := distances.argmin()]) < distance:
-            nearest, distance = places[chosen], least
+            nearest, distance = places[chosen].copy(), least  # a view would keep all places
     return torch.from_numpy(nearest)
 
 
