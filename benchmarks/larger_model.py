@@ -15,7 +15,7 @@ import statistics
 import time
 from typing import Any
 
-from prompt_options import add_prompt_options, first_turns
+from prompt_options import add_prompt_options, first_turns, in_turn
 from random_models import SHAPE_NAMES, SHAPES, random_model
 
 import saltus
@@ -71,21 +71,22 @@ def main() -> None:
     decoding: dict[str, list[float]] = {method: [] for method in methods}
     calls, tokens, same = dict.fromkeys(methods, 0), 0, dict.fromkeys(methods, 0)
     for number, prompt in enumerate([prompts[0], *prompts]):  # the first once more, to warm up
-        expected: list[int] = []
-        for method in methods:
+        texts: dict[str, list[int]] = {}
+        for method in in_turn(methods, number):
             engine.decoder.prefix_tree.clear()
             started = time.perf_counter()
             answer = engine.generate(
                 prompt, method=method, max_new_tokens=args.max_new_tokens, temperature=args.temperature
             )
             spent = time.perf_counter() - started
-            expected = expected or answer.tokens
+            texts[method] = answer.tokens
             if number:
                 seconds[method].append(spent)
                 decoding[method].append(spent - answer.statistics.prefill_seconds)
                 calls[method] += answer.statistics.calls
-                same[method] += answer.tokens == expected
-        tokens += len(expected) * (number > 0)
+        for method in methods if number else ():
+            same[method] += texts[method] == texts["plain"]
+        tokens += len(texts["plain"]) * (number > 0)
     print(f"{len(prompts)} prompts, {tokens} tokens; speed-up over plain: median by prompt, in all, without prefill")
     for method in methods:
         ratios = [one / other for one, other in zip(seconds["plain"], seconds[method], strict=True)]

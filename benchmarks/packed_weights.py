@@ -13,7 +13,7 @@ import sys
 import time
 
 import numpy as np
-from prompt_options import add_prompt_options, first_turns
+from prompt_options import add_prompt_options, first_turns, in_turn
 
 import saltus
 from saltus.core.canvas import continuation
@@ -48,8 +48,8 @@ def main() -> None:
     print(f"ms a call after {args.length} tokens, medians of {args.repeats} in turns: bf16, packed, ratio")
     for rows in (1, 2, 4, 8, 16, 32, 64):
         times: dict[str, list[float]] = {name: [] for name in WEIGHTS}
-        for _ in range(args.repeats):
-            for name, engine in engines.items():
+        for number in range(args.repeats):
+            for name, engine in in_turn(engines.items(), number):
                 times[name].append(call_milliseconds(engine, rows, args.length, vocabulary))
         expanded, packed = (statistics.median(times[name]) for name in WEIGHTS)
         print(f"{rows:3} rows  {expanded:6.1f}  {packed:6.1f}  {expanded / packed:.2f}", flush=True)
@@ -59,15 +59,16 @@ def main() -> None:
     for method in args.methods.split(","):
         seconds, tokens, same = dict.fromkeys(WEIGHTS, 0.0), 0, 0
         for number, prompt in enumerate([prompts[0], *prompts]):  # the first once more, to warm up
-            texts = []
-            for name, engine in engines.items():
+            texts = {}
+            for name, engine in in_turn(engines.items(), number):
                 engine.decoder.prefix_tree.clear()
                 started = time.perf_counter()
                 answer = engine.generate(prompt, method=method, max_new_tokens=args.max_new_tokens)
                 seconds[name] += (time.perf_counter() - started) * (number > 0)
-                texts.append(answer.tokens)
-            tokens += len(texts[0]) * (number > 0)
-            same += (texts[0] == texts[1]) * (number > 0)
+                texts[name] = answer.tokens
+            expanded_text, packed_text = (texts[name] for name in WEIGHTS)
+            tokens += len(expanded_text) * (number > 0)
+            same += (expanded_text == packed_text) * (number > 0)
         expanded, packed = (tokens / seconds[name] for name in WEIGHTS)
         differing += len(prompts) - same
         print(

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from saltus.engine.prompts import read_prompts_file
+
+System = TypeVar("System")
+
+
+def in_turn(systems: Iterable[System], number: int) -> list[System]:
+    """The systems, of which another one is first each time: what comes after another may find warmer memory."""
+    order = list(systems)
+    first = number % len(order)
+    return order[first:] + order[:first]
 
 
 def add_prompt_options(parser: argparse.ArgumentParser, required: bool = True) -> None:

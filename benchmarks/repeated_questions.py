@@ -15,7 +15,7 @@ import statistics
 from contextlib import ExitStack
 
 import httpx
-from prompt_options import add_prompt_options, first_turns
+from prompt_options import add_prompt_options, first_turns, in_turn
 from serve_load import ask, own_server
 
 EDITS = (lambda text: f"{text} Thank you.", lambda text: f"Hello. {text}", lambda text: text.replace(".", " .", 1))
@@ -41,9 +41,9 @@ def main() -> None:
         rates: dict[tuple[str, str], list[float]] = {}
         answers: dict[str, list[str]] = {}
         for asked, questions in (("first", prompts), ("edited", edited), ("again", edited)):
-            for question in questions:
+            for number, question in enumerate(questions):
                 texts = set()
-                for name, url in urls.items():
+                for name, url in in_turn(urls.items(), number):
                     text, tokens, _, last = ask(http, url, args.model, question, settings)
                     texts.add(text)
                     rates.setdefault((name, asked), []).append(tokens / last)

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import httpx
-from prompt_options import add_prompt_options, first_turns
+from prompt_options import add_prompt_options, first_turns, in_turn
 
 from saltus.loading.sources import resolve
 
@@ -207,10 +207,11 @@ def main() -> None:
             runs: dict[str, list[Run]] = {name: [] for name in servers}
             for number in range(args.repeats):
                 numbered = [f"({count}.{number}) {prompt}" for prompt in prompts]
-                for name, url in servers.items():
+                for name, url in in_turn(servers.items(), number):
                     runs[name].append(measure(url, args.model, numbered, count, settings, args.rate))
-                    if name in own and runs[name][-1].texts != runs[next(iter(servers))][-1].texts:
-                        raise SystemExit(f"{name} wrote other texts with {count} clients")
+                texts = {name: runs[name][-1].texts for name in servers}
+                if other := next((name for name in own if texts[name] != texts[next(iter(servers))]), None):
+                    raise SystemExit(f"{other} wrote other texts with {count} clients")
             for name, measured in runs.items():
                 facts = summarised(measured)
                 print(

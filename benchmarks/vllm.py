@@ -80,6 +80,7 @@ def saltus_decoder(arguments: argparse.Namespace, method: str, top_k: int | None
     engine = saltus.load(arguments.model, method, options=options, adaptive=adaptive, max_draft_tokens=max_draft_tokens)
 
     def decode(messages: list[dict[str, str]], tokens: int) -> dict[str, Any]:
+        engine.decoder.prefix_tree.clear()
         began = time.perf_counter()
         found = engine.generate(messages, max_new_tokens=tokens)
         seconds = time.perf_counter() - began

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.progress import track
 
 import saltus
@@ -129,13 +130,13 @@ def main() -> None:
     table = []
     for name, fill in ways(given, rows):
         found = [fill(seed) for seed in range(given.seeds)]
-        right = [one for answers in found for one in passed(rows, answers.lines)]
+        right = np.array([passed(rows, answers.lines) for answers in found], dtype=float)  # [seeds, tasks]
         same = [
             line.strip() == row["canonical_solution"].strip()
             for answers in found
             for row, line in zip(rows, answers.lines, strict=True)
         ]
-        share = sum(right) / len(right)
+        share, by_task = float(right.mean()), right.mean(0)
         tokens, calls = (sum(getattr(answers, key) for answers in found) for key in ("tokens", "calls"))
         table.append(
             {
@@ -143,7 +144,7 @@ def main() -> None:
                 "tasks": len(rows),
                 "seeds": given.seeds,
                 "pass@1": round(share, 4),
-                "error": round(math.sqrt(share * (1 - share) / len(right)), 4),
+                "error": round(float(by_task.std(ddof=1)) / math.sqrt(len(rows)), 4),  # over tasks, not tries
                 "the very line": round(sum(same) / len(same), 4),
                 "tokens_per_call": round(tokens / calls, 3) if calls else None,
                 "seconds": round(sum(answers.seconds for answers in found), 1),

@@ -144,7 +144,7 @@ class ToyNetwork:
 
 
 def toy_network(vocab: int = 6, logit_scale: float = 2.0, seed: int = 0) -> ToyNetwork:
-    """A random toy; `sharp` is the standard deviation of its logits: 0 is uniform, 10 nearly certain."""
+    """A random toy; `logit_scale` is the standard deviation of its logits: 0 is uniform, 10 nearly certain."""
     return ToyNetwork(torch.from_numpy(np.random.default_rng(seed).normal(size=(vocab,) * 3) * logit_scale))
 
 

@@ -129,6 +129,7 @@ class Served(BaseHTTPRequestHandler):
 
     asked: list[dict] = []  # noqa: RUF012
     usage = True
+    broken = ""  # what stands in the stream after the first piece, in place of the rest
 
     def log_message(self, *_):
         pass
@@ -142,9 +143,12 @@ class Served(BaseHTTPRequestHandler):
         if body["max_tokens"] == 1:
             self.send_error(400, "too short")
             return
+        if self.broken:
+            self._send(f'data: {{"choices": [{{"text": "the"}}]}}\n\n{self.broken}')
+            return
         events = [{"choices": [{"text": "the"}]}, {"choices": [{"text": " cat", "finish_reason": "stop"}]}]
         events += [{"choices": [], "usage": {"completion_tokens": 5}}] if self.usage else []
-        self._send("".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
+        self._send("".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data:[DONE]\n\n")
 
     def _send(self, text):
         self.send_response(200)
@@ -201,6 +205,22 @@ def test_a_server_that_refuses_says_why(engine, served):
     baseline = OpenAIServerBaseline(served, engine)
     with pytest.raises(ValueError, match=r"/v1/completions refuses \(400\)"):
         baseline.generate(BenchmarkRequest(TEXT, (1, 2), max_new_tokens=1))
+
+
+@pytest.mark.parametrize(
+    ("rest", "said"),
+    [
+        ('data: {"error": {"message": "out of\\nmemory"}}\n\ndata: [DONE]\n\n', "out of memory"),
+        ("data: Internal error\n\n", "Expecting value"),
+        ("data: [DONE]\n\n", "without a finish_reason"),
+        (" ", "without a finish_reason"),
+    ],
+)
+def test_an_answer_that_breaks_off_is_no_fast_one(engine, served, monkeypatch, rest, said):
+    monkeypatch.setattr(Served, "broken", rest)
+    with pytest.raises(ValueError, match=f"broke off an answer .*{said}") as told:
+        OpenAIServerBaseline(served, engine).generate(question(engine))
+    assert "\n" not in str(told.value)
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://127.0.0.1:9"])

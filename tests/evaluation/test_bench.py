@@ -234,6 +234,13 @@ def test_intervals_hold_the_truth_as_often_as_they_say(monkeypatch):
     assert 178 <= held <= 199  # 95 % of 200 is 190; a bootstrap of 40 tasks holds a little less
 
 
+def test_one_task_has_no_interval():
+    told = aggregate_records(invented(1.5, tasks=3))["fast"]
+    assert told["ci95"]["speedup"][0] < told["ci95"]["speedup"][1]
+    assert told["by_category"]["y"]["ci95"]["speedup"] is None  # of one task
+    assert told["by_category"]["y"]["speedup"] > 1
+
+
 def test_acceptance_by_position_counts_calls_that_checked_drafts():
     (record,) = [r for r in invented(1.0, tasks=1) if r["system"] == "plain"]
     shapes = [(1, 0), (3, 4), (1, 4), (2, 1), (1, 0)]
@@ -297,6 +304,8 @@ def test_a_run_keeps_when_and_at_which_commit_it_was_measured(engine, tmp_path):
         notebook.append(run.measure_task(number))
     with pytest.raises(ValueError, match="begun at commit abc, and this is def"):
         open_records(tmp_path, plan(), TASKS, later)
+    with pytest.raises(ValueError, match="begun with a number of cores of None, and this is 2"):
+        open_records(tmp_path, plan(), TASKS, {**NOW, "machine": {"cores": 2}})
     notebook.append(run.measure_task(2))
     assert open_records(tmp_path, plan(), TASKS, later).run_info == NOW
 

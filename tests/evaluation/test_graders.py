@@ -60,6 +60,7 @@ SPAN = LINE | {
         ("16 - 3 - 4 = 9, and 9 * 2 = 18 dollars", "18"),
         ("#### 72\n\nQuestion: There are 5 cars.", "72"),
         ("####72", "72"),
+        ("#### **42** apples, 7 pears", "42"),
         ("#### Step 1: count\n9 eggs", "9"),
         ("It costs 1,234,567.50 in all.", "1234567.5"),
         ("first 1,2,3", "3"),

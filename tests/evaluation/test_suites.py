@@ -31,11 +31,17 @@ def lines(path, *rows):
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz"])
 def test_each_suite_reads_its_rows(name, kind, tmp_path):
-    file = lines(tmp_path / f"rows.{kind}", ROWS[name], ROWS[name])
+    ids = {"question_id": 83} if name == "spec-bench" else {"task_id": 4 if name == "mbpp" else "Other/1"}
+    file = lines(tmp_path / f"rows.{kind}", ROWS[name], ROWS[name] | ids)
     tasks = load_tasks(f"{name}:{file}")
     assert len(tasks) == 2
     assert tasks[0].prompt.turns
     assert (find_grader(f"{name}:{file}", tasks) is None) == (name == "spec-bench")
+
+
+def test_tasks_with_one_id_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"2 tasks have the id 82; give each one of its own"):
+        load_tasks(f"spec-bench:{lines(tmp_path / 'a.jsonl', SPEC, SPEC | {'turns': ['Other.']})}")
 
 
 def test_all_turns_of_spec_bench_are_asked(tmp_path):
@@ -151,3 +157,11 @@ def test_a_data_set_that_cannot_be_had_is_told_in_a_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r'pip install "\.\[bench\]"'):
         load_tasks("gsm8k")
+
+
+def test_references_and_suffixes_are_part_of_a_selection(tmp_path):
+    prints = []
+    for number, changes in enumerate(({}, {"test": "def check(f): pass\n"}, {"suffix": "f(2)"})):
+        file = lines(tmp_path / f"{number}.jsonl", ROWS["infilling"] | changes)
+        prints.append(tasks_fingerprint(load_tasks(f"infilling:{file}")))
+    assert len(set(prints)) == 3

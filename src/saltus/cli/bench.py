@@ -159,6 +159,7 @@ def run(
     from saltus.core.sampling import Sampling
     from saltus.evaluation.benchmarks.benchmark_run import Benchmark, open_records
     from saltus.evaluation.reports.environment import run_info
+    from saltus.kernels.packed_weight import describe_weights
     from saltus.methods import AUTO
 
     engine = open_engine(
@@ -187,6 +188,12 @@ def run(
         settings["ngram_corpus"] = list(map(str, ngram_corpus))
     given = {"chat_template": chat_template, "assistant": assistant, "endpoints": endpoint}
     settings |= {name: value for name, value in given.items() if value}
+    packed, kept = describe_weights(engine.network.model), str(engine.network.model.dtype).removeprefix("torch.")
+    if packed != kept and any(system.name.startswith("transformers") for system in systems):
+        settings["weights of transformers"] = kept
+        print_note(
+            f"Transformers reads the weights as {kept}, and the methods as {packed}; --weights bf16 compares alike"
+        )
     if AUTO in names:
         settings[AUTO] = engine.decoder.chosen_method(AUTO)
         print_note(f"auto is {settings[AUTO]} here")
@@ -244,12 +251,13 @@ def _validate_settings(
     check_baselines(_baselines(baselines, assistant), assistant)
 
 
-def _baselines(baselines: str | None, assistant: str | None) -> list[str]:
+def _baselines(baselines: str | None, assistant: str | None, is_gguf: bool = True) -> list[str]:
+    """The names that were given; `all`: those that are installed, and read files of the model's kind."""
     from saltus.evaluation.benchmarks.baselines import BASELINES
     from saltus.evaluation.benchmarks.llama_cpp_baseline import LLAMA_CPP, llama_cpp_is_installed
 
     if baselines == "all":
-        lacking = {"transformers-assistant": not assistant, LLAMA_CPP: not llama_cpp_is_installed()}
+        lacking = {"transformers-assistant": not assistant, LLAMA_CPP: not (is_gguf and llama_cpp_is_installed())}
         return [name for name in BASELINES if not lacking.get(name)]
     return [name.strip() for name in (baselines or "").split(",") if name.strip()]
 
@@ -258,11 +266,13 @@ def _systems_under_test(
     engine: Any, names: Sequence[str], baselines: str | None, assistant: str | None, endpoints: Sequence[str]
 ) -> list[Any]:
     from saltus.evaluation.benchmarks.baselines import baselines_under_test, servers_under_test
+    from saltus.evaluation.benchmarks.llama_cpp_baseline import reads_gguf
     from saltus.evaluation.benchmarks.systems_under_test import methods_under_test
 
+    chosen = _baselines(baselines, assistant, reads_gguf(engine))
     return [
         *methods_under_test(engine, names),
-        *baselines_under_test(_baselines(baselines, assistant), engine, assistant),
+        *baselines_under_test(chosen, engine, assistant),
         *servers_under_test(endpoints, engine),
     ]
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from http.client import HTTPException
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +25,7 @@ from saltus.evaluation.benchmarks.systems_under_test import (
     TimedCall,
     split_text_by_call,
 )
-from saltus.integrations.openai_endpoint import OpenAIEndpoint, connect_endpoint
+from saltus.integrations.openai_endpoint import EndpointError, OpenAIEndpoint, connect_endpoint
 from saltus.loading.sources import resolve
 
 BASELINES = ("transformers", "transformers-lookup", "transformers-assistant", LLAMA_CPP)
@@ -172,13 +173,29 @@ class OpenAIServerBaseline:
             body["ignore_eos"] = True
         started, first, pieces, count, reason = time.perf_counter(), None, [], None, None
         with self.endpoint.post_completion(body) as response:
-            for event in _server_sent_events(response):
+            for event in self._events(response):
                 for choice in event.get("choices") or ():
                     first = first or time.perf_counter()
                     pieces.append(choice.get("text") or "")
                     reason = choice.get("finish_reason") or reason
                 count = (event.get("usage") or {}).get("completion_tokens", count)
+        if reason is None:
+            raise self._broken("the stream ended without a finish_reason")
         return pieces, count, reason, (first or time.perf_counter()) - started
+
+    def _events(self, response: Any) -> Iterator[dict[str, Any]]:
+        """The events of an answer. Errors: EndpointError if it breaks off."""
+        try:
+            for event in _server_sent_events(response):
+                if error := event.get("error"):
+                    raise self._broken(error.get("message") if isinstance(error, dict) else error)
+                yield event
+        except (OSError, HTTPException, json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise self._broken(error) from None
+
+    def _broken(self, reason: object) -> EndpointError:
+        text = " ".join(str(reason).split())
+        return EndpointError(f"{self.url} broke off an answer ({text:.200}); with --out the same command goes on here")
 
     def to_answer(self, request: BenchmarkRequest, output: Any) -> MeasuredAnswer:
         pieces, count, reason, first = output
@@ -203,6 +220,7 @@ def servers_under_test(urls: Sequence[str], engine: Engine) -> list[OpenAIServer
 def _server_sent_events(response: Any) -> Iterator[dict[str, Any]]:
     """The JSON objects of a stream of server-sent events."""
     for line in response:
-        said = line.decode().strip()
-        if said.startswith("data:") and said != "data: [DONE]":
-            yield json.loads(said.removeprefix("data:"))
+        name, _, said = line.decode().strip().partition(":")
+        if name == "data" and said.strip() != "[DONE]":
+            event = json.loads(said)
+            yield event if isinstance(event, dict) else {}

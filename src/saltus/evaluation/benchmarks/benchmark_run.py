@@ -191,12 +191,28 @@ def open_records(
         kept.write_text(json.dumps({**plan, "environment": run_info}, indent=1))
     needed = {task.id: len(task.prompt.turns or (0,)) * len(plan["systems"]) for task in tasks}
     records = BenchmarkRecords(_read_complete_tasks(file, needed), begun, file)
-    if records.num_measured_tasks < len(tasks) and begun["commit"] != run_info["commit"]:
-        raise ValueError(
-            f"{folder} was begun at commit {begun['commit']}, and this is {run_info['commit']};"
-            " give another --out, or --fresh to measure anew"
-        )
+    if records.num_measured_tasks < len(tasks):
+        for what, was, now in _conditions(begun, run_info):
+            if was != now:
+                raise ValueError(
+                    f"{folder} was begun {what} {was}, and this is {now};"
+                    " give another --out, or --fresh to measure anew"
+                )
     return records
+
+
+def _conditions(begun: Mapping[str, Any], run_info: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """What one run's seconds have in common, as it was begun with and now."""
+    yield "at commit", begun["commit"], run_info["commit"]
+    machines = [info.get("machine") or {} for info in (begun, run_info)]
+    for what, name in (
+        ("on", "processor"),
+        ("with a number of cores of", "cores"),
+        ("on", "gpu"),
+        ("with torch", "torch"),
+    ):
+        was, now = (machine.get(name) for machine in machines)
+        yield what, was, now
 
 
 def _read_complete_tasks(file: Path, records_per_task: Mapping[str, int]) -> list[Record]:

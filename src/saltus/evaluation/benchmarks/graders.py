@@ -50,7 +50,7 @@ def exact_answer(row: Mapping[str, Any], text: str) -> Score:
 def last_number(text: str) -> Decimal | None:
     """The first number directly after "####", else the last number of the text; None without one."""
     numbers = [(match.start(), _to_decimal(match)) for match in NUMBER_PATTERN.finditer(text)]
-    for marker in re.finditer(r"####\s*", text):  # a heading of Markdown looks the same, but has words after it
+    for marker in re.finditer(r"####[\s*_]*", text):  # a heading of Markdown looks the same, but has words after it
         for start, value in numbers:
             if start == marker.end():
                 return value

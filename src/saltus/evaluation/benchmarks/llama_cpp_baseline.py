@@ -31,6 +31,11 @@ def llama_cpp_is_installed() -> bool:
     return "llama_cpp" in sys.modules or find_spec("llama_cpp") is not None
 
 
+def reads_gguf(engine: Engine) -> bool:
+    """True if the model comes from a GGUF file, which llama.cpp reads, too."""
+    return (resolve(engine.target.name) / INDEX_FILE).is_file()
+
+
 @dataclass
 class LlamaCppBaseline:
     """`llama_cpp.Llama`, token by token. Errors: ValueError if it is not installed, or the model is no GGUF file."""
@@ -43,10 +48,9 @@ class LlamaCppBaseline:
     def __post_init__(self) -> None:
         if not llama_cpp_is_installed():
             raise ValueError('baseline llama-cpp needs llama-cpp-python: pip install ".[llama-cpp]" in the clone')
-        folder = resolve(self.engine.target.name)
-        if not (folder / INDEX_FILE).is_file():
+        if not reads_gguf(self.engine):
             raise ValueError(f"baseline llama-cpp decodes GGUF files, and {self.engine.target.name} is none; name one")
-        self.file = read_gguf_index(folder).files[0]
+        self.file = read_gguf_index(resolve(self.engine.target.name)).files[0]
 
     def _load(self) -> Any:
         if self.llama is None:

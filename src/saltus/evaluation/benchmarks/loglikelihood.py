@@ -72,7 +72,7 @@ def score_continuations(
     batch_size: int = 1,
     on_score: Callable[[int, ContinuationScore], Any] | None = None,
 ) -> list[ContinuationScore]:
-    """The score of each continuation after its context; `done(index, score)` is called as each is known.
+    """The score of each continuation after its context; `on_score(index, score)` is called as each is known.
 
     Texts are read in the order of their tokens, so that one KV cache serves all with a common prefix; `batch_size`
     such caches are used in each call. A continuation that is too long for a call is scored in pieces.

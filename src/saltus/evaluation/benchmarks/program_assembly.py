@@ -74,7 +74,7 @@ def function_body(text: str) -> str:
 
 
 def extract_code(text: str, definition: re.Pattern[str] | None = None) -> str:
-    """The first fenced Python block, preferably one that contains `wanted`; without a fence, what parses as code.
+    """The first fenced Python block, preferably one that contains `definition`; without a fence, what parses as code.
 
     The last block may lack its end mark, and the first its begin mark if the prompt opened the fence.
     """

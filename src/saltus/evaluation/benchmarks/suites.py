@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -159,6 +160,9 @@ def load_tasks(spec: str, limit: int | None = None) -> list[Task]:
         ]
     if not tasks:
         raise ValueError(f"{where or spec} holds no tasks; give a file with a JSON object a line")
+    (commonest, times), *_ = Counter(task.id for task in tasks).most_common(1)
+    if times > 1:
+        raise ValueError(f"{where or spec}: {times} tasks have the id {commonest}; give each one of its own")
     count = len(tasks) if limit is None else min(limit, len(tasks))
     return [tasks[number * len(tasks) // count] for number in range(count)]
 
@@ -171,7 +175,8 @@ def suite_label(spec: str) -> str:
 
 def tasks_fingerprint(tasks: list[Task]) -> str:
     """A digest that identifies a selection of tasks."""
-    return blake2b(repr([(task.id, task.prompt) for task in tasks]).encode(), digest_size=8).hexdigest()
+    parts = [(task.id, task.prompt, task.raw, task.suffix, dict(task.reference)) for task in tasks]
+    return blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
 def find_grader(spec: str, tasks: list[Task]) -> Grader | None:

@@ -99,7 +99,8 @@ def _select_tasks(sums: Sums, mask: np.ndarray) -> Sums:
 
 
 def _rates_with_intervals(sums: Sums, plain: Sums, calls_known: bool) -> dict[str, Any]:
-    """Rates of a system over some tasks, each with the central 95 % of a bootstrap over tasks."""
+    """Rates of a system over some tasks, each with the central 95 % of a bootstrap over tasks, of two at least."""
+    alone = (sums["texts"] > 0).sum() < 2
     weights = _resample_counts(len(sums["texts"]))
     point, spread = _rates(sums, plain, np.ones((1, len(sums["texts"])))), _rates(sums, plain, weights)
     unknown = set() if calls_known else {"tokens_per_call", "ms_per_call", "nodes_per_call"}
@@ -111,7 +112,9 @@ def _rates_with_intervals(sums: Sums, plain: Sums, calls_known: bool) -> dict[st
         "seconds": float(sums["seconds"].sum()),
         "prefill_seconds": float(sums["prefill_seconds"].sum()),
         **known,
-        "ci95": {name: None if known[name] is None else _central_95(spread[name]) for name in RATES_WITH_INTERVALS},
+        "ci95": {
+            name: None if alone or known[name] is None else _central_95(spread[name]) for name in RATES_WITH_INTERVALS
+        },
     }
 
 

@@ -90,7 +90,8 @@ def _table_head(names: list[str]) -> Iterator[str]:
 
 
 def _table_row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    escaped = (cell.replace("|", r"\|") for cell in cells)
+    return f"| {' | '.join(escaped)} |"
 
 
 def _format_number(value: float | int | None, digits: int = 2) -> str:
