@@ -1,6 +1,7 @@
 """The kernels: right, and so that a row's bits depend on nothing but the row."""
 
 import ctypes
+import io
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -422,10 +423,11 @@ def test_keys_and_values_that_are_in_the_memory_already_are_attended_to_and_stay
 
 REFUSED = {
     "values of other heads": ({"v": (3, 24, 16)}, "do not fit together"),
-    "fewer keys than queries": ({"k": (2, 23, 16)}, "do not fit together"),
+    "fewer keys than queries": ({"k": (2, 23, 16)}, "other keys than those of the text"),
+    "an additive mask": ({"attention_mask": (1, 1, 24, 24)}, "a mask of its own"),
     "keys of another size": ({"k": (2, 24, 17)}, "do not fit together"),
     "heads that keys do not divide": ({"q": (5, 24, 16)}, "do not fit together"),
-    "queries of fewer rows": ({"q": (6, 9, 16)}, "other rows"),
+    "fewer rows than the call": ({"q": (6, 9, 16), "k": (2, 9, 16), "v": (2, 9, 16)}, "other rows"),
     "sinks of other heads": ({"s_aux": (5,)}, "5 sinks for 6 heads"),
     "no window": ({"sliding_window": 0}, "attends to 0 positions"),
     "a chunk of nothing": ({"sliding_window": Chunks(-4)}, "attends to -4 positions"),
@@ -659,3 +661,16 @@ def test_a_token_beyond_the_vocabulary_is_an_error_and_not_read(token):
     assert network.native_decoder is not None
     with pytest.raises(IndexError, match="beyond the model's vocabulary of 300"):
         network.forward([ForwardInputs(continuation([1, 2, token], 1))], [network.new_kv_cache()])
+
+
+def test_unlike_processors_have_unlike_names_for_their_kernels(monkeypatch):
+    lines = {
+        "x86": "vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx512f\n",
+        "neoverse-n1": "Features\t: fp asimd\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n",
+        "neoverse-v1": "Features\t: fp asimd sve i8mm\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n",
+    }
+    names = set()
+    for text in lines.values():
+        monkeypatch.setattr(native, "open", lambda _, text=text: io.StringIO(text), raising=False)
+        names.add(native._processor_features())
+    assert len(names) == len(lines)

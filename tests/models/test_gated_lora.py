@@ -521,3 +521,15 @@ def test_an_adapter_of_others_is_no_model_of_its_own(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "PROMPT_TUNING", "base_model_name_or_path": "a/b"}')
     with pytest.raises(ValueError, match="PROMPT_TUNING"):
         load_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["Llama4", "HunYuanMoEV1", "Qwen3Moe"])
+def test_what_chooses_experts_has_no_low_rank_part(name):
+    model = tiny(name)
+    assert not [path for path in linear_layers(model) if "router" in path or ".gate." in path]
+    network = network_of(model, adapter_for(model), native_decoder=False)
+    inputs = with_queries(text(9), *TREE, GROUPS)
+    logits = network.forward([inputs], [network.new_kv_cache()])[0].logits
+    kernels = network_of(model, adapter_for(model), native_decoder=True)
+    found = kernels.forward([inputs], [kernels.new_kv_cache()])[0].logits
+    torch.testing.assert_close(found, logits, rtol=1e-3, atol=1e-3)

@@ -44,7 +44,7 @@ from saltus.models.evabyte_decoder import EvaByteDecoder
 from saltus.models.packed_decoder import PackedDecoder
 from saltus.models.packed_experts import PACKED_EXPERTS, experts_implementation
 from saltus.models.protocols import TargetNetwork
-from saltus.models.recurrent_layers import recurrent_layer_types
+from saltus.models.recurrent_layers import OTHER_KEYS, kinds_of_layers, recurrent_layer_types
 from saltus.models.resized_vocabulary import embedding_rows
 
 WEIGHTS = ("file", "bf16", *PACKINGS)  # as stored, packed ones expanded to bfloat16, or packed by GGUF's quantisers
@@ -352,6 +352,8 @@ def context_length_of(model: Any) -> int | None:
 
 def _why_no_states(model: Any) -> str | None:
     """Why layers that keep a state cannot be had: Transformers' own cannot read a tree. None: they can, or are not."""
+    if describe_decoder(model) is None and (others := sorted(kinds_of_layers(model) & OTHER_KEYS)):
+        return f"its {others[0]} layers attend to other keys than those of the text"
     kinds = recurrent_layer_types(model)
     if not kinds or supports_native_decoder(model):
         return None

@@ -41,9 +41,9 @@ class LongRope:
                 if embedding.rope_type == "dynamic":
                     stack.callback(setattr, embedding, "rope_type", embedding.rope_type)
                     stack.callback(setattr, embedding, "inv_freq", embedding.inv_freq)
-                    embedding.rope_type = FIXED
-                    if long:
-                        embedding.inv_freq = self._stretched(place).to(embedding.inv_freq.device)
+                    embedding.rope_type = FIXED  # Transformers may have stretched the frequencies in a call before
+                    inverse = self._stretched(place) if long else embedding.original_inv_freq
+                    embedding.inv_freq = inverse.to(embedding.inv_freq.device)
                     continue
                 parameters = embedding.config.rope_parameters
                 stack.callback(parameters.__setitem__, BORDER, parameters[BORDER])
@@ -62,7 +62,14 @@ class LongRope:
 
 
 def find_long_rope(model: Any) -> LongRope | None:
-    """The embeddings of a model of Transformers with other frequencies for long texts, None if there are none."""
+    """The embeddings of a model of Transformers with other frequencies for long texts, None if there are none.
+
+    Errors: ValueError where only some kinds of layers have them.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if isinstance(kinds, dict) and (scaled := {"longrope", "dynamic"} & set(kinds.values())):
+            raise ValueError(f"the rotary embeddings of some of its layers are of the type {scaled.pop()}")
     modules = [module for module in model.modules() if getattr(module, "rope_type", None) in ("longrope", "dynamic")]
     if not modules:
         return None

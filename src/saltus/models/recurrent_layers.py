@@ -8,15 +8,22 @@ from saltus.models.architectures import describe_decoder
 from saltus.models.decoder_description import Attention, LatentAttention, mixers_of
 
 STATELESS = {"mlp", "moe"}  # kinds of layers without a mixer
+OTHER_KEYS = {  # kinds of layers that choose keys, or make new ones of several tokens
+    "compressed_sparse_attention", "heavily_compressed_attention", "indexed_attention", "minimax_m3_sparse",
+    "reference_sliding_attention", "window_attention",
+}  # fmt: skip
+
+
+def kinds_of_layers(model: Any) -> set[str]:
+    """As the configuration names them; empty if it does not."""
+    config = model.config.get_text_config()
+    names = ("layer_types", "layers_block_type")
+    return {kind for name in names for kind in getattr(config, name, None) or ()}
 
 
 def recurrent_layer_types(model: Any) -> list[str]:
     """Kinds of such layers, as the configuration or the description names them; empty: the model keeps no state."""
-    config = model.config.get_text_config()
-    kinds: set[str] = set(getattr(config, "layer_types", None) or ()) | set(
-        getattr(config, "layers_block_type", None) or ()
-    )
-    kinds -= STATELESS
+    kinds = kinds_of_layers(model) - STATELESS - OTHER_KEYS
     named = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
     description = describe_decoder(model)
     if named or description is None:

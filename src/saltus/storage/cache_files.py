@@ -25,7 +25,6 @@ LEFT_AFTER = 3600.0  # seconds without a change, after which what is not finishe
 ALWAYS_READ = 16 << 20  # bytes: the digest of a smaller file is computed at each check
 READ_AGAIN_AFTER = 7 * 86400.0  # seconds: that of a larger one, too, if the last time is longer ago
 SETTLED_AFTER = 2.0  # seconds without a change, after which another change is sure to leave another time
-WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 CLOSED_FOLDER = (
     errno.EACCES,

@@ -440,11 +440,14 @@ def _request_amx(features: str) -> bool:
     return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
+PROCESSOR_FIELDS = "vendor_id", "flags", "CPU implementer", "CPU part", "Features"  # of x86; of Arm
+
+
 def _processor_features() -> str:
     """The processor's maker and instructions, on which the compiled code depends: unlike machines may share a cache."""
     try:
         with open("/proc/cpuinfo") as info:
-            fields = dict(line.split(":", 1) for line in info if line.startswith(("vendor_id", "flags")))
+            fields = dict(line.split(":", 1) for line in info if line.startswith(PROCESSOR_FIELDS))
             return " ".join(fields.values()) or platform.processor()
     except OSError:
         return platform.platform() + platform.processor()

@@ -306,3 +306,16 @@ static inline lanes exp_lanes(lanes x) {
   ilanes bits = (__builtin_convertvector(n, ilanes) + 127) << 23;
   return (lanes)((ilanes)(p * (lanes)bits) & ~dead);
 }
+
+// tanh, lane by lane the same operations: near 0 a polynomial (Cephes), else by exp.
+static inline lanes tanh_lanes(lanes x) {
+  const lanes size = (lanes)((ilanes)x & 0x7fffffff), square = x * x;
+  lanes p = all_lanes(-5.70498872745e-3f);
+  p = fused(p, square, all_lanes(2.06390887954e-2f));
+  p = fused(p, square, all_lanes(-5.37397155531e-2f));
+  p = fused(p, square, all_lanes(1.33314422036e-1f));
+  p = fused(p, square, all_lanes(-3.33332819422e-1f));
+  const lanes near = fused(p * square, x, x), far = 1.0f - 2.0f / (exp_lanes(2.0f * size) + 1.0f);
+  const ilanes is_near = size < 0.625f, sign = (ilanes)x & ~0x7fffffff;
+  return (lanes)(((ilanes)near & is_near) | (((ilanes)far | sign) & ~is_near));
+}

@@ -116,6 +116,7 @@ class AttentionCall:
     sequences: Sequence[SequenceRows]
     num_layers: int
     batch_invariant: bool = True
+    attended: set[int] = field(default_factory=set)  # layers that have, in a forward pass of Transformers
 
     @property
     def positions(self) -> torch.Tensor:
@@ -199,6 +200,10 @@ def attend(module, query, key, value, attention_mask=None, **kwargs):
     scaling, span, softcap, sinks = (kwargs.get(name) for name in ("scaling", "sliding_window", "softcap", "s_aux"))
     if isinstance(attention_mask, SpanMask):
         span = attention_mask.span
+    elif attention_mask is not None:
+        raise ValueError(f"{type(module).__name__} adds a mask of its own to its scores, which Saltus does not support")
+    if key.shape[2] != query.shape[2] or value.shape[2] != query.shape[2]:
+        raise ValueError(f"{type(module).__name__} attends to other keys than those of the text")
     if sinks is not None and sinks.shape != query.shape[1:2]:
         raise ValueError(f"{type(module).__name__} has {sinks.numel()} sinks for {query.shape[1]} heads")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -206,6 +211,7 @@ def attend(module, query, key, value, attention_mask=None, **kwargs):
         query = tuned_queries(module, query, call.positions.to(query.device))
     if not isinstance(call, AttentionCall):
         return call.attend(module, query, key, value, scale, span, softcap, sinks), None
+    note_layer(call.attended, module)
     query, key, value = query[0], key[0], value[0]
     sinks = None if sinks is None else sinks.float().contiguous()
     if query.shape[1] != sum(part.num_rows for part in call.sequences):
@@ -227,6 +233,13 @@ def attend(module, query, key, value, attention_mask=None, **kwargs):
         by = _attend_row_by_row if call.batch_invariant and query.device.type == "cpu" else _attend_masked
         out[rows] = by(part, q, keys, values, scale, span, softcap, sinks)
     return out[None], None
+
+
+def note_layer(attended: set[int], module: Any) -> None:
+    """Add a layer to those that have attended. Errors: ValueError for the second time: its first keys would be lost."""
+    if module.layer_idx in attended:
+        raise ValueError(f"{type(module).__name__} attends more than once in a layer, which Saltus does not support")
+    attended.add(module.layer_idx)
 
 
 def _attend_compiled(kernel, sequence, q, k, v, keys, values, out, scale, span, softcap, sinks) -> None:

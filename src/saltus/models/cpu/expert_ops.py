@@ -47,7 +47,7 @@ def experts_struct(layer: Experts, weights: Resolver, hidden: int, norm: dict[st
         struct.selection_bias = weights.floats(weights.tensor(layer.selection_bias).flatten(), experts).data_ptr()
     if layer.expert_scale is not None:
         struct.expert_scale = weights.floats(weights.tensor(layer.expert_scale), experts).data_ptr()
-    for number, name, start, stop in _matrices(layer, module, width, hidden):
+    for number, name, start, stop in _matrices(layer, width, hidden):
         stack = _stack(module, name, layer.is_transposed)
         assert stack.shape[0] == experts and (number == DOWN or stack.shape[2] == hidden)
         struct.weight[number], struct.format[number], struct.weight_step[number] = _arguments(stack, start, stop)
@@ -76,16 +76,14 @@ def _check(layer: Experts, experts: int) -> None:
         raise ValueError(f"a decoder chooses {layer.top_k} of {members * layer.top_groups} experts; fetch it again")
 
 
-def _matrices(layer: Experts, module: Any, width: int, hidden: int) -> list[tuple[int, str, int, int]]:
+def _matrices(layer: Experts, width: int, hidden: int) -> list[tuple[int, str, int, int]]:
     """The number of each weight in the struct, its name, and which outputs of an expert's matrix it is."""
     down = (DOWN, "down_proj", 0, hidden)
     if not layer.has_gate:
         return [(UP, "up_proj", 0, width), down]
     if layer.gate_up_interleaved:
         return [(GATE, "gate_up_proj", 0, 2 * width), down]
-    if hasattr(module, "gate_up_proj"):
-        return [(GATE, "gate_up_proj", 0, width), (UP, "gate_up_proj", width, 2 * width), down]
-    return [(GATE, "gate_proj", 0, width), (UP, "up_proj", 0, width), down]
+    return [(GATE, "gate_up_proj", 0, width), (UP, "gate_up_proj", width, 2 * width), down]
 
 
 def _stack(module: Any, name: str, is_transposed: bool) -> Tensor:

@@ -18,7 +18,10 @@ from saltus.models.gated_lora import Adapter, Gate
 
 
 class TorchDecoder:
-    """The layers of a PackedDecoder, called as a NativeDecoder is. Rows round alike, unless shapes are free."""
+    """The layers of a PackedDecoder of Llama's type, without windows and norms of heads, called as a NativeDecoder is.
+
+    Rows round alike, unless shapes are free.
+    """
 
     def __init__(self, model: Any) -> None:
         self.model, self.base, self.device = model, model.model, model.device

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode
 from saltus.models.attention_span import AttentionSpan, first_visible
+from saltus.models.cpu.attention import note_layer
 from saltus.models.cuda.fixed_shape_calls import (
     PADDING_PAGE,
     Call,
@@ -163,6 +164,7 @@ class FixedShapeAttention:
         self.pages_by_block = [pages.flatten() for pages in inputs.block_tables.split(pages_per_block, 1)]
         self.block = pages_per_block * pool.page_size  # positions
         self.hidden_by_reach: dict[AttentionSpan, tuple[Tensor, Tensor]] = {}
+        self.attended: set[int] = set()  # layers
 
     @property
     def positions(self) -> Int[Tensor, "1 rows"]:
@@ -180,6 +182,7 @@ class FixedShapeAttention:
         sinks: Float[Tensor, "heads"] | None,
     ) -> Float[Tensor, "1 rows heads value_dim"]:
         """Write the keys and values of a layer to their slots, and attend."""
+        note_layer(self.attended, module)
         self.pool.allocate(key[0], value[0])
         assert self.pool.keys is not None and self.pool.values is not None
         keys, values = self.pool.keys[module.layer_idx], self.pool.values[module.layer_idx]

@@ -1,0 +1,63 @@
+"""Models whose attention is not that of their text's keys, each layer once, are refused in a line when they load."""
+
+import pytest
+import torch
+import transformers
+
+from saltus.engine.checkpoints import make_network
+from saltus.models.long_rope import find_long_rope
+
+SIZES = {
+    "vocab_size": 90, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def random_model(name: str, **changes):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SIZES | changes)
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+
+def complaint(model) -> str:
+    with pytest.raises(ValueError, match="cannot be served") as told:
+        make_network(model, "tiny")
+    assert "\n" not in str(told.value)
+    return str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("DiffLlama", {}, "attends more than once in a layer"),
+        ("Doge", {"keep_window_size": 4}, "a mask of its own"),
+        ("DeepseekV32", {}, "indexed_attention layers attend to other keys"),
+    ],
+)
+def test_attention_that_the_cache_would_get_wrong_is_refused(name, changes, said):
+    assert said in complaint(random_model(name, **changes))
+
+
+def test_rotary_angles_by_length_in_some_layers_are_refused():
+    rope = {
+        "full_attention": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    kinds = ["full_attention", "sliding_attention"]
+    config = transformers.Gemma3TextConfig(
+        **SIZES, head_dim=8, rope_parameters=rope, sliding_window=16, layer_types=kinds
+    )
+    model = transformers.Gemma3ForCausalLM(config).eval()
+    assert "of the type dynamic" in complaint(model)
+
+
+def test_a_long_call_of_the_user_leaves_the_angles_of_short_texts():
+    model = random_model(
+        "Llama", max_position_embeddings=32, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    )
+    rope, tokens = find_long_rope(model), torch.arange(20)[None]
+    with rope.angles(long=False):
+        before = model(tokens).logits
+    model(torch.arange(80)[None])
+    with rope.angles(long=False):
+        assert torch.equal(model(tokens).logits, before)
