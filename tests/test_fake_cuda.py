@@ -266,6 +266,14 @@ def test_heads_of_a_checkpoint_draft(device, tmp_path):
     check_texts(load(write_checkpoint(tmp_path, "MiMo")), ["mtp"])
 
 
+def test_heads_of_a_checkpoint_draft_by_our_kernels(device, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
+    engine = load(write_checkpoint(tmp_path, "MiMo", modules=2, **OWN_KERNELS))
+    check_texts(engine, ["mtp"], temperature=0, tokens=4)
+    for module in engine.decoder.setup("mtp").networks["mtp"].modules:
+        assert module.layers.on_gpu.passes.pool.graphs
+
+
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2", "eagle3", "peagle"])
 def test_published_drafters_draft(device, tiny_folder, tmp_path, kind):
     if "eagle" in kind:
@@ -278,7 +286,7 @@ def test_published_drafters_draft(device, tiny_folder, tmp_path, kind):
 @pytest.mark.parametrize(
     ("kind", "passes"),
     [
-        ("dflash", {"context", "block"}),
+        ("dflash", {"context", "rows"}),
         ("eagle3", {"read", "draft"}),
     ],
 )
@@ -299,7 +307,7 @@ def test_published_drafters_of_known_sizes_draft_by_our_kernels(
     check_texts(engine, ["ptp"], temperature=0, tokens=4)
     network = engine.decoder.setup("ptp").networks["ptp"]
     layers = network.layers if kind == "eagle3" else network.context_layers
-    assert {name for name, _ in layers.passes.pool.graphs} == passes
+    assert {name for name, *_ in layers.passes.pool.graphs} == passes
 
 
 def test_the_scheduler_of_the_server_gives_each_request_its_own_text(device, tiny_folder, partners):

@@ -104,7 +104,7 @@ class MtpModule(nn.Module):
         if packs_like_target:
             for part in packed:
                 pack_like(part, target)
-        self.layers = ContextLayers(self.model)
+        self.layers = ContextLayers(self.model, by_gpu_kernels=True)
 
     def inputs(self, tokens: Int[Tensor, "rows"], states: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
         """What the layer reads of tokens and the states before them."""

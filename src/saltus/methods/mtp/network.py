@@ -67,7 +67,7 @@ class MtpNetwork:
         self.kv_bytes_per_token = sum(map(_kv_bytes_per_token, self.modules))
 
     def new_kv_cache(self) -> MtpKVCache:
-        return MtpKVCache([ContextKVCache() for _ in self.modules])
+        return MtpKVCache([module.layers.new_kv_cache() for module in self.modules])
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[MtpKVCache]) -> list[ForwardOutputs]:
@@ -114,7 +114,7 @@ class MtpNetwork:
         states = unread_states(inputs, context, self.target, LAST_STATES)
         first = len(decided) - len(states)
         if len(self.modules) > 1 and (first != end or context.first_position != start or not cache.outputs):
-            cache.contexts = [ContextKVCache(first_position=first + number) for number in range(len(self.modules))]
+            cache.contexts = [module.layers.new_kv_cache(first + number) for number, module in enumerate(self.modules)]
             cache.outputs, context = [], cache.contexts[0]
         context.tokens = decided[context.first_position :].copy()
         return _NewRows(decided[first:], states, context, first - context.first_position)
@@ -180,7 +180,7 @@ class MtpNetwork:
 @torch.inference_mode()
 def _kv_bytes_per_token(module: MtpModule) -> int:
     """As measured: keys and values may be of several sizes."""
-    model, context = module.model, ContextKVCache()
+    model, context = module.model, module.layers.new_kv_cache()
     row = torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device)
     module.layers(row, context, 0, 1)
     return context.kv_cache.bytes_per_token

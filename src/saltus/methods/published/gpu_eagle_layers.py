@@ -57,7 +57,8 @@ class GPUEagleLayers:
         for call in split_into_calls(texts, READING):
             make = partial(_ReadingInputs, call.shape, self.model)
             inputs, run = self.passes.prepared(("read", call.shape), positions, make, self._read)
-            inputs.fill(call, states, starts)
+            write_rows(call, states, starts, inputs.states)
+            inputs.static.fill(call)
             hidden = run()
             for start, part in call.placed():
                 pieces[part.text].append(hidden[start : start + len(part)].clone())
@@ -131,11 +132,6 @@ class _ReadingInputs(PassInputs):
         self.states = torch.zeros(
             shape.num_rows, model.fc.weight.shape[1], dtype=model.dtype, device=model.tokens.device
         )
-
-    def fill(self, call: Call, states: Sequence[Tensor], starts: Sequence[int]) -> None:
-        """Write the rows of a call, of texts whose states begin at the positions `starts`."""
-        write_rows(call, states, starts, self.states)
-        self.static.fill(call)
 
 
 class _DraftInputs(PassInputs):

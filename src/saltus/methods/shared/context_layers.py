@@ -16,10 +16,12 @@ from torch import Tensor
 
 from saltus.core.forward import ForwardInputs
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode
+from saltus.methods.shared.gpu_context_layers import GPUContextLayers
 from saltus.models.cpu import attention
 from saltus.models.cpu.attention import AttentionCall, SequenceRows
 from saltus.models.cpu.kv_cache import KVCache
 from saltus.models.cpu.native_decoder import NativeDecoder, supports_native_decoder
+from saltus.models.cuda.gpu_decoder import supports_gpu_decoder
 from saltus.models.packed_decoder import PackedDecoder
 from saltus.models.protocols import DrafterHost
 
@@ -136,14 +138,22 @@ Rows = TypeVar("Rows", ContextRows, DraftRows)
 
 
 class ContextLayers:
-    """The layers of a causal model over given embeddings: by compiled kernels where possible, else by Transformers."""
+    """The layers of a causal model over given embeddings: by compiled kernels where possible, else by Transformers.
 
-    def __init__(self, model: Any) -> None:
+    With `by_gpu_kernels` also on a GPU; whoever asks for them takes its caches from `new_kv_cache`.
+    """
+
+    def __init__(self, model: Any, by_gpu_kernels: bool = False) -> None:
         self.model, self.device = model, model.device
         self.num_layers = model.config.num_hidden_layers
+        self.on_gpu = GPUContextLayers(model) if by_gpu_kernels and supports_gpu_decoder(model) else None
         if not isinstance(model, PackedDecoder):
             attention.install_attention(model)
         self.native_decoder = NativeDecoder(model, MAX_ROWS_PER_CALL) if supports_native_decoder(model) else None
+
+    def new_kv_cache(self, first_position: int = 0) -> ContextKVCache:
+        """A cache for these layers."""
+        return ContextKVCache(KVCache if self.on_gpu is None else self.on_gpu.new_kv_cache, first_position)
 
     def __call__(
         self,
@@ -169,6 +179,8 @@ class ContextLayers:
         self._forward(texts, output_logits=False)
 
     def _forward(self, texts: Sequence[ContextRows], output_logits: bool = True) -> list[tuple[Tensor, Tensor]]:
+        if self.on_gpu is not None:
+            return self.on_gpu(texts, output_logits)
         positions, call, kept = plan_pass(texts, self.num_layers)
         inputs, keep = torch.cat([text.inputs for text in texts]), kept.to(self.device)
         logits, states = self._evaluate(inputs, positions.to(self.device), call, keep, output_logits)

@@ -1,0 +1,95 @@
+"""Run the rows of a drafter's decoder on a GPU by our kernels, one CUDA graph for each size of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saltus.models.cuda.fixed_shape_calls import Call, FixedShape, FixedShapeKVCache, size_class
+from saltus.models.cuda.gpu_decoder import GPUDecoder
+from saltus.models.cuda.graphed_passes import SETTINGS, GraphedPasses, PassInputs, chain_rows
+
+if TYPE_CHECKING:
+    from saltus.methods.shared.context_layers import ContextRows
+
+
+class GPUContextLayers:
+    """The layers of a decoder over given embeddings; its weights are not changed any more.
+
+    Rows that see later rows of their text must have no sliding windows.
+    """
+
+    def __init__(self, model: Any, use_cuda_graphs: bool = True) -> None:
+        self.model, self.decoder = model, GPUDecoder(model)
+        self.passes = GraphedPasses(self.decoder, use_cuda_graphs)
+
+    def new_kv_cache(self) -> FixedShapeKVCache:
+        return self.passes.new_kv_cache()
+
+    @torch.inference_mode()
+    def __call__(self, texts: Sequence[ContextRows], output_logits: bool = True) -> list[tuple[Tensor, Tensor]]:
+        """Logits and last hidden states of the last rows of each text, in one pass."""
+        parts = tuple(
+            chain_rows(
+                number, text.kv_cache.kv_cache, text.past_length, np.zeros(text.num_rows, dtype=np.int64),
+                0 if text.causal else text.num_rows,
+            )
+            for number, text in enumerate(texts)
+        )  # fmt: skip
+        by, end = SETTINGS.rows_per_group, max(text.past_length + text.num_rows for text in texts)
+        groups = size_class(sum(-(-text.num_rows // by) for text in texts))
+        call = Call(FixedShape(groups, by, SETTINGS.num_pages(end), 0), parts)
+        evaluate = partial(self._evaluate, output_logits=output_logits)
+        inputs, run = self.passes.prepared(
+            ("rows", call.shape, output_logits), end, partial(_RowInputs, call.shape, self.model), evaluate
+        )
+        inputs.fill(call, texts)
+        logits, states = run()
+        rows = [
+            slice(start + len(part) - text.num_outputs, start + len(part))
+            for (start, part), text in zip(call.placed(), texts, strict=True)
+        ]
+        return [(logits[part].clone() if output_logits else logits, states[part].clone()) for part in rows]
+
+    def _evaluate(self, inputs: _RowInputs, output_logits: bool) -> tuple[Tensor, Tensor]:
+        """Logits, if they are needed, and last hidden states of all rows."""
+        from saltus.models.cuda import linear_kernels
+
+        rows = inputs.static.shape.num_rows
+        states, _ = self.decoder.run_layers(
+            inputs.hidden.clone(), inputs.static, self.passes.pool, last_seen=inputs.last_seen
+        )
+        if not output_logits:
+            return states.new_empty(0), states[:rows]
+        return linear_kernels.product(states, self.model.lm_head.weight, rows), states[:rows]
+
+
+class _RowInputs(PassInputs):
+    """The inputs of rows, and the last position that each of them sees."""
+
+    def __init__(self, shape: FixedShape, model: Any) -> None:
+        from saltus.models.cuda import linear_kernels
+
+        norm = model.model.norm.weight
+        super().__init__(shape, norm.device)
+        self.hidden = norm.new_zeros(linear_kernels.padded_rows(shape.num_rows), len(norm))
+        self.last_seen = torch.zeros(shape.num_rows, dtype=torch.long, device=norm.device)
+
+    def clear(self) -> None:
+        super().clear()
+        self.last_seen.zero_()
+
+    def fill(self, call: Call, texts: Sequence[ContextRows]) -> None:
+        """Write the rows of a call."""
+        seen = torch.zeros(call.shape.num_rows, dtype=torch.long, pin_memory=self.last_seen.device.type == "cuda")
+        for (start, part), text in zip(call.placed(), texts, strict=True):
+            rows = slice(start, start + len(part))
+            self.hidden[rows] = text.inputs
+            seen[rows] = torch.from_numpy(part.recent_entries[:, -1])
+        self.last_seen.copy_(seen, non_blocking=True)
+        self.static.fill(call)
