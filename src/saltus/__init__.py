@@ -46,6 +46,10 @@ _MODULES = {
 }
 
 
+def __dir__() -> list[str]:
+    return [*(name for name in globals() if name.startswith("__")), *__all__]
+
+
 def __getattr__(name: str) -> Any:
     """Import public names on first use, so that `saltus --help` does not wait for torch."""
     if name in __all__:

@@ -151,7 +151,9 @@ def test_methods_lists_every_option_with_its_default_and_comment():
         expected = {field.name: getattr(config(), field.name) for field in dataclasses.fields(config) if field.init}
         assert {option["name"]: option["default"] for option in told[name]["options"]} == expected
         assert told[name]["about"] == " ".join(config.__doc__.split("\n\n")[0].split())
-    table = saltus_("methods").stdout
+    short = saltus_("methods").stdout
+    assert all(name in short for name in ("auto", *told))
+    table = saltus_("methods", *told).stdout
     assert all(f"{option['name']}={option['default']}" in table for each in told.values() for option in each["options"])
 
 

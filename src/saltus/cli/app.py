@@ -34,6 +34,7 @@ class Commands(TyperGroup):
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **settings: Any) -> Any:
         given = list(sys.argv[1:] if args is None else args) or ["--help"]
+        show_no_type_of_flags(self)
         with one_line_errors():
             code = super().main(given, *rest, **{**settings, "standalone_mode": False})
             sys.stdout.flush()
@@ -42,6 +43,16 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         with one_line_errors():  # before typer handles Ctrl-C and broken pipes itself
             return super().invoke(ctx)
+
+
+def show_no_type_of_flags(command: Any) -> None:
+    """Let the help name flags alone: after `--raw <bool>` users would type a value, which is another argument."""
+    context = command.make_context(command.name, [], resilient_parsing=True)
+    for option in command.get_params(context):
+        if getattr(option, "is_flag", False) and option.metavar is None:
+            option.metavar = ""
+    for inner in getattr(command, "commands", {}).values():
+        show_no_type_of_flags(inner)
 
 
 app = typer.Typer(
@@ -85,6 +96,6 @@ collect.command("states")(collect_states)
 app.add_typer(collect, name="collect", rich_help_panel=TRAIN_PANEL)
 app.add_typer(train, name="train", rich_help_panel=TRAIN_PANEL)
 app.command(rich_help_panel=TRAIN_PANEL)(export)
-app.command(rich_help_panel=TRAIN_PANEL)(tune)
+app.command(rich_help_panel=COMPARE_PANEL)(tune)
 app.command(rich_help_panel=MODELS_PANEL)(pull)
 app.command(rich_help_panel=MODELS_PANEL)(methods)

@@ -11,29 +11,42 @@ import typer
 
 from saltus.cli.options import OUTPUT_PANEL
 
+AUTO_IS = (
+    "The default: what drafts best with a model without any settings. The shipped drafter and lookup where they pay on"
+    " this machine, a checkpoint's own heads, else lookup."
+)
+
 
 def methods(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Methods whose options are shown.")
+    ] = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print a JSON object a method.", rich_help_panel=OUTPUT_PANEL)
     ] = False,
 ) -> None:
-    """List the methods with their options.
+    """List the methods, or the options of some of them.
 
     [bold]Examples[/bold]
 
         saltus methods
 
+        saltus methods lookup jacobi
+
         saltus generate --method jacobi+lookup --option lookup.max_ngram_size=5 "Who?"
     """
     from saltus.cli.report import print_json
-    from saltus.methods import available_methods
+    from saltus.methods import available_methods, make_methods
 
-    described = [describe_method(name, config) for name, config in available_methods().items()]
+    for name in names or ():
+        make_methods(name)  # refuses what is none
+    chosen = {name: config for name, config in available_methods().items() if not names or name in names}
+    described = [describe_method(name, config) for name, config in chosen.items()]
     if json:
         for each in described:
             print_json(each)
     else:
-        _show(described)
+        _show(described, with_options=bool(names))
 
 
 def describe_method(name: str, config: type[Any]) -> dict[str, Any]:
@@ -68,7 +81,7 @@ def _field_comments(config: type[Any]) -> dict[str, str]:
     return dict(re.findall(r"^    (\w+): [^#\n]*#\s*(.+?)\s*$", source, flags=re.MULTILINE))
 
 
-def _show(descriptions: list[dict[str, Any]]) -> None:
+def _show(descriptions: list[dict[str, Any]], with_options: bool) -> None:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -78,8 +91,14 @@ def _show(descriptions: list[dict[str, Any]]) -> None:
     table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, 2, 1, 0))
     table.add_column("method", style="bold cyan", no_wrap=True)
     table.add_column("what it does", ratio=2)
-    table.add_column("options", ratio=3)
+    if with_options:
+        table.add_column("options", ratio=3)
+    else:
+        table.add_row("auto", Text(AUTO_IS))
     for each in descriptions:
+        if not with_options:
+            table.add_row(each["method"], Text(each["about"]))
+            continue
         options = Text()
         for option in each["options"]:
             options.append("\n" if options else "")
@@ -89,3 +108,5 @@ def _show(descriptions: list[dict[str, Any]]) -> None:
     console = terminal(soft_wrap=False)
     console.print(table)
     console.print(Text("Join methods with +: their draft tokens share one tree, as in --method jacobi+lookup.", "dim"))
+    if not with_options:
+        console.print(Text("saltus methods NAME shows the options of a method, for --option NAME.FIELD=VALUE.", "dim"))

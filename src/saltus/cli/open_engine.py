@@ -65,6 +65,8 @@ def open_engine(
         engine = load(model, method, options=chosen, progress=show, **settings)
     if (weights := settings.get("weights", "file")) not in ("file", "bf16"):
         print_note(f"weights packed as {weights}: another model than {model}, with other texts")
+    if engine.decoder.auto_note:
+        print_note(engine.decoder.auto_note)
     return engine
 
 

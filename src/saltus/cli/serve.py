@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import re
 import signal
@@ -159,6 +160,12 @@ def serve(
     kv_cache_bytes = _num_bytes("--kv-cache-memory-bytes", kv_cache_memory_bytes)
     if kv_cache_bytes < MIN_KV_CACHE_BYTES:
         raise ValueError(f"--kv-cache-memory-bytes is {kv_cache_memory_bytes!r}, but must be 1MB or more")
+    if kv_cache_bytes > (machine := _machine_bytes()) and model_options.device in ("cpu", "auto"):
+        raise ValueError(
+            f"--kv-cache-memory-bytes is {kv_cache_memory_bytes}, but this machine has {machine / 1e9:.0f} GB; lower it"
+        )
+    if served_model_name == "":
+        raise ValueError("--served-model-name is empty; give a name, or leave it out")
     if not learn and (learn_share is not None or learn_reset or learn_across_keys):
         raise ValueError("--learn-share, --learn-reset and --learn-across-keys need --learn")
     if learn and ray:
@@ -174,9 +181,9 @@ def serve(
 
         return_freed_buffers()
         engine, _ = open_with_options(model_options, method_options, o.SamplingOptions())
+        engine.generate("Are you there?", max_new_tokens=8)  # what is loaded late is loaded before the first request
         if max_model_len is not None:
             engine.limit_context(max_model_len)
-        engine.generate("Are you there?", max_new_tokens=8)  # what is loaded late is loaded before the first request
         limits = Limits(max_num_seqs, max_queue, kv_cache_bytes)
         learner = None if plan is None else _new_learner(engine, plan)
         service = Service(engine, served_model_name or model_options.model, limits, ngram_cache_bytes, learner)
@@ -280,6 +287,14 @@ def _uses_gpu(device: str) -> bool:
     import torch
 
     return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+
+
+def _machine_bytes() -> float:
+    """The memory of this machine; infinite where it does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return math.inf
 
 
 def _num_bytes(option: str, size: str) -> int:

@@ -28,7 +28,7 @@ class Noise:
 
     def __post_init__(self) -> None:
         if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}, but must be 0 or more; take its absolute value")
+            raise ValueError(f"seed is {self.seed}, but must be 0 or more")
 
     def uniforms(self, stream: str, positions: ArrayLike | int) -> np.ndarray:
         """Uniforms in [0, 1), float64, in the shape of `positions` (integers ≥ 0)."""

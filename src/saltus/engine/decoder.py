@@ -58,6 +58,7 @@ class Decoder:
     batch_size: int = 16
     tuned_settings: TunedSettings | None = None  # of jacobi on this machine, by `saltus tune`
     corpus: NgramCorpus | None = None  # that drafters may copy from
+    auto_note: str | None = None  # for the user: why `auto` is not what it is where drafts cost little
     call_cost: CallCost = field(default_factory=CallCost, repr=False)
     prefix_tree: PrefixTree = field(default_factory=PrefixTree, repr=False)
     setups: dict[str, DecodingSetup] = field(default_factory=dict, repr=False)  # by method, made at first use
@@ -77,7 +78,8 @@ class Decoder:
         What `auto` stands for is decided at its first use, since call costs change while texts are decoded.
         """
         if method not in self.setups:
-            chosen = resolve_method(method, self.target, self.options, self.call_cost, self.rule)
+            chosen, note = resolve_method(method, self.target, self.options, self.call_cost, self.rule)
+            self.auto_note = note or self.auto_note
             if chosen not in self.setups:
                 self.setups[chosen] = self._new_setup(chosen)
             self.setups[method] = self.setups[chosen]

@@ -144,8 +144,10 @@ class TextOutput:
 
 
 def check_stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Stop strings as a tuple. Errors: ValueError for an empty one."""
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    """Stop strings as a tuple. Errors: ValueError for an empty one, and for what is no string."""
+    stops = (stop,) if isinstance(stop, str) or not isinstance(stop, Sequence | None) else tuple(stop or ())
+    if wrong := [one for one in stops if not isinstance(one, str)]:
+        raise ValueError(f"stop has {wrong[0]!r}, but must be a string or several")
     if "" in stops:
         raise ValueError("a stop string is empty and would end every text at once; remove it")
     return stops

@@ -9,7 +9,6 @@ from typing import Any, Unpack, overload
 
 from saltus.core.constraint import Constraint
 from saltus.core.noise import Noise
-from saltus.core.sampling import Sampling
 from saltus.engine.checkpoints import Checkpoint
 from saltus.engine.decoder import (
     Decoder,
@@ -37,6 +36,7 @@ from saltus.engine.results import (
     PromptLike,
     Settings,
     Stream,
+    make_sampling,
     statistics_of,
 )
 from saltus.engine.scheduler import run_requests
@@ -81,6 +81,9 @@ class Engine:
     method: str  # the method of calls that name none
     decoder: Decoder
 
+    def __repr__(self) -> str:
+        return f"<saltus.Engine of {self.target.name}, method {self.method}>"
+
     @property
     def model(self) -> Any:
         """The Hugging Face model (PreTrainedModel). It still works as one: `engine.model.generate(...)`."""
@@ -116,8 +119,9 @@ class Engine:
     ) -> Generation | list[Generation]:
         """Continue a prompt, or answer the messages of a conversation. A list of either gives a list.
 
-        The settings are those of `Settings`. A text does not depend on the method, nor on the other texts of a list.
-        Errors: ValueError of one line.
+        The settings are those of `saltus.Settings`, all optional: max_new_tokens (256), temperature (0: greedily),
+        top_k, top_p, min_p, seed, stop, raw, grammar, logprobs, repetition_penalty … A text does not depend on the
+        method, nor on the other texts of a list. Errors: ValueError of one line.
         """
         requests = _each(prompt, is_batch(prompt), "prompt", lambda item: self.text_request(item, **settings))
         for _ in self._run([item.request for item in requests], method):
@@ -279,7 +283,8 @@ class Engine:
         if min_new_tokens:
             sampling |= {"min_new_tokens": min_new_tokens, "end_tokens": tuple(sorted(stopping))}
         request = Request(
-            tokens, max_new_tokens, seed, Sampling(**sampling), output.add, wants_logprobs, top_logprobs=top_logprobs,
+            tokens, max_new_tokens, seed, make_sampling(sampling, Settings), output.add, wants_logprobs,
+            top_logprobs=top_logprobs,
         )  # fmt: skip
         if grammar is not None:
             if ignore_eos:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -168,7 +169,11 @@ def _compile(definition: str, tokenizer: Any, end_tokens: frozenset[int]) -> Any
         _grammar_tokenizer(tokenizer, end_tokens), definition, log_level=0, limits=grammar_limits()
     )
     if matcher.is_error():
-        raise ValueError(f"the grammar cannot be used: {first_line(matcher.get_error())}")
+        said = re.sub(r"^at \d+\(\d+\): ", "", matcher.get_error())  # a place in llguidance's form of the grammar
+        if "regex parse error" in said:
+            reason = re.search(r"error: (.+)", said.partition("regex parse error")[2])
+            said = f"its regular expression is not valid ({reason[1] if reason else first_line(said)})"
+        raise ValueError(f"the grammar cannot be used: {first_line(said)}")
     return matcher
 
 

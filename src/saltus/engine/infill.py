@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from saltus.core.canvas import continuation
-from saltus.core.sampling import Sampling
 from saltus.engine.checkpoints import Checkpoint
 from saltus.engine.detokenizer import Detokenizer, TextOutput
 from saltus.engine.encoding import require_unicode
 from saltus.engine.infill_template import InfillLayout, InfillTemplate, hole_end_rules, tokenize_template
 from saltus.engine.request import Request
-from saltus.engine.results import Infilling, statistics_of
+from saltus.engine.results import Infilling, InfillSettings, make_sampling, statistics_of
 from saltus.models.protocols import FillsHoles
 
 
@@ -115,7 +114,9 @@ def infill_request(
     canvas = layout.canvas
     given = canvas.tokens[canvas.given_positions].tolist()
     target.check_tokens(given, "the text")
-    request = Request(given, len(canvas.order), seed, Sampling(**settings), logprobs=logprobs, canvas=canvas)
+    request = Request(
+        given, len(canvas.order), seed, make_sampling(settings, InfillSettings), logprobs=logprobs, canvas=canvas
+    )
     return HolesRequest(layout, request, tokenizer)
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import statistics
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypedDict, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Any, Generic, TypedDict, TypeVar, get_type_hints
+
+import numpy as np
 
 from saltus.core.picking import Coupling
+from saltus.core.sampling import Sampling
 from saltus.engine.grammar import Grammar
 from saltus.engine.infill_template import InfillLayout
 from saltus.engine.request import CallRecord, Request
@@ -59,6 +63,19 @@ class InfillSettings(SamplingSettings, total=False):
 
     suffix: str | None  # None; the text after a single hole, the text given being what stands before it
     open_tokens: int  # 24; a hole marked [[…]] has at most so many tokens
+
+
+def make_sampling(settings: Mapping[str, Any], known: type[Any]) -> Sampling:
+    """The sampling parameters among settings that `known` names. Errors: ValueError of one line."""
+    ours = {field.name: field.default for field in fields(Sampling)}
+    for name, value in settings.items():
+        if name not in ours:
+            near = difflib.get_close_matches(name, [*get_type_hints(known), *ours], n=1)
+            offer = f"did you mean {near[0]}?" if near else "see saltus.Settings"
+            raise ValueError(f"there is no setting {name!r}; {offer}")
+        if isinstance(ours[name], int | float) and not isinstance(value, int | float | np.number):
+            raise ValueError(f"{name} is {value!r}, but must be a number")
+    return Sampling(**settings)
 
 
 @dataclass(frozen=True)

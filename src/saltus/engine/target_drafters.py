@@ -37,7 +37,7 @@ def load_drafter_for_target(spec: str, target: TargetNetwork, target_name: str, 
     kind, _, place = spec.partition(":")
     try:
         return _load_drafter(kind, place, target, target_name, method)
-    except ValueError:
+    except (ValueError, ImportError, NameError):  # an installation that is not whole is no fault of the files
         raise
     except Exception as error:  # its files may come from anybody, and hold numbers of any kind
         reason = f"{type(error).__name__}: {first_line(error)}"

@@ -110,6 +110,8 @@ def _resolve(name: str, offline: bool, progress: ProgressCallback) -> Path:
         return _index_gguf(files[0], progress)
     if HUB_ID.fullmatch(name):
         return fetch_from_hub(name, offline, progress)
+    if folder.suffix == ".gguf":
+        raise SourceError(f"there is no file {name!r}; check the path")
     if not name.strip() or "/" in name or "\\" in name:
         raise SourceError(f"there is no folder {name!r}; give a folder that holds a model, or a hub id (owner/name)")
     raise SourceError(

@@ -108,15 +108,15 @@ def make_methods(spec: str, options: Mapping[str, Mapping[str, Any]] | None = No
 def _make_method(name: str, fields: Mapping[str, Any]) -> Method:
     if name not in available_methods():
         known = [AUTO, *available_methods()]
-        near = difflib.get_close_matches(name, known, n=2, cutoff=0.4)
+        near = difflib.get_close_matches(name, known, n=2)
         if name.startswith(PUBLISHED_DRAFTERS):
             raise ValueError(f"{name!r} is a kind of draft model of the method ptp; take ptp with ptp.model=FOLDER")
-        offer = f"did you mean {' or '.join(near)}?" if near else f"there are {AUTO}, {_listed()}"
-        raise ValueError(f"unknown method {name!r}; {offer}")
+        offer = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ValueError(f"unknown method {name!r}; {offer}there are {AUTO}, {_listed()}")
     try:
         return available_methods()[name](**fields)
     except TypeError as error:
-        raise ValueError(f"method {name}: {error}; `saltus methods` lists its options") from error
+        raise ValueError(f"method {name}: {error}; `saltus methods {name}` lists its options") from error
 
 
 def _listed() -> str:

@@ -45,8 +45,10 @@ async def _invalid_request(_: Request, error: Exception) -> Response:
         message = f"the field {names[-1]!r} is not supported; leave it out"
     elif first["type"] == "value_error":
         message = str(first["ctx"]["error"])
-    elif first["type"] == "json_invalid" or not names:
-        message, names = "the body is not a JSON object (of content type application/json)", []
+    elif first["type"] == "json_invalid":
+        message, names = f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}", []
+    elif not names:
+        message, names = "the body must be a JSON object of content type application/json", []
     else:
         message = f"{'.'.join(names) or 'the body'}: {_in_words_of_json(first['msg'])}"
     refused = ApiError(400, message, ".".join(names) or None, "unsupported" if "not supported" in message else None)
@@ -74,9 +76,14 @@ def _names_in(body: Any, place: Sequence[str | int], missing: bool) -> list[str]
     return names
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
+async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = str(error.detail)
+    if message == "Not Found":
+        message = f"there is no {request.url.path}; /openapi.json lists what there is"
+    elif message == "Method Not Allowed":
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message = f"{request.url.path} is not for {request.method}; use {allowed}"
     if error.status_code == 400 and isinstance(error.__cause__, RecursionError | ValueError):  # FastAPI read the body
         message = "the body is not JSON in UTF-8, or it is nested too deeply"
     return JSONResponse(ApiError(error.status_code, message).body(), error.status_code, error.headers)

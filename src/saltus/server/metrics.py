@@ -5,7 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from saltus.engine.request import CallRecord
 from saltus.server.engine_thread import EngineThread
@@ -19,6 +26,7 @@ class ServerMetrics:
 
     def __init__(self, model_name: str, engine_thread: EngineThread) -> None:
         self.registry = CollectorRegistry()
+        disable_created_metrics()  # a time of creation for each series
         self.labels = {"model_name": model_name}
 
         def counter(name: str, text: str, *more: str) -> Counter:

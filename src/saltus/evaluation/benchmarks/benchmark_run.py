@@ -183,9 +183,8 @@ def open_records(
     if before is not None and before != plan:
         key = next(key for key in [*plan, *before] if plan.get(key) != before.get(key))
         was, now = (_abbreviate(each.get(key)) for each in (before, plan))
-        raise ValueError(
-            f"{folder} holds another run ({key}: {was}, now {now}); give another --out, or --fresh to measure anew"
-        )
+        what = "other tasks, by --suite or --limit" if key == "tasks" else f"{key}: {was}, now {now}"
+        raise ValueError(f"{folder} holds another run ({what}); give another --out, or --fresh to measure anew")
     if before is None:
         file.unlink(missing_ok=True)
         kept.write_text(json.dumps({**plan, "environment": run_info}, indent=1))

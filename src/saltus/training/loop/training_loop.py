@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -91,7 +91,8 @@ def train(
     if state is not None:
         if state["settings"] != settings:
             raise ValueError(
-                f"{checkpoint_path} belongs to a run with other settings; delete it, or keep runs in another folder"
+                f"{checkpoint_path} belongs to a run with other settings ({_differing(state['settings'], settings)});"
+                " take another --work, or delete it; --from goes on from a run's result"
             )
         module.load_state_dict(state["module"])
         for optimizer, optimizer_state in zip(optimizers, state["optimizers"], strict=True):
@@ -174,3 +175,15 @@ def optimizer_step(
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The names of settings that differ, by their paths."""
+    names = []
+    for name in sorted({*before, *now}):
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            names += [f"{name}.{inner}" for inner in sorted({*old, *new}) if old.get(inner) != new.get(inner)]
+        elif old != new:
+            names.append(name)
+    return ", ".join(names)
