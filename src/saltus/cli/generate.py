@@ -16,7 +16,10 @@ from saltus.engine.prompts import Conversation, Prompt, read_prompts
 def generate(
     *,
     prompt: Annotated[
-        list[str] | None, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from stdin.")
+        list[str] | None,
+        typer.Argument(
+            metavar="PROMPT", help="The prompt, in quotes; several get an answer each; - reads it from stdin."
+        ),
     ] = None,
     prompts: o.Prompts = None,
     limit: o.Limit = None,
@@ -61,6 +64,10 @@ def generate(
     tokens_per_second, prefill_seconds, tokens_by_call.
     """
     inputs = read_prompts(prompt or (), prompts, limit)
+    if len(prompt or ()) > 1 and not any(" " in word for word in prompt or ()):
+        from saltus.cli.answers import print_note
+
+        print_note(f"{len(inputs)} prompts, an answer each; put a prompt of several words in quotes")
     if compare and json:
         raise ValueError("--compare is for reading; `saltus check --json` compares for programs")
     if raw and (system or any(len(each.turns) != 1 for each in inputs)):
