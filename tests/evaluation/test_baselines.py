@@ -20,6 +20,7 @@ from saltus.evaluation.benchmarks.baselines import (
 )
 from saltus.evaluation.benchmarks.benchmark_run import Benchmark
 from saltus.evaluation.benchmarks.systems_under_test import BenchmarkRequest
+from saltus.integrations.openai_endpoint import NEUTRAL, connect_endpoint
 
 TEXT = "the cat sat on the mat and the cat sat on the mat and the cat"
 
@@ -129,6 +130,7 @@ class Served(BaseHTTPRequestHandler):
 
     asked: list[dict] = []  # noqa: RUF012
     usage = True
+    unknown: tuple[str, ...] = ()  # fields that it refuses
     broken = ""  # what stands in the stream after the first piece, in place of the rest
 
     def log_message(self, *_):
@@ -140,6 +142,9 @@ class Served(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.asked.append(body)
+        if refused := [name for name in self.unknown if name in body]:
+            self.send_error(400, f"unrecognised argument {refused[0]}")
+            return
         if body["max_tokens"] == 1:
             self.send_error(400, "too short")
             return
@@ -192,6 +197,18 @@ def test_a_server_writes_the_templated_prompt_with_our_settings(engine, served):
         "model": "models/served", "max_tokens": 24, "temperature": 0.5, "top_k": 7, "seed": 4, "stop": ["x"],
         "ignore_eos": True,
     }  # fmt: skip
+
+
+def test_a_server_is_told_to_truncate_nothing_and_what_it_does_not_know_is_left_out(engine, served, monkeypatch):
+    endpoint = connect_endpoint(served, engine.tokenizer)
+    body = endpoint.completion_body("a", 8, Sampling(temperature=1.0), 0)
+    endpoint.post_completion(body).close()
+    assert {name: Served.asked[-1][name] for name in NEUTRAL} == NEUTRAL  # else servers take a model's own values
+    monkeypatch.setattr(Served, "unknown", ("min_p", "repetition_penalty"))
+    endpoint.post_completion(body).close()
+    assert set(NEUTRAL) & set(Served.asked[-1]) == {"top_k"}
+    with pytest.raises(ValueError, match="unrecognised argument min_p"):  # never left out silently
+        endpoint.post_completion(endpoint.completion_body("a", 8, Sampling(temperature=1.0, min_p=0.1), 0))
 
 
 def test_a_server_that_does_not_count_its_tokens_is_told_on(engine, served, monkeypatch):

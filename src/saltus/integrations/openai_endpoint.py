@@ -13,6 +13,8 @@ from saltus.core.sampling import Sampling
 
 TIMEOUT_SECONDS = 600
 OPTIONAL_FIELDS = ("add_special_tokens", "cache_prompt")  # vLLM's and llama.cpp's; other servers may refuse them
+# Without these, servers take the model's recommended values, or their own: another distribution.
+NEUTRAL = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 RETRYABLE_STATUSES = (408, 425, 429, 500, 502, 503, 504)  # of a server that may answer the same request later
 
 
@@ -37,21 +39,23 @@ class OpenAIEndpoint:
 
     def completion_body(self, prompt: str, max_tokens: int, sampling: Sampling, seed: int) -> dict[str, Any]:
         """The request for a completion of a text whose chat template and special tokens are in it."""
-        body = {
+        return {
             "model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": sampling.temperature,
             "top_p": sampling.top_p, "seed": seed, "add_special_tokens": False,
-        }  # fmt: skip
-        return body | ({"top_k": sampling.top_k} if sampling.top_k else {})
+        } | {name: getattr(sampling, name) for name in NEUTRAL}  # fmt: skip
 
     def post_completion(self, body: dict[str, Any]) -> Any:
         """The open response; fields of single servers are left out if this one refuses them. Errors: EndpointError."""
-        sent = {name: value for name, value in body.items() if name not in self.refused}
+        kept = [name for name in body if name not in self.refused or body[name] != NEUTRAL.get(name, body[name])]
+        sent = {name: body[name] for name in kept}
         if "add_special_tokens" in self.refused:
             sent["prompt"] = body["prompt"].removeprefix(self.bos_token)
         try:
             return _open_url(f"{self.url}/completions", sent, self.api_key)
         except EndpointError as error:
-            unknown = next((name for name in OPTIONAL_FIELDS if name in sent and name in str(error)), None)
+            neutral = [name for name, value in NEUTRAL.items() if sent.get(name) == value]
+            optional = (*OPTIONAL_FIELDS, *neutral)
+            unknown = next((name for name in optional if name in sent and name in str(error)), None)
             if error.status not in (400, 422) or unknown is None:
                 raise
         self.refused.add(unknown)
