@@ -27,6 +27,10 @@ class TrainCommands(TyperGroup):
     method's folder, and of other packages.
     """
 
+    def list_commands(self, ctx: Any) -> list[str]:
+        ours = super().list_commands(ctx)
+        return [*ours, *sorted({point.name for point in entry_points(group="saltus.objectives")} - set(ours))]
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         found = super().get_command(ctx, cmd_name)
         if found is not None:
@@ -34,7 +38,7 @@ class TrainCommands(TyperGroup):
         is_trained = (METHODS / cmd_name / "drafter.py").is_file() and (METHODS / cmd_name / "training").is_dir()
         if is_trained or entry_points(group="saltus.objectives", name=cmd_name):
             other = typer.Typer()
-            other.command(cmd_name, help=f"Train what {cmd_name} drafts with.")(_recipe_command(cmd_name, ...))
+            other.command(cmd_name, help=f"Train what {cmd_name} drafts with.")(_recipe_command(cmd_name, ""))
             return typer.main.get_command(other)
         return found
 
@@ -229,7 +233,7 @@ ASSD_HELP = f"""Train a model that fills holes anywhere, from scratch or from we
 
 
 def _recipe_command(method: str, default_recipe: Any) -> Callable[..., None]:
-    """`saltus train METHOD`, which trains by a recipe; `...`: the recipe must be given."""
+    """`saltus train METHOD`, which trains by a recipe; without a default the recipe must be given."""
 
     def command(
         recipe: RecipeName = default_recipe,
@@ -248,6 +252,8 @@ def _recipe_command(method: str, default_recipe: Any) -> Callable[..., None]:
         if show:
             _list_recipes(method)
             return
+        if not recipe:
+            raise ValueError(f"--recipe is missing; `saltus train {method} --list` shows those of {method}")
         name, chosen = _read_recipe(method, recipe, change, steps, seed, model)
         from saltus.training.loop.processes import shards_weights
         from saltus.training.objectives import OBJECTIVES
@@ -302,7 +308,7 @@ def _read_recipe(
     from saltus.training.objectives import OBJECTIVES
     from saltus.training.recipe import find_recipe, overrides_without_effect, read_recipe
 
-    file = find_recipe(recipe)
+    file = find_recipe(recipe, list(_recipes_of(method)))
     chosen = read_recipe(file, change or ())
     if (own := OBJECTIVES[chosen.kind].method) != method:
         raise ValueError(f"recipe {file.stem} is for {own}; give it to saltus train {own}")
@@ -431,19 +437,24 @@ def _train_with_progress(run: Any, task: Any, tensorboard: Callable[..., Any]) -
         curves.close()
 
 
+def _recipes_of(method: str) -> dict[str, Any]:
+    """The shipped recipes of a method by name."""
+    from saltus.training.objectives import OBJECTIVES
+    from saltus.training.recipe import read_recipe, shipped_recipes
+
+    read = {name: read_recipe(file) for name, file in shipped_recipes().items()}
+    return {name: recipe for name, recipe in read.items() if OBJECTIVES[recipe.kind].method == method}
+
+
 def _list_recipes(method: str) -> None:
     from rich import box
     from rich.table import Table
 
     from saltus.cli.coloured_text import terminal
-    from saltus.training.objectives import OBJECTIVES
-    from saltus.training.recipe import read_recipe, shipped_recipes
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for head in ("recipe", "trains", "takes"):
         table.add_column(head, no_wrap=head == "recipe")
-    for name, file in shipped_recipes().items():
-        recipe = read_recipe(file)
-        if OBJECTIVES[recipe.kind].method == method:
-            table.add_row(name, recipe.about, recipe.time)
+    for name, recipe in _recipes_of(method).items():
+        table.add_row(name, recipe.about, recipe.time)
     terminal(soft_wrap=False).print(table)

@@ -30,17 +30,19 @@ def shipped_recipes() -> dict[str, Path]:
     return {file.stem: file for file in sorted(files, key=lambda file: file.stem)}
 
 
-def find_recipe(name: str) -> Path:
-    """The file of a recipe: a shipped one by its name, or a path. Errors: ValueError."""
+def find_recipe(name: str, offered: Sequence[str] = ()) -> Path:
+    """The file of a recipe: a shipped one by its name, or a path.
+
+    Errors: ValueError, which names the recipes that are `offered`, or all.
+    """
+    shipped = shipped_recipes()
+    offered = offered or list(shipped)
     if Path(name).suffix == ".toml":
         if not Path(name).is_file():
-            raise ValueError(
-                f"there is no recipe {name}; check the path, or take one of {', '.join(shipped_recipes())}"
-            )
+            raise ValueError(f"there is no recipe {name}; check the path, or take one of {', '.join(offered)}")
         return Path(name)
-    shipped = shipped_recipes()
     if name not in shipped:
-        raise ValueError(f"unknown recipe {name!r}; {_suggestion(name, list(shipped))}; a file of yours ends in .toml")
+        raise ValueError(f"unknown recipe {name!r}; {_suggestion(name, offered)}; a file of yours ends in .toml")
     return shipped[name]
 
 
