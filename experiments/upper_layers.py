@@ -25,7 +25,8 @@ import saltus
 from saltus.evaluation.reports.environment import git_commit, machine_info
 from saltus.kernels.native import kernel_threads_only
 from saltus.methods.mtpc.upper_layers import last_layers
-from saltus.methods.shared.context_layers import ContextKVCache, ContextLayers
+from saltus.methods.shared.context_layers import ContextLayers
+from saltus.methods.shared.context_rows import ContextKVCache
 from saltus.training.data.seeded_generator import seeded_generator
 
 

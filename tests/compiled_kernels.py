@@ -30,7 +30,7 @@ from saltus.methods.published.dflash_model import DFlashModel, DFlashShape
 from saltus.methods.published.eagle_model import EagleModel, EagleShape
 from saltus.methods.published.gpu_block_layers import GPUBlockLayers
 from saltus.methods.published.gpu_eagle_layers import GPUEagleLayers
-from saltus.methods.shared.context_layers import ContextKVCache, ContextRows, DraftRows
+from saltus.methods.shared.context_rows import ContextKVCache, ContextRows, DraftRows
 from saltus.models.cuda import launching, linear_kernels, pick_kernels
 from saltus.models.cuda.expert_kernels import SortedPairs, expert_product, route, sum_experts
 from saltus.models.cuda.fixed_shape_attention import StaticInputs

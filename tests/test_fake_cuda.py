@@ -287,7 +287,9 @@ def test_published_drafters_draft(device, tiny_folder, tmp_path, kind):
     ("kind", "passes"),
     [
         ("dflash", {"context", "rows"}),
+        ("dspark", {"context", "rows"}),
         ("eagle3", {"read", "draft"}),
+        ("peagle", {"read"}),
     ],
 )
 def test_published_drafters_of_known_sizes_draft_by_our_kernels(
@@ -298,15 +300,15 @@ def test_published_drafters_of_known_sizes_draft_by_our_kernels(
     for name, size in sizes.items():
         monkeypatch.setattr(reference_eagle, name, size)
         monkeypatch.setattr(reference_dflash, name, size)
-    if kind == "eagle3":
-        reference_eagle.published_head(tmp_path)
+    if "eagle" in kind:
+        reference_eagle.published_head(tmp_path, {"eagle3": "speculators"}.get(kind, kind))
     else:
         layers = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32, "num_attention_heads": 2}
         reference_dflash.block_drafter(tmp_path, kind, {**layers, "num_key_value_heads": 1})
     engine = load(tiny_folder(num_hidden_layers=5, **OWN_KERNELS), {"ptp": {"model": str(tmp_path)}})
     check_texts(engine, ["ptp"], temperature=0, tokens=4)
     network = engine.decoder.setup("ptp").networks["ptp"]
-    layers = network.layers if kind == "eagle3" else network.context_layers
+    layers = network.layers if "eagle" in kind else network.context_layers
     assert {name for name, *_ in layers.passes.pool.graphs} == passes
 
 

@@ -27,12 +27,12 @@ from conftest import tiny_llama
 from saltus.cli.app import app
 from saltus.cli.coloured_text import CALL_COLOURS, VISIBLE_CONTROL_CHARACTERS, ColouredTextWriter
 from saltus.cli.methods import describe_method
-from saltus.cli.options import DEFAULT_COUPLING
+from saltus.cli.options import DEFAULT_COUPLING, DEFAULT_METHOD
 from saltus.cli.report import RECORD_KEYS, comparison_line
 from saltus.core.sampling import Sampling
 from saltus.engine.comparison import first_difference
 from saltus.loading.sources import ALL_SHORT_NAMES, DEFAULT_MODEL
-from saltus.methods import available_methods
+from saltus.methods import AUTO, available_methods
 from saltus.models.causal import CausalNetwork
 
 PROMPT = "the cat sat on the mat and the cat sat on the log and the"
@@ -142,6 +142,7 @@ def test_the_short_names_are_those_that_can_be_pulled():
     said = saltus_("pull", "--help").stdout
     assert all(name in said for name in ALL_SHORT_NAMES)
     assert DEFAULT_MODEL in ALL_SHORT_NAMES
+    assert DEFAULT_METHOD == AUTO
 
 
 def test_methods_lists_every_option_with_its_default_and_comment():
@@ -153,6 +154,9 @@ def test_methods_lists_every_option_with_its_default_and_comment():
         assert told[name]["about"] == " ".join(config.__doc__.split("\n\n")[0].split())
     short = saltus_("methods").stdout
     assert all(name in short for name in ("auto", *told))
+    assert "--method jacobi+lookup" not in saltus_("methods", "auto").stdout.partition("Join")[0]
+    assert "The default" in saltus_("methods", "auto").stdout
+    assert {"jacobi", "lookup"} <= set(saltus_("methods", "jacobi+lookup").stdout.split())
     table = saltus_("methods", *told).stdout
     assert all(f"{option['name']}={option['default']}" in table for each in told.values() for option in each["options"])
 

@@ -11,7 +11,7 @@ from conftest import tiny_llama
 from saltus.kernels.packed_weight import PackedWeight
 from saltus.loading.packing import PACKINGS, quantized_blocks
 from saltus.methods.ptp.network import DraftNetwork
-from saltus.methods.shared.context_layers import MAX_ROWS_PER_CALL, ContextRows, DraftRows
+from saltus.methods.shared.context_rows import MAX_ROWS_PER_CALL, ContextRows, DraftRows
 from saltus.methods.shared.draft_tree import PositionPredictions
 from saltus.models.causal import CausalNetwork
 

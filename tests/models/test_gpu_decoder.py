@@ -21,7 +21,7 @@ from saltus.kernels.packed_weight import PackedWeight
 from saltus.loading.packing import quantized_blocks
 from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
 from saltus.methods.ptp.network import DrafterShape, DraftModel, DraftNetwork
-from saltus.methods.shared.context_layers import ContextKVCache, DraftRows
+from saltus.methods.shared.context_rows import ContextKVCache, DraftRows
 from saltus.models.causal import CausalNetwork
 from saltus.models.cuda import linear_kernels
 from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings, size_class

@@ -269,7 +269,7 @@ def _systems_under_test(
     from saltus.evaluation.benchmarks.llama_cpp_baseline import reads_gguf
     from saltus.evaluation.benchmarks.systems_under_test import methods_under_test
 
-    chosen = _baselines(baselines, assistant, reads_gguf(engine))
+    chosen = _baselines(baselines, assistant, baselines != "all" or reads_gguf(engine))
     return [
         *methods_under_test(engine, names),
         *baselines_under_test(chosen, engine, assistant),

@@ -12,8 +12,9 @@ import typer
 from saltus.cli.options import OUTPUT_PANEL
 
 AUTO_IS = (
-    "The default: what drafts best with a model without any settings. The shipped drafter and lookup where they pay on"
-    " this machine, a checkpoint's own heads, else lookup."
+    "The default: what drafts best with a model without any settings. A drafter given by ptp.model, or the shipped one"
+    " where it pays on this machine, or a checkpoint's own heads, each with lookup; assd for a model that fills holes;"
+    " else lookup."
 )
 
 
@@ -40,8 +41,11 @@ def methods(
 
     for name in names or ():
         make_methods(name)  # refuses what is none
-    chosen = {name: config for name, config in available_methods().items() if not names or name in names}
+    wanted = {part for name in names or () for part in name.split("+")}
+    chosen = {name: config for name, config in available_methods().items() if not wanted or name in wanted}
     described = [describe_method(name, config) for name, config in chosen.items()]
+    if "auto" in wanted:
+        described.insert(0, {"method": "auto", "about": AUTO_IS, "options": []})
     if json:
         for each in described:
             print_json(each)

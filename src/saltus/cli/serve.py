@@ -160,7 +160,7 @@ def serve(
     kv_cache_bytes = _num_bytes("--kv-cache-memory-bytes", kv_cache_memory_bytes)
     if kv_cache_bytes < MIN_KV_CACHE_BYTES:
         raise ValueError(f"--kv-cache-memory-bytes is {kv_cache_memory_bytes!r}, but must be 1MB or more")
-    if kv_cache_bytes > (machine := _machine_bytes()) and model_options.device in ("cpu", "auto"):
+    if kv_cache_bytes > (machine := _machine_bytes()) and not _uses_gpu(model_options.device):
         raise ValueError(
             f"--kv-cache-memory-bytes is {kv_cache_memory_bytes}, but this machine has {machine / 1e9:.0f} GB; lower it"
         )

@@ -75,7 +75,10 @@ def make_sampling(settings: Mapping[str, Any], known: type[Any]) -> Sampling:
             raise ValueError(f"there is no setting {name!r}; {offer}")
         if isinstance(ours[name], int | float) and not isinstance(value, int | float | np.number):
             raise ValueError(f"{name} is {value!r}, but must be a number")
-    return Sampling(**settings)
+    try:
+        return Sampling(**settings)
+    except TypeError as error:
+        raise ValueError(f"a sampling setting has a value of another type: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class ServerMetrics:
 
     def __init__(self, model_name: str, engine_thread: EngineThread) -> None:
         self.registry = CollectorRegistry()
-        disable_created_metrics()  # a time of creation for each series
+        disable_created_metrics()  # of this process: a time of creation for each series
         self.labels = {"model_name": model_name}
 
         def counter(name: str, text: str, *more: str) -> Counter:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saltus.core.distributions import Step
 from saltus.engine.request import Request
-from saltus.methods.shared.context_layers import select_hidden_states
+from saltus.methods.shared.context_rows import select_hidden_states
 from saltus.methods.shared.hidden_state_drafter import MAX_UNREAD, state_rows
 from saltus.models.protocols import DrafterHost
 from saltus.training.data.recent_texts import RecentText

@@ -26,7 +26,7 @@ from saltus.methods.ptp.drafter import Ptp
 from saltus.methods.ptp.files import load_drafter
 from saltus.methods.ptp.network import DrafterShape, DraftModel, DraftNetwork
 from saltus.methods.shared import draft_tree, logit_correction, row_candidates
-from saltus.methods.shared.context_layers import MAX_ROWS_PER_CALL
+from saltus.methods.shared.context_rows import MAX_ROWS_PER_CALL
 from saltus.methods.shared.draft_tree import (
     Likeliest,
     PositionPredictions,

@@ -1,6 +1,7 @@
 """Published drafters by our kernels for GPUs compute what torch does; without a GPU Triton's interpreter runs them."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,13 +10,16 @@ from torch import nn
 
 pytest.importorskip("triton")
 
+from saltus.methods.published import gpu_block_layers, gpu_eagle_layers
 from saltus.methods.published.dflash_model import DFlashModel, DFlashShape
 from saltus.methods.published.dflash_network import DFlashNetwork
 from saltus.methods.published.eagle_model import EagleModel, EagleShape
 from saltus.methods.published.eagle_network import TorchEagleLayers
 from saltus.methods.published.gpu_block_layers import GPUBlockLayers
 from saltus.methods.published.gpu_eagle_layers import GPUEagleLayers
-from saltus.methods.shared.context_layers import ContextLayers, ContextRows
+from saltus.methods.shared.context_layers import ContextLayers
+from saltus.methods.shared.context_rows import ContextRows
+from saltus.models.cuda.graphed_passes import READING
 
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
@@ -64,7 +68,8 @@ def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     ids=["one layer", "two layers"],
 )
 @torch.inference_mode()
-def test_an_eagle_heads_rows_and_chains_are_those_of_torch(changes):
+def test_an_eagle_heads_rows_and_chains_are_those_of_torch(monkeypatch, changes):
+    monkeypatch.setattr(gpu_eagle_layers, "READING", replace(READING, rows_per_call=32))  # a text takes several calls
     model = head(**changes)
     both = {"torch": TorchEagleLayers(model), "ours": GPUEagleLayers(copy.deepcopy(model), use_cuda_graphs=CUDA)}
     caches = {name: [layers.new_kv_cache() for _ in range(2)] for name, layers in both.items()}
@@ -91,7 +96,8 @@ def test_an_eagle_heads_rows_and_chains_are_those_of_torch(changes):
 
 @pytest.mark.parametrize("causal", [False, True])
 @torch.inference_mode()
-def test_a_dflash_drafters_blocks_are_those_of_torch(causal):
+def test_a_dflash_drafters_blocks_are_those_of_torch(monkeypatch, causal):
+    monkeypatch.setattr(gpu_block_layers, "READING", replace(READING, rows_per_call=32))
     shape = DFlashShape(HIDDEN, 128, (1, 2), mask_token=4, layers=2, heads=2, kv_heads=1, head_dim=32, causal=causal)
     generator = torch.Generator().manual_seed(1)
     embeddings, unembedding = torch.randn(2, VOCABULARY, HIDDEN, generator=generator).to(DEVICE, DTYPE)

@@ -183,7 +183,11 @@ def open_records(
     if before is not None and before != plan:
         key = next(key for key in [*plan, *before] if plan.get(key) != before.get(key))
         was, now = (_abbreviate(each.get(key)) for each in (before, plan))
-        what = "other tasks, by --suite or --limit" if key == "tasks" else f"{key}: {was}, now {now}"
+        what = (
+            "other tasks or references than those of this --suite and --limit"
+            if key == "tasks"
+            else f"{key}: {was}, now {now}"
+        )
         raise ValueError(f"{folder} holds another run ({what}); give another --out, or --fresh to measure anew")
     if before is None:
         file.unlink(missing_ok=True)

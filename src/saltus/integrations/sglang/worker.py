@@ -39,7 +39,9 @@ def saltus_worker(ngram_worker: type[Any]) -> type[Any]:
             super().__init__(*args, **kwargs)
             if self.enable_overlap:
                 raise ValueError("the algorithm SALTUS runs without overlap; add --disable-overlap-schedule")
-            if self.topk > 1 and self.page_size > 1 and self.server_args.attention_backend != "flashinfer":
+            own = getattr(self.server_args, "decode_attention_backend", None)
+            backend = own or self.server_args.attention_backend
+            if self.topk > 1 and self.page_size > 1 and backend != "flashinfer":
                 raise ValueError(
                     "draft trees need pages of one token; add --page-size 1 or --attention-backend flashinfer"
                 )

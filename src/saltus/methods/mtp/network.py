@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.methods.mtp.module import MtpModule
-from saltus.methods.shared.context_layers import MAX_ROWS_PER_CALL, ContextKVCache, ContextRows, unread_states
+from saltus.methods.shared.context_rows import MAX_ROWS_PER_CALL, ContextKVCache, ContextRows, unread_states
 from saltus.methods.shared.timed_outputs import timed_outputs
 
 UNREAD_STATES = 1024  # hidden states that are read at once

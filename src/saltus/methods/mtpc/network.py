@@ -23,7 +23,8 @@ from saltus.methods.mtpc.circuits import CircuitFilter
 from saltus.methods.mtpc.drawn_window import DrawnWindow, WindowOutputs
 from saltus.methods.mtpc.heads import CircuitParameters, HeadModel
 from saltus.methods.mtpc.window_sampling import LEAST, draw_window
-from saltus.methods.shared.context_layers import ContextKVCache, ContextLayers, select_hidden_states
+from saltus.methods.shared.context_layers import ContextLayers
+from saltus.methods.shared.context_rows import ContextKVCache, select_hidden_states
 from saltus.methods.shared.draft_tree import DraftOutputs
 from saltus.methods.shared.row_candidates import row_candidates
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from saltus.methods.ptp.native_draft_pass import DraftedRows
-from saltus.methods.shared.context_layers import DraftRows, run_in_passes
+from saltus.methods.shared.context_rows import DraftRows, run_in_passes
 from saltus.methods.shared.hidden_state_correction import RMS_EPSILON
 from saltus.methods.shared.row_candidates import rows_likely_tokens
 from saltus.models.cuda.cuda_graphs import to_host
-from saltus.models.cuda.fixed_shape_calls import Call, FixedShape, FixedShapeKVCache, TextRows, size_class
+from saltus.models.cuda.fixed_shape_calls import Call, FixedShape, FixedShapeKVCache, TextRows
 from saltus.models.cuda.gpu_decoder import GPUDecoder, supports_gpu_decoder
-from saltus.models.cuda.graphed_passes import SETTINGS, GraphedPasses, PassInputs, chain_rows
+from saltus.models.cuda.graphed_passes import GraphedPasses, PassInputs, chain_rows, whole_call
 
 
 class GPUDraftPass:
@@ -41,19 +41,18 @@ class GPUDraftPass:
     @torch.inference_mode()
     def __call__(self, texts: Sequence[DraftRows]) -> list[DraftedRows]:
         """The pass over texts, in calls of limited rows. A row rounds as if it were alone."""
-        return run_in_passes(texts, self._run, self._run)
+        return run_in_passes(texts, self._run, self._launch)
+
+    def _launch(self, texts: Sequence[DraftRows]) -> tuple[Call, tuple[Tensor, Tensor, Tensor]]:
+        """One call, and its outputs, for which nothing has waited."""
+        call, positions = whole_call([_text_rows(number, text) for number, text in enumerate(texts)])
+        make = partial(_DraftInputs, call.shape, self.model)
+        inputs, run = self.passes.prepared(call.shape, positions, make, self._evaluate)
+        inputs.fill(call, texts)
+        return call, run()
 
     def _run(self, texts: Sequence[DraftRows]) -> list[DraftedRows]:
-        parts = tuple(_text_rows(number, text) for number, text in enumerate(texts))
-        groups = size_class(sum(-(-len(part) // SETTINGS.rows_per_group) for part in parts))
-        pages = SETTINGS.num_pages(1 + max(int(part.entries[-1]) for part in parts))
-        call = Call(FixedShape(groups, SETTINGS.rows_per_group, pages, 0), parts)
-        positions = 1 + max(int(part.positions[-1]) for part in parts)
-        inputs, run = self.passes.prepared(
-            call.shape, positions, partial(_DraftInputs, call.shape, self.model), self._evaluate
-        )
-        inputs.fill(call, texts)
-        logits, states, projected = run()
+        call, (logits, states, projected) = self._launch(texts)
         rows = [slice(start + len(text.states) - 1, start + text.num_rows)
                 for (start, _), text in zip(call.placed(), texts, strict=True)]  # fmt: skip
         own_states = [states[part].clone() for part in rows]

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from saltus.kernels import native
 from saltus.kernels.packed_weight import is_kernel_weight, kernel_arguments
-from saltus.methods.shared.context_layers import ContextLayers, DraftRows, plan_pass, run_in_passes
+from saltus.methods.shared.context_layers import ContextLayers
+from saltus.methods.shared.context_rows import DraftRows, plan_pass, run_in_passes
 from saltus.methods.shared.draft_tree import LikelyTokens
 from saltus.methods.shared.hidden_state_correction import RMS_EPSILON
 from saltus.methods.shared.row_candidates import RowCandidates

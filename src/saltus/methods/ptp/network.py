@@ -22,14 +22,8 @@ from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.kernels import native
 from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
 from saltus.methods.ptp.native_draft_pass import NativeDraftPass
-from saltus.methods.shared.context_layers import (
-    MASKED_SCORE,
-    ContextKVCache,
-    ContextLayers,
-    ContextRows,
-    DraftRows,
-    unread_states,
-)
+from saltus.methods.shared.context_layers import MASKED_SCORE, ContextLayers
+from saltus.methods.shared.context_rows import ContextKVCache, ContextRows, DraftRows, unread_states
 from saltus.methods.shared.draft_tree import DraftOutputs
 from saltus.methods.shared.hidden_state_correction import TokenCorrectionModel, corrected_states, rms_normalized
 from saltus.methods.shared.query_predictions import QueryPredictor, rows_linear

@@ -24,7 +24,7 @@ from saltus.kernels.batch_invariant_ops import BatchInvariantMode
 from saltus.methods.published.dflash_files import load_published, read_shape
 from saltus.methods.published.dflash_model import DFlashModel
 from saltus.methods.published.dflash_network import DFlashNetwork
-from saltus.methods.shared.context_layers import ContextRows, plan_pass, run_in_passes
+from saltus.methods.shared.context_rows import ContextRows, plan_pass, run_in_passes
 from saltus.methods.shared.decoder_rows import attend_rows, gated_mlp
 from saltus.methods.shared.draft_tree import LikelyTokens, PositionPredictions
 from saltus.methods.shared.drafter_files import embeddings_of

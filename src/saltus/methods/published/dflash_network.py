@@ -17,7 +17,8 @@ from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode, linear
 from saltus.methods.published.dflash_model import DFlashModel
 from saltus.methods.published.gpu_block_layers import GPUBlockLayers
-from saltus.methods.shared.context_layers import ContextKVCache, ContextLayers, ContextRows, unread_states
+from saltus.methods.shared.context_layers import ContextLayers
+from saltus.methods.shared.context_rows import ContextKVCache, ContextRows, unread_states
 from saltus.methods.shared.draft_tree import DraftOutputs, PositionPredictions
 from saltus.methods.shared.query_predictions import QueryPredictor, rows_linear
 from saltus.methods.shared.timed_outputs import timed_outputs

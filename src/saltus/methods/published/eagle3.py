@@ -16,7 +16,7 @@ import torch
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.methods.published.eagle_model import load_eagle
 from saltus.methods.published.eagle_network import EagleNetwork
-from saltus.methods.shared.context_layers import ContextKVCache, unread_states
+from saltus.methods.shared.context_rows import ContextKVCache, unread_states
 from saltus.methods.shared.draft_tree import DraftOutputs
 from saltus.models.protocols import TargetNetwork
 

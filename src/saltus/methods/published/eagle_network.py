@@ -17,7 +17,7 @@ from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode
 from saltus.methods.published.eagle_model import EagleModel
 from saltus.methods.published.gpu_eagle_layers import GPUEagleLayers
-from saltus.methods.shared.context_layers import ContextKVCache
+from saltus.methods.shared.context_rows import ContextKVCache
 from saltus.methods.shared.query_predictions import QueryPredictor, rows_linear
 from saltus.methods.shared.timed_outputs import timed_outputs
 from saltus.models.cpu.attention import AttentionCall, SequenceRows

@@ -20,7 +20,7 @@ from torch import Tensor
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.kernels.batch_invariant_ops import linear
 from saltus.kernels.packed_weight import select_rows
-from saltus.methods.shared.context_layers import select_hidden_states
+from saltus.methods.shared.context_rows import select_hidden_states
 from saltus.methods.shared.draft_tree import DraftOutputs
 from saltus.methods.shared.published_files import CONFIG_FILE, check_weights, read_config, read_weights, refuse
 from saltus.methods.shared.query_predictions import QueryPredictor

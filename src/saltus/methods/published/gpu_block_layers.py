@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from saltus.methods.published.dflash_model import DFlashModel
-from saltus.methods.shared.context_layers import ContextKVCache, ContextRows, run_in_passes
+from saltus.methods.shared.context_rows import ContextKVCache, ContextRows, run_in_passes
 from saltus.methods.shared.gpu_context_layers import GPUContextLayers
 from saltus.models.cuda.fixed_shape_calls import FixedShape, split_into_calls
 from saltus.models.cuda.gpu_decoder import DEPTH_MULTIPLE, supports_gpu_decoder
@@ -31,7 +31,7 @@ class GPUBlockLayers:
         shape, fuse = drafter.shape, drafter.fc.weight
         return (
             supports_gpu_decoder(drafter.decoder)
-            and (shape.causal or not any(shape.layer_spans))
+            and ((shape.causal and shape.causal_windows) or not any(shape.layer_spans))
             and fuse.is_contiguous()
             and fuse.dtype == drafter.decoder.dtype
             and fuse.shape[1] % DEPTH_MULTIPLE == 0

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from saltus.methods.published.eagle_model import EagleModel
-from saltus.methods.shared.context_layers import ContextKVCache
+from saltus.methods.shared.context_rows import ContextKVCache
 from saltus.models.cpu.torch_decoder import normed
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.fixed_shape_calls import Call, FixedShape, size_class, split_into_calls
@@ -75,8 +75,9 @@ class GPUEagleLayers:
         shape = FixedShape(size_class(count), 1, SETTINGS.num_pages(max(ends) + steps), 0)
         make = partial(_DraftInputs, shape, self.model)
         inputs, run = self.passes.prepared(("draft", shape), max(ends) + steps, make, self._draft)
-        inputs.hidden[:count] = last
-        inputs.normalised[:count] = normed(self.model.norm, last)
+        for rows, given in ((inputs.hidden, last), (inputs.normalised, normed(self.model.norm, last))):
+            rows.zero_()  # padding rows, which would grow from draft to draft
+            rows[:count] = given
         found = []
         for step in range(steps):
             inputs.fill(step, kv_caches, ends)

@@ -20,7 +20,7 @@ from torch import Tensor
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.methods.published.eagle_model import load_eagle
 from saltus.methods.published.eagle_network import EagleNetwork
-from saltus.methods.shared.context_layers import ContextKVCache, unread_states
+from saltus.methods.shared.context_rows import ContextKVCache, unread_states
 from saltus.methods.shared.draft_tree import DraftOutputs
 from saltus.methods.shared.published_files import CONFIG_FILE, read_config
 from saltus.methods.shared.query_predictions import rows_linear

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from saltus.models.cuda.fixed_shape_calls import Call, FixedShape, FixedShapeKVCache, size_class
+from saltus.methods.shared.context_rows import ContextRows
+from saltus.models.cuda.fixed_shape_calls import Call, FixedShape, FixedShapeKVCache
 from saltus.models.cuda.gpu_decoder import GPUDecoder
-from saltus.models.cuda.graphed_passes import SETTINGS, GraphedPasses, PassInputs, chain_rows
-
-if TYPE_CHECKING:
-    from saltus.methods.shared.context_layers import ContextRows
+from saltus.models.cuda.graphed_passes import GraphedPasses, PassInputs, chain_rows, whole_call
 
 
 class GPUContextLayers:
@@ -34,16 +32,14 @@ class GPUContextLayers:
     @torch.inference_mode()
     def __call__(self, texts: Sequence[ContextRows], output_logits: bool = True) -> list[tuple[Tensor, Tensor]]:
         """Logits and last hidden states of the last rows of each text, in one pass."""
-        parts = tuple(
+        parts = [
             chain_rows(
                 number, text.kv_cache.kv_cache, text.past_length, np.zeros(text.num_rows, dtype=np.int64),
                 0 if text.causal else text.num_rows,
             )
             for number, text in enumerate(texts)
-        )  # fmt: skip
-        by, end = SETTINGS.rows_per_group, max(text.past_length + text.num_rows for text in texts)
-        groups = size_class(sum(-(-text.num_rows // by) for text in texts))
-        call = Call(FixedShape(groups, by, SETTINGS.num_pages(end), 0), parts)
+        ]  # fmt: skip
+        call, end = whole_call(parts)
         evaluate = partial(self._evaluate, output_logits=output_logits)
         inputs, run = self.passes.prepared(
             ("rows", call.shape, output_logits), end, partial(_RowInputs, call.shape, self.model), evaluate

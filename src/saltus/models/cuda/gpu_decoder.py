@@ -244,6 +244,7 @@ class GPUDecoder:
         assert pool.keys is not None and pool.values is not None
         no_queries = x.new_empty(rows, 0, self.dim)
         for number, layer in enumerate(self.layers):
+            assert len(layer.qkv) == 1, "packed projections of several formats"
             weight = layer.qkv[0][config.num_attention_heads * self.dim :]
             bias = None if layer.bias is None else layer.bias[config.num_attention_heads * self.dim :]
             row_kernels.rotate_and_store(

@@ -21,6 +21,7 @@ from saltus.models.cuda.fixed_shape_calls import (
     KVPagePool,
     TextRows,
     first_recent_position,
+    size_class,
 )
 from saltus.models.cuda.gpu_decoder import GPUDecoder
 
@@ -99,6 +100,14 @@ def chain_rows(
     recent = first_recent_position(last_seen, depth)[:, None] + np.arange(2 * depth)
     recent = np.minimum(recent, last_seen[:, None])  # later columns are hidden
     return TextRows(number, None, kv_cache, 0, tokens, positions, positions, recent, positions)
+
+
+def whole_call(parts: Sequence[TextRows]) -> tuple[Call, int]:
+    """One call of all these rows, whose groups begin with a text each, and the number of positions that it reads."""
+    groups = size_class(sum(-(-len(part) // SETTINGS.rows_per_group) for part in parts))
+    positions = 1 + max(int(part.entries[-1]) for part in parts)
+    shape = FixedShape(groups, SETTINGS.rows_per_group, SETTINGS.num_pages(positions), 0)
+    return Call(shape, tuple(parts)), positions
 
 
 def write_rows(

@@ -14,7 +14,7 @@ import torch
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.loading.model_identity import model_fingerprint
-from saltus.methods.shared.context_layers import select_hidden_states
+from saltus.methods.shared.context_rows import select_hidden_states
 from saltus.training.data.hidden_states import Sample
 from saltus.training.data.state_formats import FORMATS
 from saltus.training.data.state_formats.state_format import StateFormat, TextStates, loss_mask

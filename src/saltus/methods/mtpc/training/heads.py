@@ -16,7 +16,7 @@ from saltus.methods.mtpc.circuits import CircuitFilter
 from saltus.methods.mtpc.files import load_heads
 from saltus.methods.mtpc.heads import CircuitParameters, HeadModel, new_head_model
 from saltus.methods.mtpc.training.circuit_likelihood import token_log_probabilities
-from saltus.methods.shared.context_layers import select_hidden_states
+from saltus.methods.shared.context_rows import select_hidden_states
 from saltus.training.cached_state_task import CachedStateTask
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.window_dataset import Batch

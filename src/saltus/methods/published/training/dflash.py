@@ -14,7 +14,7 @@ from torch import Tensor
 from saltus.methods.published import dflash, find_form
 from saltus.methods.published.dflash_files import load_dflash
 from saltus.methods.published.dflash_model import DFlashModel, DFlashShape
-from saltus.methods.shared.context_layers import select_hidden_states
+from saltus.methods.shared.context_rows import select_hidden_states
 from saltus.methods.shared.drafter_files import embeddings_of
 from saltus.models.output_layer import last_norm_factors
 from saltus.training.data.hidden_states import HiddenStateCorpus
