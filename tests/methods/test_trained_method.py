@@ -68,4 +68,4 @@ def test_a_method_of_another_package_is_trained_and_drafts(installed, folder, ti
 
 def test_a_training_that_nobody_brings_is_refused(installed):
     assert "No such command 'quadratic_head'" in complaint("train", "quadratic_head")
-    assert "Missing option '--recipe'" in complaint("train", "linear_head")
+    assert "--recipe is missing" in complaint("train", "linear_head")

@@ -292,7 +292,7 @@ def _uses_gpu(device: str) -> bool:
 def _machine_bytes() -> float:
     """The memory of this machine; infinite where it does not tell."""
     try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, OSError, ValueError):
         return math.inf
 
