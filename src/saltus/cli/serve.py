@@ -19,6 +19,7 @@ from saltus.cli import options as o
 
 SERVER_PANEL = "Server"
 LEARN_SHARE = 0.08
+DEFAULT_KV_CACHE = "4GB"
 MIN_KV_CACHE_BYTES = 10**6
 KEYS_VARIABLE = "SALTUS_API_KEY"
 DEFAULT_CONTEXT = 32768  # tokens, for models that name no limit and whose memory does not grow with a text
@@ -72,7 +73,7 @@ def serve(
         _server_option(
             "--kv-cache-memory-bytes", metavar="SIZE", help="For the keys and values of texts, such as 8GB."
         ),
-    ] = "4GB",
+    ] = DEFAULT_KV_CACHE,
     ngram_cache: Annotated[
         str | None,
         _server_option(
@@ -160,7 +161,8 @@ def serve(
     kv_cache_bytes = _num_bytes("--kv-cache-memory-bytes", kv_cache_memory_bytes)
     if kv_cache_bytes < MIN_KV_CACHE_BYTES:
         raise ValueError(f"--kv-cache-memory-bytes is {kv_cache_memory_bytes!r}, but must be 1MB or more")
-    if kv_cache_bytes > (machine := _machine_bytes()) and not _uses_gpu(model_options.device):
+    machine = max(_machine_bytes(), _num_bytes("", DEFAULT_KV_CACHE))  # small machines serve short texts by default
+    if kv_cache_bytes > machine and not _uses_gpu(model_options.device):
         raise ValueError(
             f"--kv-cache-memory-bytes is {kv_cache_memory_bytes}, but this machine has {machine / 1e9:.0f} GB; lower it"
         )
