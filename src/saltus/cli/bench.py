@@ -159,7 +159,7 @@ def run(
     from saltus.core.sampling import Sampling
     from saltus.evaluation.benchmarks.benchmark_run import Benchmark, open_records
     from saltus.evaluation.reports.environment import run_info
-    from saltus.kernels.packed_weight import describe_weights
+    from saltus.kernels.packed_weight import describe_weights, is_packed
     from saltus.methods import AUTO
 
     engine = open_engine(
@@ -188,11 +188,12 @@ def run(
         settings["ngram_corpus"] = list(map(str, ngram_corpus))
     given = {"chat_template": chat_template, "assistant": assistant, "endpoints": endpoint}
     settings |= {name: value for name, value in given.items() if value}
-    packed, kept = describe_weights(engine.network.model), str(engine.network.model.dtype).removeprefix("torch.")
-    if packed != kept and any(system.name.startswith("transformers") for system in systems):
-        settings["weights of transformers"] = kept
+    ours = engine.network.model
+    if is_packed(ours) and any(system.name.startswith("transformers") for system in systems):
+        settings["transformers_weights"] = str(ours.dtype).removeprefix("torch.")
         print_note(
-            f"Transformers reads the weights as {kept}, and the methods as {packed}; --weights bf16 compares alike"
+            f"Transformers reads the weights as {settings['transformers_weights']}, and the methods as"
+            f" {describe_weights(ours)}; --weights bf16 compares alike"
         )
     if AUTO in names:
         settings[AUTO] = engine.decoder.chosen_method(AUTO)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import re
 import signal
@@ -153,6 +152,7 @@ def serve(
             f"the server needs {error.name}, which is not installed; run: pip install '.[serve]' in the clone"
         ) from error
     from saltus.cli.answers import print_note
+    from saltus.engine.tuned_settings import memory_bytes
 
     keys = checked_keys(api_key or _keys_of_environment())
     if (replicas > 1 or replica_cpus is not None) and not ray:
@@ -161,7 +161,8 @@ def serve(
     kv_cache_bytes = _num_bytes("--kv-cache-memory-bytes", kv_cache_memory_bytes)
     if kv_cache_bytes < MIN_KV_CACHE_BYTES:
         raise ValueError(f"--kv-cache-memory-bytes is {kv_cache_memory_bytes!r}, but must be 1MB or more")
-    machine = max(_machine_bytes(), _num_bytes("", DEFAULT_KV_CACHE))  # small machines serve short texts by default
+    default = _num_bytes("", DEFAULT_KV_CACHE)  # which small machines have, too: they serve short texts
+    machine = max(memory_bytes() or kv_cache_bytes, default)
     if kv_cache_bytes > machine and not _uses_gpu(model_options.device):
         raise ValueError(
             f"--kv-cache-memory-bytes is {kv_cache_memory_bytes}, but this machine has {machine / 1e9:.0f} GB; lower it"
@@ -289,14 +290,6 @@ def _uses_gpu(device: str) -> bool:
     import torch
 
     return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-
-
-def _machine_bytes() -> float:
-    """The memory of this machine; infinite where it does not tell."""
-    try:
-        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    except (AttributeError, OSError, ValueError):
-        return math.inf
 
 
 def _num_bytes(option: str, size: str) -> int:

@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from saltus.cli import options as o
+from saltus.cli.recipes import list_recipes, recipes_of
 from saltus.cli.training_log import TrainingLog, summary_writer
 
 RECIPE_PANEL, WORK_PANEL = "Recipe", "Work"
@@ -250,7 +251,7 @@ def _recipe_command(method: str, default_recipe: Any) -> Callable[..., None]:
         show: ListRecipes = False,
     ) -> None:
         if show:
-            _list_recipes(method)
+            list_recipes(method)
             return
         if not recipe:
             raise ValueError(f"--recipe is missing; `saltus train {method} --list` shows those of {method}")
@@ -289,7 +290,7 @@ def assd(
 ) -> None:
     """Train an any-subset model by a recipe."""
     if show:
-        _list_recipes("assd")
+        list_recipes("assd")
         return
     name, chosen = _read_recipe("assd", recipe, change, steps, seed)
     _train(chosen, name, text or (), work or Path("runs", name), begin, out, device)
@@ -308,7 +309,7 @@ def _read_recipe(
     from saltus.training.objectives import OBJECTIVES
     from saltus.training.recipe import find_recipe, overrides_without_effect, read_recipe
 
-    file = find_recipe(recipe, list(_recipes_of(method)))
+    file = find_recipe(recipe, list(recipes_of(method)))
     chosen = read_recipe(file, change or ())
     if (own := OBJECTIVES[chosen.kind].method) != method:
         raise ValueError(f"recipe {file.stem} is for {own}; give it to saltus train {own}")
@@ -435,26 +436,3 @@ def _train_with_progress(run: Any, task: Any, tensorboard: Callable[..., Any]) -
         raise KeyboardInterrupt(f"interrupted{at}; the same command goes on {onward}") from None
     finally:
         curves.close()
-
-
-def _recipes_of(method: str) -> dict[str, Any]:
-    """The shipped recipes of a method by name."""
-    from saltus.training.objectives import OBJECTIVES
-    from saltus.training.recipe import read_recipe, shipped_recipes
-
-    read = {name: read_recipe(file) for name, file in shipped_recipes().items()}
-    return {name: recipe for name, recipe in read.items() if OBJECTIVES[recipe.kind].method == method}
-
-
-def _list_recipes(method: str) -> None:
-    from rich import box
-    from rich.table import Table
-
-    from saltus.cli.coloured_text import terminal
-
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for head in ("recipe", "trains", "takes"):
-        table.add_column(head, no_wrap=head == "recipe")
-    for name, recipe in _recipes_of(method).items():
-        table.add_row(name, recipe.about, recipe.time)
-    terminal(soft_wrap=False).print(table)

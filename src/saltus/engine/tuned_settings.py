@@ -65,6 +65,14 @@ def machine_name(device: torch.device) -> str:
     return f"{processor_name()}, {os.cpu_count()} cores"
 
 
+def memory_bytes() -> int | None:
+    """The memory of this machine; None where it does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
 def processor_name() -> str:
     """The name of the processor."""
     try:

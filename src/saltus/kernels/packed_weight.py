@@ -301,6 +301,11 @@ def describe_weights(model: Any) -> str:
     )
 
 
+def is_packed(model: Any) -> bool:
+    """True if a model has packed matrices, on a CPU or a GPU."""
+    return any(getattr(weight, "format", None) is not None for weight in model.parameters())
+
+
 def uses_integers(model: Any) -> bool:
     """True if a model multiplies activations of 8 bits."""
     return arithmetic_of(model) == "int8"

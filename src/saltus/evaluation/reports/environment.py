@@ -15,7 +15,7 @@ import torch
 import transformers
 
 import saltus
-from saltus.engine.tuned_settings import processor_name
+from saltus.engine.tuned_settings import memory_bytes, processor_name
 from saltus.kernels.packed_weight import describe_weights
 
 
@@ -25,7 +25,7 @@ def machine_info() -> dict[str, Any]:
     return {
         "processor": processor_name(),
         "cores": cores,
-        "memory_gb": _memory_gb(),
+        "memory_gb": None if (memory := memory_bytes()) is None else round(memory / 1e9, 1),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -72,10 +72,3 @@ def git_commit() -> str | None:
 def _git(folder: Path, *command: str) -> str:
     done = subprocess.run(["git", *command], cwd=folder, capture_output=True, text=True, check=True, timeout=10)
     return done.stdout.strip()
-
-
-def _memory_gb() -> float | None:
-    try:
-        return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1)
-    except (AttributeError, OSError, ValueError):
-        return None

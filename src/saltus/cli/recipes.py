@@ -1,0 +1,29 @@
+"""Show the recipes of a method that `saltus train` knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def recipes_of(method: str) -> dict[str, Any]:
+    """The shipped recipes of a method by name."""
+    from saltus.training.objectives import OBJECTIVES
+    from saltus.training.recipe import read_recipe, shipped_recipes
+
+    read = {name: read_recipe(file) for name, file in shipped_recipes().items()}
+    return {name: recipe for name, recipe in read.items() if OBJECTIVES[recipe.kind].method == method}
+
+
+def list_recipes(method: str) -> None:
+    """Print them as a table."""
+    from rich import box
+    from rich.table import Table
+
+    from saltus.cli.coloured_text import terminal
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for head in ("recipe", "trains", "takes"):
+        table.add_column(head, no_wrap=head == "recipe")
+    for name, recipe in recipes_of(method).items():
+        table.add_row(name, recipe.about, recipe.time)
+    terminal(soft_wrap=False).print(table)
