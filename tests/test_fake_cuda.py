@@ -97,6 +97,20 @@ def test_our_kernels_for_gpus_write_the_texts_of_plain_decoding(device, monkeypa
         assert isinstance(engine.decoder.setup(method).networks["ptp"].whole_pass, GPUDraftPass)
 
 
+def test_heads_and_their_adapted_layers_draft_in_graphs(device, monkeypatch, tiny_folder, tiny_heads):
+    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
+    folder = tiny_folder(**OWN_KERNELS)
+    adapted = {"hidden": 64, "layers": 1, "lora_rank": 2, "hidden_state_layers": (1,)}
+    heads = tiny_heads(LlamaForCausalLM.from_pretrained(folder), **adapted)
+    engine = load(folder, {"mtpc": {"model": str(heads), "min_probability": 0.0, "draw": "window"}}, rule="reject")
+    check_texts(engine, ["mtpc"], temperature=0, tokens=3, prompts=PROMPTS[1:])
+    sampled = engine.generate(PROMPTS, method="mtpc", raw=True, max_new_tokens=3, temperature=1.0, ignore_eos=True)
+    assert all(len(each.tokens) == 3 for each in sampled)
+    network = engine.decoder.setup("mtpc").networks["mtpc"]
+    assert set(network.run_heads.graphs) == {1, 2}
+    assert network.context_layers.on_gpu.passes.pool.graphs
+
+
 @pytest.mark.parametrize("method", ["plain", "lookup"])
 def test_sampled_tokens_are_picked_on_the_device_and_are_those_of_the_host(device, tiny_folder, monkeypatch, method):
     engine = load(tiny_folder())

@@ -28,6 +28,7 @@ from saltus.engine.target_drafters import load_drafter_for_target
 from saltus.methods.mtpc.drafter import Mtpc
 from saltus.methods.mtpc.drawn_window import DrawnWindow
 from saltus.methods.mtpc.files import load_heads
+from saltus.methods.mtpc.gpu_heads import GraphedHeads
 from saltus.methods.mtpc.heads import HeadModel, HeadShape, new_head_model
 from saltus.methods.mtpc.network import HeadNetwork
 from saltus.methods.shared import autoregressive, row_candidates
@@ -349,6 +350,21 @@ def test_windows_of_several_texts_begin_together_as_each_alone():
         alone = network.forward([ask], [network.new_kv_cache()])[0]
         torch.testing.assert_close(found.logits, alone.logits)
     assert network.forward([], []) == []
+
+
+@pytest.mark.parametrize("settings", [{"circuit": "ff"}, {}, {"untied_unembedding": True}, {"rank": 1}])
+def test_runs_of_a_fixed_size_have_the_outputs_of_as_many_texts_as_there_are(settings):
+    model = heads(**{"kind": settings.pop("circuit", "btree"), **settings})
+    run = GraphedHeads(model, use_cuda_graphs=False)
+    generator = torch.Generator().manual_seed(0)
+    for texts in (3, 1, 5, 2):
+        states, tokens = torch.randn(texts, 8, generator=generator), torch.randint(6, (texts,), generator=generator)
+        outputs = run(states, tokens)
+        with torch.inference_mode():
+            expected = model.draft_outputs(states, tokens)
+        for name in ("initial", "transitions", "logits", "codes"):
+            torch.testing.assert_close(getattr(outputs, name), getattr(expected, name))
+    assert sorted(run.inputs) == [1, 2, 4, 8]
 
 
 def afresh(rule):

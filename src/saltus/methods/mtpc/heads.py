@@ -91,6 +91,21 @@ class CircuitParameters:
     state_codes: Float[Tensor, "*batch window rank directions"] | None  # of components, in their subspace
 
 
+@dataclass(frozen=True, eq=False)
+class HeadOutputs:
+    """What drafting needs of some texts' circuits."""
+
+    initial: Float[Tensor, "*batch rank"]
+    transitions: Float[Tensor, "*batch steps rank rank"]
+    logits: Float[Tensor, "*batch window states draft"]  # of each state, or what states share that `codes` tell apart
+    codes: Float[Tensor, "*batch window rank directions"] | None = None
+
+    def of_text(self, number: int) -> HeadOutputs:
+        """Those of one text of a batch."""
+        codes = None if self.codes is None else self.codes[number]
+        return HeadOutputs(self.initial[number], self.transitions[number], self.logits[number], codes)
+
+
 class HeadModel(nn.Module):
     """The trained modules of heads. The target's embeddings are shared and not trained."""
 
@@ -148,6 +163,17 @@ class HeadModel(nn.Module):
         if self.codes is not None:
             codes = self._linear(self.codes, fused).unflatten(-1, (shape.window, circuit.rank, shape.subspace_dim))
         return CircuitParameters(initial.log_softmax(-1), steps.log_softmax(-1), features, codes)
+
+    def draft_outputs(
+        self, hidden_states: Float[Tensor, "*batch hidden"], tokens: Int[Tensor, "*batch"]
+    ) -> HeadOutputs:
+        """The circuits for the same inputs, and the logits of the whole window."""
+        made = self(hidden_states, tokens)
+        if self.untied_unembedding is None:
+            logits = self.shared_logits(made.position_features)[..., None, :]
+        else:
+            logits = torch.stack([self.logits(made, position) for position in range(self.shape.window)], -3)
+        return HeadOutputs(made.initial, made.transitions, logits, made.state_codes)
 
     def _features(
         self, states: Float[Tensor, "*batch hidden"], tokens: Int[Tensor, "*batch"]

@@ -21,7 +21,8 @@ from saltus.kernels import native
 from saltus.methods.mtpc.circuit_predictions import TINY, CircuitPredictions, StateDistributions
 from saltus.methods.mtpc.circuits import CircuitFilter
 from saltus.methods.mtpc.drawn_window import DrawnWindow, WindowOutputs
-from saltus.methods.mtpc.heads import CircuitParameters, HeadModel
+from saltus.methods.mtpc.gpu_heads import GraphedHeads
+from saltus.methods.mtpc.heads import HeadModel, HeadOutputs
 from saltus.methods.mtpc.window_sampling import LEAST, draw_window
 from saltus.methods.shared.context_layers import ContextLayers
 from saltus.methods.shared.context_rows import ContextKVCache, select_hidden_states
@@ -39,16 +40,12 @@ class WindowCache:
     In NumPy: for one text the overhead of torch would exceed the computation.
     """
 
+    context_kv_cache: ContextKVCache | None  # of the adapted layers
     num_decided: int = 0  # decided tokens when the window began
-    parameters: CircuitParameters | None = None
-    initial: np.ndarray = field(default_factory=lambda: np.empty(0))
-    transitions: np.ndarray = field(default_factory=lambda: np.empty(0))
-    shared_logits: Tensor | None = None  # [window, draft] logits, if states share any
-    state_codes: np.ndarray | None = None  # [window, rank, subspace_dim]
+    outputs: HeadOutputs | None = None  # in the memory of the host
     distributions: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # by position
     window_tokens: list[int] = field(default_factory=list)  # observed so far
     circuit_filter: CircuitFilter[np.ndarray] | None = None
-    context_kv_cache: ContextKVCache = field(default_factory=ContextKVCache)  # of the adapted layers
 
 
 @dataclass
@@ -65,13 +62,15 @@ class HeadNetwork:
     def __post_init__(self) -> None:
         self.device = self.model.tokens.device
         self.tokens = self.model.tokens.cpu().numpy()
+        self.has_own_logits = self.model.untied_unembedding is not None
         upper = self.model.upper
-        self.context_layers = None if upper is None else ContextLayers(upper.merged())
+        self.context_layers = None if upper is None else ContextLayers(upper.merged(), by_gpu_kernels=True)
+        self.run_heads = GraphedHeads(self.model) if self.device.type == "cuda" else self.model.draft_outputs
         with torch.inference_mode():
             self.direction_logits = _float_array(self.model.direction_logits())
 
     def new_kv_cache(self) -> WindowCache:
-        return WindowCache()
+        return WindowCache(None if self.context_layers is None else self.context_layers.new_kv_cache())
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[WindowCache]) -> list[ForwardOutputs]:
@@ -95,32 +94,30 @@ class HeadNetwork:
 
     def _predict_window(self, inputs: ForwardInputs, kv_cache: WindowCache) -> CircuitPredictions:
         """The distributions of as many positions as there are mask queries, as far as the window goes."""
-        shape, parameters = self.model.shape, kv_cache.parameters
-        assert parameters is not None and kv_cache.num_decided == len(inputs.canvas.decided_prefix)
+        shape, outputs = self.model.shape, kv_cache.outputs
+        assert outputs is not None and kv_cache.num_decided == len(inputs.canvas.decided_prefix)
         first = int(not shape.embeds_last_token)
-        count = first + min(len(inputs.query_nodes), shape.num_draft_tokens)
-        positions = self._likely_by_state(kv_cache, parameters, count)
-        root = CircuitFilter(shape.circuit_structure, kv_cache.initial, kv_cache.transitions)
+        positions = self._likely_by_state(outputs, first + min(len(inputs.query_nodes), shape.num_draft_tokens))
+        root = CircuitFilter(shape.circuit_structure, *map(_float_array, (outputs.initial, outputs.transitions)))
         if first:
             root.observe(positions[0].evidence(int(inputs.canvas.decided_prefix[-1])))
         return CircuitPredictions(positions[first:], root)
 
-    def _likely_by_state(
-        self, kv_cache: WindowCache, parameters: CircuitParameters, count: int
-    ) -> list[StateDistributions]:
+    def _likely_by_state(self, outputs: HeadOutputs, count: int) -> list[StateDistributions]:
         """The likely tokens of the first positions: those of the logits that the states share, where they share any."""
-        shared = kv_cache.shared_logits
-        candidates = None if shared is None else row_candidates(shared[:count])
+        candidates = None if self.has_own_logits else row_candidates(outputs.logits[:count, 0])
+        directions, codes = self.direction_logits, _float_array(outputs.codes)
         positions = []
         for position in range(count):
-            if shared is None or candidates is None:
-                tokens, rest = self.tokens, 0.0
-                logits = _float_array(self.model.logits(parameters, position))
+            tokens, rest, kept = self.tokens, 0.0, directions
+            if candidates is None:
+                logits = _float_array(outputs.logits[position])
             else:
                 likely = candidates[position]
                 tokens, rest, logits = self.tokens[likely.columns], likely.rest, likely.logits[None]
-                if self.direction_logits is not None and kv_cache.state_codes is not None:
-                    logits = logits + kv_cache.state_codes[position] @ self.direction_logits[:, likely.columns]
+                kept = None if directions is None else directions[:, likely.columns]
+            if kept is not None:
+                logits = logits + codes[position] @ kept
             greatest = logits.max(-1, keepdims=True, initial=0.0)
             total = np.exp(logits - greatest).sum(-1, keepdims=True) + rest * np.exp(-greatest)
             positions.append(StateDistributions(tokens, logits - greatest - np.log(np.maximum(total, TINY))))
@@ -131,50 +128,46 @@ class HeadNetwork:
 
         The text's last token is an input of the heads, or else the window's first token, and evidence.
         """
-        shape, parameters = self.model.shape, kv_cache.parameters
-        assert parameters is not None and kv_cache.num_decided == len(inputs.canvas.decided_prefix)
+        shape, outputs = self.model.shape, kv_cache.outputs
+        assert outputs is not None and kv_cache.num_decided == len(inputs.canvas.decided_prefix)
         first = int(not shape.embeds_last_token)
-        uniforms = torch.tensor(inputs.uniforms[: shape.num_draft_tokens], dtype=torch.float64, device=self.device)
-        tokens, logits = self._likely_logits(kv_cache, parameters, first + len(uniforms))
+        uniforms = torch.tensor(inputs.uniforms[: shape.num_draft_tokens], dtype=torch.float64)
+        tokens, logits = self._likely_logits(outputs, first + len(uniforms))
         of_states = (logits / inputs.temperature).softmax(-1).double()
         of_states = of_states / of_states.sum(-1, keepdim=True)
         known = [_evidence(tokens[0], of_states[0], int(inputs.canvas.decided_prefix[-1]))] if first else []
-        initial, transitions = parameters.initial.double(), parameters.transitions.double()
+        initial, transitions = outputs.initial.double(), outputs.transitions.double()
         columns, distributions = draw_window(
             shape.circuit_structure, initial, transitions, of_states[first:], known, uniforms
         )
-        ids, weights = tokens[first:].cpu().numpy(), distributions.cpu().numpy()
-        drawn = ids[np.arange(len(ids)), columns.cpu().numpy()].tolist()
+        ids, weights = tokens[first:].numpy(), distributions.numpy()
+        drawn = ids[np.arange(len(ids)), columns.numpy()].tolist()
         return DrawnWindow(drawn, [Distribution(*pair) for pair in zip(ids, weights, strict=True)])
 
     def _likely_logits(
-        self, kv_cache: WindowCache, parameters: CircuitParameters, count: int
+        self, outputs: HeadOutputs, count: int
     ) -> tuple[Int[Tensor, "count likely"], Float[Tensor, "count rank likely"]]:
         """The most likely tokens of the first positions, ascending, and their logits in each state."""
-        model, codes = self.model, parameters.state_codes
-        if kv_cache.shared_logits is None:
-            logits = torch.stack([model.logits(parameters, position) for position in range(count)])
-            return model.tokens.expand(count, -1), logits
-        shared = kv_cache.shared_logits[:count].float()
-        if self.direction_logits is None or codes is None:
-            return model.tokens.expand(count, -1), shared[:, None]
-        directions = torch.from_numpy(self.direction_logits).to(self.device)
+        tokens, logits = torch.from_numpy(self.tokens).expand(count, -1), outputs.logits[:count].float()
+        if self.direction_logits is None or outputs.codes is None:
+            return tokens, logits
+        directions, codes, shared = torch.from_numpy(self.direction_logits), outputs.codes[:count], logits[:, 0]
         if shared.shape[-1] <= MAX_CANDIDATE_TOKENS:
-            return model.tokens.expand(count, -1), model.state_logits(shared, codes[:count], directions)
-        likely = np.argpartition(-shared.cpu().numpy(), MAX_CANDIDATE_TOKENS)[:, :MAX_CANDIDATE_TOKENS]
-        chosen = torch.from_numpy(np.sort(likely)).to(self.device)  # topk of torch takes five times as long
-        differences = codes[:count].to(directions.dtype) @ directions[:, chosen].transpose(0, 1)
-        return model.tokens[chosen], shared.gather(-1, chosen)[:, None] + differences
+            return tokens, self.model.state_logits(shared, codes, directions)
+        likely = np.argpartition(-shared.numpy(), MAX_CANDIDATE_TOKENS)[:, :MAX_CANDIDATE_TOKENS]
+        chosen = torch.from_numpy(np.sort(likely))  # topk of torch takes five times as long
+        differences = codes.to(directions.dtype) @ directions[:, chosen].transpose(0, 1)
+        return tokens.gather(-1, chosen), shared.gather(-1, chosen)[:, None] + differences
 
     def _next_token_logits(
         self, decided: np.ndarray, kv_cache: WindowCache
     ) -> tuple[Int[np.ndarray, "likely"], Float[np.ndarray, "rows likely"]]:
         shape = self.model.shape
-        assert kv_cache.parameters is not None
+        assert kv_cache.outputs is not None
         window = decided[kv_cache.num_decided - (not shape.embeds_last_token) :].tolist()
         if kv_cache.circuit_filter is None or window[: len(kv_cache.window_tokens)] != kv_cache.window_tokens:
-            circuit_filter = CircuitFilter(shape.circuit_structure, kv_cache.initial, kv_cache.transitions)
-            kv_cache.circuit_filter, kv_cache.window_tokens = circuit_filter, []
+            weights = map(_float_array, (kv_cache.outputs.initial, kv_cache.outputs.transitions))
+            kv_cache.circuit_filter, kv_cache.window_tokens = CircuitFilter(shape.circuit_structure, *weights), []
         for token in window[len(kv_cache.window_tokens) : shape.window]:
             self._observe_token(kv_cache, kv_cache.circuit_filter, token)
         tokens, logits = self.tokens, np.empty((0, len(self.tokens)), dtype=np.float32)
@@ -188,9 +181,10 @@ class HeadNetwork:
         self, kv_cache: WindowCache, hidden_states: Tensor, decided: np.ndarray
     ) -> Float[Tensor, "hidden"]:
         """The target's hidden state before the last token, or the output of the adapted layers for it."""
-        if self.context_layers is None:
+        cache = kv_cache.context_kv_cache
+        if self.context_layers is None or cache is None:
             return hidden_states[-1, -self.model.shape.hidden :]
-        begin, cache = len(decided) - len(hidden_states), kv_cache.context_kv_cache
+        begin = len(decided) - len(hidden_states)
         past = cache.reuse_prefix(decided, begin)
         layers = self.target.layers_of(hidden_states)
         inputs = select_hidden_states(hidden_states[past - begin :], layers, self.model.shape.hidden_state_layers)
@@ -210,18 +204,10 @@ class HeadNetwork:
         states = torch.stack(
             [self._input_hidden_state(kv_cache, given, decided) for decided, given, kv_cache in starting]
         )
-        last = torch.tensor([int(decided[-1]) for decided, *_ in starting], device=self.device)
-        outputs = self.model(states, last)
-        shared = None if self.model.shape.untied_unembedding else self.model.shared_logits(outputs.position_features)
+        last = torch.tensor([int(decided[-1]) for decided, *_ in starting])
+        outputs = self.run_heads(states, last)
         for number, (decided, _, kv_cache) in enumerate(starting):
-            codes = None if outputs.state_codes is None else outputs.state_codes[number]
-            parameters = CircuitParameters(
-                outputs.initial[number], outputs.transitions[number], outputs.position_features[number], codes
-            )
-            kv_cache.initial, kv_cache.transitions = map(_float_array, (parameters.initial, parameters.transitions))
-            kv_cache.state_codes = _float_array(codes)
-            kv_cache.shared_logits = None if shared is None else shared[number]
-            kv_cache.parameters, kv_cache.num_decided = parameters, len(decided)
+            kv_cache.outputs, kv_cache.num_decided = outputs.of_text(number), len(decided)
             kv_cache.circuit_filter, kv_cache.window_tokens, kv_cache.distributions = None, [], {}
 
     def _state_distributions(
@@ -232,25 +218,22 @@ class HeadNetwork:
         The position's shared logits select the tokens, so that states cost little; probabilities are over these alone.
         """
         if position not in kv_cache.distributions:
-            tokens, logits = self._logits(kv_cache, position)
+            assert kv_cache.outputs is not None
+            tokens, logits = self._logits(kv_cache.outputs, position)
             distribution = np.exp(logits - logits.max(-1, keepdims=True))
             kv_cache.distributions[position] = tokens, distribution / distribution.sum(-1, keepdims=True)
         return kv_cache.distributions[position]
 
     def _logits(
-        self, kv_cache: WindowCache, position: int
+        self, outputs: HeadOutputs, position: int
     ) -> tuple[Int[np.ndarray, "likely"], Float[np.ndarray, "rank likely"]]:
-        tokens, directions = self.tokens, self.direction_logits
-        if kv_cache.shared_logits is None:
-            assert kv_cache.parameters is not None
-            return tokens, _float_array(self.model.logits(kv_cache.parameters, position))
-        shared = _float_array(kv_cache.shared_logits[position])
-        if kv_cache.state_codes is None or directions is None:
-            return tokens, shared[None]
-        if len(shared) > MAX_CANDIDATE_TOKENS:
-            chosen = np.sort(np.argpartition(-shared, MAX_CANDIDATE_TOKENS)[:MAX_CANDIDATE_TOKENS])
-            tokens, shared, directions = tokens[chosen], shared[chosen], directions[:, chosen]
-        return tokens, shared + kv_cache.state_codes[position] @ directions
+        tokens, directions, logits = self.tokens, self.direction_logits, _float_array(outputs.logits[position])
+        if directions is None:
+            return tokens, logits
+        if logits.shape[-1] > MAX_CANDIDATE_TOKENS:
+            chosen = np.sort(np.argpartition(-logits[0], MAX_CANDIDATE_TOKENS)[:MAX_CANDIDATE_TOKENS])
+            tokens, logits, directions = tokens[chosen], logits[:, chosen], directions[:, chosen]
+        return tokens, logits + _float_array(outputs.codes)[position] @ directions
 
     def _observe_token(self, kv_cache: WindowCache, circuit_filter: CircuitFilter[np.ndarray], token: int) -> None:
         """Condition on the window's next token; a token outside the distribution is no evidence."""
