@@ -28,6 +28,7 @@ from transformers import (
 
 import wide_frame
 from saltus.kernels import native
+from saltus.kernels.native import processor
 
 hypothesis.settings.register_profile("saltus", deadline=None)  # machines are busy; nothing is timed in tests
 hypothesis.settings.load_profile("saltus")
@@ -233,15 +234,15 @@ def partners(tiny_folder, tiny_drafter, tiny_heads) -> dict[str, dict[str, str]]
 
 
 # The matrix unit's instructions on integers in plain C (tiles_emulated.h): few processors have it.
-EMULATED = {"amx-int8-emulated": ([*native.INSTRUCTION_SETS["avx512-vnni"][0], "-DEMULATE_TILES"], "avx512_vnni")}
+EMULATED = {"amx-int8-emulated": ([*processor.INSTRUCTION_SETS["avx512-vnni"][0], "-DEMULATE_TILES"], "avx512_vnni")}
 
 
-@pytest.fixture(params=[*native.INSTRUCTION_SETS, *EMULATED])
+@pytest.fixture(params=[*processor.INSTRUCTION_SETS, *EMULATED])
 def instruction_set(request, monkeypatch):
     """Kernels that are compiled for an instruction set, below this processor's own or emulated."""
-    monkeypatch.setattr(native, "INSTRUCTION_SETS", native.INSTRUCTION_SETS | EMULATED)
-    needed = native.INSTRUCTION_SETS[request.param][1]
-    if needed not in native._processor_features().split():
+    monkeypatch.setattr(processor, "INSTRUCTION_SETS", processor.INSTRUCTION_SETS | EMULATED)
+    needed = processor.INSTRUCTION_SETS[request.param][1]
+    if needed not in processor.processor_features().split():
         pytest.skip(f"this processor lacks {needed}")
     monkeypatch.setenv("SALTUS_ISA", request.param)
     native.load_kernels.cache_clear()

@@ -25,6 +25,7 @@ from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode, batch_invariant_elementwise, linear
+from saltus.kernels.native import processor
 from saltus.models.attention_span import Chunks
 from saltus.models.causal import CausalNetwork
 from saltus.models.cpu import attention
@@ -556,7 +557,7 @@ def test_without_kernels_rows_round_alike_too():
 def fresh_library(tmp_path, monkeypatch):
     """As if nothing had been compiled or loaded."""
     monkeypatch.setenv("SALTUS_CACHE", str(tmp_path))
-    monkeypatch.setattr(native, "COMPILER_FLAGS", [*native.COMPILER_FLAGS, "-O0"])  # these are not for computing
+    monkeypatch.setattr(processor, "COMPILER_FLAGS", [*processor.COMPILER_FLAGS, "-O0"])  # these are not for computing
     native.load_kernels.cache_clear()
     yield tmp_path
     native.load_kernels.cache_clear()
@@ -590,7 +591,7 @@ def test_the_sources_are_correct_for_newer_compilers_too():
     ]
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))
     source = Path(native.__file__).parent / "kernels.c"
-    command = [compiler, *native.COMPILER_FLAGS, "-fsyntax-only", *refused, source]
+    command = [compiler, *processor.COMPILER_FLAGS, "-fsyntax-only", *refused, source]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
@@ -671,6 +672,6 @@ def test_unlike_processors_have_unlike_names_for_their_kernels(monkeypatch):
     }
     names = set()
     for text in lines.values():
-        monkeypatch.setattr(native, "open", lambda _, text=text: io.StringIO(text), raising=False)
-        names.add(native._processor_features())
+        monkeypatch.setattr(processor, "open", lambda _, text=text: io.StringIO(text), raising=False)
+        names.add(processor.processor_features())
     assert len(names) == len(lines)

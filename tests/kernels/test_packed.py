@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import linear
+from saltus.kernels.native import processor
 from saltus.kernels.packed_weight import (
     PACKED_FORMATS,
     PackedWeight,
@@ -211,7 +212,7 @@ def test_the_matrix_unit_is_used_where_it_may_be_and_can_be_turned_off(monkeypat
         native.load_kernels.cache_clear()
         monkeypatch.delenv("SALTUS_AMX")
     assert torch.allclose(usual.float(), without.float(), rtol=0.01, atol=0.01 * float(without.float().std()))
-    assert torch.equal(usual, without) != native._request_amx(native._processor_features())
+    assert torch.equal(usual, without) != processor.request_amx(processor.processor_features())
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.engine.checkpoints import load_checkpoint
 from saltus.kernels import native
+from saltus.kernels.native import processor
 from saltus.kernels.packed_weight import PackedWeight
 from saltus.models.cpu.attention import FROM_FIRST_SLOT
 from saltus.models.cpu.native_decoder import DecoderCall
@@ -65,7 +66,7 @@ def test_every_build_gives_the_same_bits(file_and_bits, instruction_set):
 def test_an_instruction_set_that_there_is_not_is_refused(name, complaint, monkeypatch):
     monkeypatch.setenv("SALTUS_ISA", name)
     with pytest.raises(ValueError, match=complaint):
-        native._compiler_flags("flags: sse4_2 avx2")
+        processor.compiler_flags("flags: sse4_2 avx2")
 
 
 # On Arm: a call is written down, made by an emulated processor, and compared
@@ -121,7 +122,7 @@ def write_call(file: Path, decoder: Any, made: DecoderCall, results: list[torch.
 @pytest.mark.parametrize("march", ARM)
 def test_a_call_on_an_arm_processor_gives_the_same_bits(march, tmp_path):
     source, program = Path(__file__).with_name("call_elsewhere.c"), tmp_path / "call"
-    flags = [f"-march={march}" if flag == "-march=native" else flag for flag in native.COMPILER_FLAGS]
+    flags = [f"-march={march}" if flag == "-march=native" else flag for flag in processor.COMPILER_FLAGS]
     kernels = Path(native.__file__).parent
     built = subprocess.run(
         [str(COMPILER), *flags, "-w", "-static", f"-I{kernels}", str(source), "-o", str(program), "-lm"],

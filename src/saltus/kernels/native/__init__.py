@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import platform
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -17,30 +16,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from saltus.kernels.native.processor import compiler_flags, processor_features, request_amx
 from saltus.storage.cache_files import disk_errors, is_own_file, make_private_folder, new_file_with_digest
 from saltus.storage.cache_folder import cache_folder
 
 log = logging.getLogger("saltus")
 
 KERNEL_SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32", torch.float16: "f16"}
-COMPILER_FLAGS = [
-    "-O3",
-    "-march=native",
-    "-ffp-contract=off",  # what is fused is written as fused: no compiler decides the bits
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fPIC",
-    "-pthread",
-]
-INSTRUCTION_SETS = {  # by SALTUS_ISA: what the compiler is told, and what the processor must have
-    "generic": (["-march=x86-64-v2"], "sse4_2"),
-    "avx2": (["-march=x86-64-v3"], "avx2"),
-    "avx-vnni": (["-march=x86-64-v3", "-mavxvnni"], "avx_vnni"),
-    "avx512": (["-march=x86-64-v4"], "avx512bw"),
-    "avx512-vnni": (["-march=x86-64-v4", "-mavx512vnni"], "avx512_vnni"),
-    "avx512-bf16": (["-march=cooperlake"], "avx512_bf16"),
-    "amx": (["-march=sapphirerapids"], "amx_bf16"),
-}
 MAX_WEIGHTS = 4  # of one call of linear, at most
 
 POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -331,11 +313,11 @@ def load_kernels() -> ctypes.CDLL | None:
     sources = {f.name: f.read_bytes() for f in folder.iterdir() if f.name.endswith((".c", ".h", ".inc"))}
     named = filter(None, (os.environ.get("CC"), "cc", "gcc", "clang"))
     compiler = next((path for name in named if (path := shutil.which(name))), None)
-    features = _processor_features()
+    features = processor_features()
     flags = [
-        *_compiler_flags(features),
+        *compiler_flags(features),
         *(["-DSLOW_BF16_PRODUCTS"] if "GenuineIntel" in features else []),  # linear_tile_either.inc
-        *(["-DAMX_PERMITTED"] if _request_amx(features) else []),  # linear_amx.inc
+        *(["-DAMX_PERMITTED"] if request_amx(features) else []),  # linear_amx.inc
     ]
     settings = (sorted(sources.items()), flags, compiler, features, torch.__version__)
     target = cache_folder() / "native" / f"{blake2b(repr(settings).encode(), digest_size=8).hexdigest()}.so"
@@ -414,40 +396,3 @@ def _compile(compiler: list[str], sources: dict[str, bytes], target: Path) -> st
             made.chmod(0o700)
     except (OSError, ValueError) as error:
         return str(error)
-
-
-def _compiler_flags(features: str) -> list[str]:
-    """Those of the processor's own instruction set, or of the one that SALTUS_ISA names."""
-    if not (chosen := os.environ.get("SALTUS_ISA")):
-        return COMPILER_FLAGS
-    if chosen not in INSTRUCTION_SETS:
-        raise ValueError(f"SALTUS_ISA is {chosen}, but can be {', '.join(INSTRUCTION_SETS)}, or unset")
-    named, needed = INSTRUCTION_SETS[chosen]
-    if needed not in features.split():
-        raise ValueError(f"SALTUS_ISA is {chosen}, but this processor lacks {needed}; choose another or unset it")
-    return [flag for flag in COMPILER_FLAGS if flag != "-march=native"] + named
-
-
-def _request_amx(features: str) -> bool:
-    """Ask Linux to let this process use the matrix unit (AMX), as each must before its first tile; True if it may."""
-    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
-    if (
-        "amx_bf16" not in features
-        or os.environ.get("SALTUS_AMX", "1") == "0"
-        or os.environ.get("SALTUS_ISA", "amx") != "amx"
-    ):
-        return False
-    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
-
-
-PROCESSOR_FIELDS = "vendor_id", "flags", "CPU implementer", "CPU part", "Features"  # of x86; of Arm
-
-
-def _processor_features() -> str:
-    """The processor's maker and instructions, on which the compiled code depends: unlike machines may share a cache."""
-    try:
-        with open("/proc/cpuinfo") as info:
-            fields = dict(line.split(":", 1) for line in info if line.startswith(PROCESSOR_FIELDS))
-            return " ".join(fields.values()) or platform.processor()
-    except OSError:
-        return platform.platform() + platform.processor()

@@ -1,0 +1,63 @@
+"""What the processor can do, and what the compiler is told about it; SALTUS_ISA chooses less."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+
+COMPILER_FLAGS = [
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",  # what is fused is written as fused: no compiler decides the bits
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fPIC",
+    "-pthread",
+]
+INSTRUCTION_SETS = {  # by SALTUS_ISA: what the compiler is told, and what the processor must have
+    "generic": (["-march=x86-64-v2"], "sse4_2"),
+    "avx2": (["-march=x86-64-v3"], "avx2"),
+    "avx-vnni": (["-march=x86-64-v3", "-mavxvnni"], "avx_vnni"),
+    "avx512": (["-march=x86-64-v4"], "avx512bw"),
+    "avx512-vnni": (["-march=x86-64-v4", "-mavx512vnni"], "avx512_vnni"),
+    "avx512-bf16": (["-march=cooperlake"], "avx512_bf16"),
+    "amx": (["-march=sapphirerapids"], "amx_bf16"),
+}
+
+
+def compiler_flags(features: str) -> list[str]:
+    """Those of the processor's own instruction set, or of the one that SALTUS_ISA names."""
+    if not (chosen := os.environ.get("SALTUS_ISA")):
+        return COMPILER_FLAGS
+    if chosen not in INSTRUCTION_SETS:
+        raise ValueError(f"SALTUS_ISA is {chosen}, but can be {', '.join(INSTRUCTION_SETS)}, or unset")
+    named, needed = INSTRUCTION_SETS[chosen]
+    if needed not in features.split():
+        raise ValueError(f"SALTUS_ISA is {chosen}, but this processor lacks {needed}; choose another or unset it")
+    return [flag for flag in COMPILER_FLAGS if flag != "-march=native"] + named
+
+
+def request_amx(features: str) -> bool:
+    """Ask Linux to let this process use the matrix unit (AMX), as each must before its first tile; True if it may."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    if (
+        "amx_bf16" not in features
+        or os.environ.get("SALTUS_AMX", "1") == "0"
+        or os.environ.get("SALTUS_ISA", "amx") != "amx"
+    ):
+        return False
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+
+
+PROCESSOR_FIELDS = "vendor_id", "flags", "CPU implementer", "CPU part", "Features"  # of x86; of Arm
+
+
+def processor_features() -> str:
+    """The processor's maker and instructions, on which the compiled code depends: unlike machines may share a cache."""
+    try:
+        with open("/proc/cpuinfo") as info:
+            fields = dict(line.split(":", 1) for line in info if line.startswith(PROCESSOR_FIELDS))
+            return " ".join(fields.values()) or platform.processor()
+    except OSError:
+        return platform.platform() + platform.processor()
