@@ -308,7 +308,7 @@ def test_a_drafter_that_does_not_earn_its_time_rests_ever_longer_and_others_draf
     controller = Controller(call_cost=CallCost({1: 1.0, 16: 1.1}))
     target, inputs = toy_network(logit_scale=1.2), []
     made = toy_decoding(
-        "small_model+lookup", PROMPT, 300, target=target, sampling=SAMPLED, error=30.0, controller=controller
+        "small_model+lookup", PROMPT, 600, target=target, sampling=SAMPLED, error=30.0, controller=controller
     )
     clocks = {
         "target": Clock(target, controller.call_cost),
@@ -316,10 +316,10 @@ def test_a_drafter_that_does_not_earn_its_time_rests_ever_longer_and_others_draf
     }
     for _ in run_batch([made.sequence], clocks):
         inputs.append(clocks["small_model"].toy.calls)
-    assert inputs[-1] < 100
-    rests = np.diff(np.flatnonzero(np.diff(inputs)))
-    assert max(rests) >= 64 > min(rests)
-    assert len(made.steps) < 290, "lookup went on"
+    assert inputs[-1] < 50
+    first, second, *_ = np.diff(np.flatnonzero(np.diff(inputs)))
+    assert second > 1.5 * first >= 64
+    assert len(made.steps) < 500, "lookup went on"
 
 
 def test_while_a_draft_network_rests_for_long_calls_return_no_hidden_states():

@@ -86,11 +86,24 @@ def test_a_corpus_speeds_up_what_is_in_it_and_changes_no_text(tiny_folder, code_
     assert other.generate("Once upon", **settings).tokens == expected.tokens
 
 
+def test_tokens_without_an_embedding_are_not_drafted():
+    text = [1, 2, 3, 4, 5, 6, 99, 7]
+    whole, limited = (
+        NgramCorpus(corpus.backwards, corpus.places, *limit)
+        for corpus in [NgramCorpus.of_texts([text])]
+        for limit in [(), (50,)]
+    )
+    ending = [1, 2, 3, 4]
+    assert list(whole.repeats(ending, 8, 4)[0][0]) == [5, 6, 99, 7, END_OF_TEXT]
+    assert list(limited.repeats(ending, 8, 4)[0][0]) == [5, 6, END_OF_TEXT]
+    assert list(limited.repeats([3, 4, 5, 6], 8, 4)[0][0]) == [END_OF_TEXT]
+
+
 def test_files_and_folders_are_read_once(tiny_folder, code_base, monkeypatch, tmp_path):
     tokenizer = saltus.load(str(tiny_folder()), "plain").tokenizer
     monkeypatch.setenv("SALTUS_CACHE", str(tmp_path / "cache"))
     stages = []
-    corpus = load_corpus([code_base], tokenizer, stages.append)
+    corpus = load_corpus([code_base], tokenizer, progress=stages.append)
     assert len(corpus) == sum(
         len(tokenizer(file.read_text(), add_special_tokens=False).input_ids) + 1
         for file in (code_base / "a.py", code_base / "sub" / "b.md")

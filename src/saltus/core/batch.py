@@ -29,7 +29,7 @@ class SequenceState:
 
 
 def run_batch(sequences: list[SequenceState], networks: Mapping[str, Network]) -> Iterator[None]:
-    """Run all sequences to their end, one batched call a network and round; yields after each round.
+    """Run all sequences to their end, one batched call of the target a round; yields after each round.
 
     Sequences may be added to the list between rounds (continuous batching); finished ones are removed from it. Errors:
     ValueError if a sequence waits for a network that is not in `networks`; errors of a network pass through.
@@ -46,20 +46,33 @@ def run_batch(sequences: list[SequenceState], networks: Mapping[str, Network]) -
 
 
 def _run_round(sequences: list[SequenceState], networks: Mapping[str, Network]) -> None:
-    """One batched call a network. A function of its own, so that between rounds nothing holds a sequence's memory."""
-    for name, network in networks.items():
-        waiting = [one for one in sequences if one.pending is not None and one.pending.network_name == name]
-        if not waiting:
-            continue
-        # a `ReadsTargetKVCache`; isinstance takes long in every round
-        owner = TARGET if getattr(network, "reads_target_kv_cache", False) else name
-        for one in waiting:
-            if owner not in one.kv_caches:
-                one.kv_caches[owner] = networks[owner].new_kv_cache()
-        batch = [one.pending for one in waiting if one.pending is not None]
-        batch_outputs = network.forward(batch, [one.kv_caches[owner] for one in waiting])
-        for one, outputs in zip(waiting, batch_outputs, strict=True):
-            one.advance(outputs)
+    """One batched call of the target, then calls of the draft networks until no sequence waits for one.
+
+    So sequences whose drafts take different numbers of calls share the target's next call. A function of its own, so
+    that between rounds nothing holds a sequence's memory.
+    """
+    _call(TARGET, sequences, networks)
+    draft_networks = [name for name in networks if name != TARGET]
+    while sum(_call(name, sequences, networks) for name in draft_networks):
+        pass
+
+
+def _call(name: str, sequences: list[SequenceState], networks: Mapping[str, Network]) -> bool:
+    """One batched call for all sequences that wait for a network; False if none does."""
+    waiting = [one for one in sequences if one.pending is not None and one.pending.network_name == name]
+    if not waiting:
+        return False
+    network = networks[name]
+    # a `ReadsTargetKVCache`; isinstance takes long in every round
+    owner = TARGET if getattr(network, "reads_target_kv_cache", False) else name
+    for one in waiting:
+        if owner not in one.kv_caches:
+            one.kv_caches[owner] = networks[owner].new_kv_cache()
+    batch = [one.pending for one in waiting if one.pending is not None]
+    batch_outputs = network.forward(batch, [one.kv_caches[owner] for one in waiting])
+    for one, outputs in zip(waiting, batch_outputs, strict=True):
+        one.advance(outputs)
+    return True
 
 
 def run(generator: DecodeGenerator, networks: Mapping[str, Network]) -> None:

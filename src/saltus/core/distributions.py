@@ -53,7 +53,7 @@ class TargetDistributions:
             path = np.array(inputs.path_tokens(node), dtype=np.int64)
             context = np.concatenate([canvas.tokens[canvas.known_positions], path])
         row = self.outputs.logits[node + 1]
-        if self.constraint is not None:
+        if self.constraint is not None and node < inputs.num_draft_tokens:  # queries draft, and have no text to check
             row = restricted(row, self.constraint.allowed([*canvas.new_tokens.tolist(), *inputs.path_tokens(node)]))
         return self._from_logits(row, context, index)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,8 +19,25 @@ from saltus.core.rules import Rule, match
 from saltus.core.sampling import Sampling
 from saltus.core.tree import Drafts
 
-# a draft call that reads more decided tokens than this reads a prompt, or what was decided during a pause: not drafting
-MAX_DRAFT_CONTEXT = 12
+MAX_DRAFT_CONTEXT = 12  # decided tokens: a draft call that reads more than these and the last step's reads a prompt,
+# or what was decided during a pause, and its time says nothing of what drafting costs
+
+
+@dataclass
+class _DraftCalls:
+    """What the calls of draft models in one step took."""
+
+    max_context: int  # tokens that a call reads which is no prefill
+    count: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0  # seconds until their outputs came
+    read_prompt: bool = False
+
+    def record(self, outputs: ForwardOutputs, waited: float) -> None:
+        self.count += 1
+        self.seconds += outputs.seconds
+        self.waited += waited
+        self.read_prompt |= outputs.context_tokens_read > self.max_context
 
 
 def speculate(
@@ -54,14 +71,13 @@ def speculate(
         # The distribution after the last accepted node decides one hole more than the tree is deep.
         max_depth = min(len(canvas.open_positions) - 1, controller.max_draft_tokens)
         drafted: list[Drafts] = []
-        draft_seconds = waited = 0.0  # in calls of draft models; until their outputs came
+        draft_calls = _DraftCalls(MAX_DRAFT_CONTEXT if last is None else max(MAX_DRAFT_CONTEXT, len(last.tokens) + 1))
         started = time.perf_counter()
         should_draft = controller.should_draft()
         for drafter in drafters if max_depth else ():
             drafts = drafter(canvas, last, max_depth)
             if isinstance(drafts, Generator):
-                drafts, *seconds = (yield from _time_draft_calls(drafts)) if should_draft else ((), 0.0, 0.0)
-                draft_seconds, waited = draft_seconds + seconds[0], waited + seconds[1]
+                drafts = (yield from _time_draft_calls(drafts, draft_calls)) if should_draft else ()
             drafted += drafts
         if constraint is not None and drafters and max_depth:
             drafted = [*constrained_branches(drafted, constraint, canvas.new_tokens.tolist(), max_depth)]
@@ -76,7 +92,7 @@ def speculate(
         for drafter in fused if should_draft else ():
             probabilities = list(map(controller.calibrated_probability, tree.sources, tree.acceptance_probabilities))
             inputs = drafter.add_draft_queries(inputs, probabilities, controller)
-        other_seconds = time.perf_counter() - started - waited
+        other_seconds = time.perf_counter() - started - draft_calls.waited
         outputs = yield inputs
         started = time.perf_counter()
         distributions = TargetDistributions(inputs, outputs, sampling, noise, constraint)
@@ -89,8 +105,9 @@ def speculate(
         padding = padding if end is None else max(padding - (len(tokens) - end), 0)
         last = Step(canvas, inputs, outputs, distributions, tokens[:end], node, padding)
         other_seconds += time.perf_counter() - started
-        used_networks = draft_seconds > 0 or (should_draft and bool(fused))
-        controller.record(offered, last, draft_seconds, other_seconds, used_networks)
+        used_networks = draft_calls.count > 0 or (should_draft and bool(fused))
+        seconds = None if draft_calls.read_prompt else draft_calls.seconds
+        controller.record(offered, last, seconds, other_seconds, used_networks)
         canvas = canvas.fill(last.tokens)
         on_step(last)
         if end is not None:
@@ -98,20 +115,15 @@ def speculate(
 
 
 def _time_draft_calls(
-    drafts: Generator[ForwardInputs, ForwardOutputs, Sequence[Drafts]],
-) -> Generator[ForwardInputs, ForwardOutputs, tuple[Any, float, float]]:
-    """Pass on the forward passes of a drafter.
-
-    Returns its branches, the seconds of its passes without its prefill, and the seconds until their outputs came.
-    """
-    seconds = waited = 0.0
+    drafts: Generator[ForwardInputs, ForwardOutputs, Sequence[Drafts]], calls: _DraftCalls
+) -> Generator[ForwardInputs, ForwardOutputs, Sequence[Drafts]]:
+    """Pass on the forward passes of a drafter, and record them; returns its branches."""
     try:
         inputs = next(drafts)
         while True:
             started = time.perf_counter()
             outputs = yield inputs
-            waited += time.perf_counter() - started
-            seconds += outputs.seconds if outputs.context_tokens_read <= MAX_DRAFT_CONTEXT else 0.0
+            calls.record(outputs, time.perf_counter() - started)
             inputs = drafts.send(outputs)
     except StopIteration as end:
-        return end.value, seconds, waited
+        return end.value

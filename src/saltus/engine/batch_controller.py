@@ -49,7 +49,7 @@ class BatchController(Controller):
         self,
         tree: Tree,
         step: Step,
-        draft_seconds: float = 0.0,
+        draft_seconds: float | None = 0.0,
         other_seconds: float = 0.0,
         used_networks: bool = False,
     ) -> None:

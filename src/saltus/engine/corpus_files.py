@@ -22,8 +22,12 @@ MAX_TOKENS = 1 << 30
 SKIPPED_FOLDERS = {"__pycache__", "node_modules"}  # and those whose names begin with a dot
 
 
-def load_corpus(paths: Sequence[str | Path], tokenizer: Any, progress: ProgressCallback = no_progress) -> NgramCorpus:
+def load_corpus(
+    paths: Sequence[str | Path], tokenizer: Any, num_token_ids: int = 2**31, progress: ProgressCallback = no_progress
+) -> NgramCorpus:
     """The corpus of some files, and of all text files below some folders, in a tokenizer's tokens.
+
+    A tokenizer may have more of them than a model has embeddings for: those from `num_token_ids` on are not drafted.
 
     It is sorted at its first use (a second or two for a million tokens), and then mapped from the cache folder. Errors:
     ValueError for a path that does not exist or that holds no text, and where the cache cannot be written.
@@ -45,7 +49,7 @@ def load_corpus(paths: Sequence[str | Path], tokenizer: Any, progress: ProgressC
             for file, array in zip(files, (corpus.backwards, corpus.places), strict=True):
                 with new_file_with_digest(file) as made, made.open("wb") as opened:
                     np.save(opened, array)
-    return NgramCorpus(*(np.load(file, mmap_mode="r") for file in files))
+    return NgramCorpus(*(np.load(file, mmap_mode="r") for file in files), num_token_ids=num_token_ids)
 
 
 def texts_at(path: Path) -> Iterator[str]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from saltus.core.canvas import Canvas
 from saltus.core.control.acceptance import Acceptance
 from saltus.core.control.call_cost import CallCost
 from saltus.core.control.controller import Controller
+from saltus.core.distributions import Step
 from saltus.core.forward import TARGET
 from saltus.core.noise import Noise
 from saltus.core.protocols import Drafter, Network, UsesCorpus, UsesHiddenStates, UsesMemory, UsesReferences
@@ -84,14 +87,14 @@ class DecodingSetup:
             return Controller(self.max_draft_tokens, adaptive=False)
         if not self.call_cost.seconds:
             self.call_cost.seconds.update(call_seconds(self.networks[TARGET]))
-        if batch_size not in self.controllers:  # one more node for each request: batch_size times the rows
-            costs = (
-                self.call_cost
-                if batch_size == 1
-                else CallCost({rows: self.call_cost.seconds_for(rows * batch_size) for rows in CALIBRATION_ROWS})
-            )
+        if batch_size not in self.controllers:
+            costs = self.call_cost if batch_size == 1 else CallCost()
             self.controllers[batch_size] = Controller(self.max_draft_tokens, True, self.acceptance, costs, batch_size)
-        return self.controllers[batch_size]
+        controller = self.controllers[batch_size]
+        if batch_size > 1:  # one more node for each request: batch_size times the rows, by what is known by now
+            seconds = {rows: self.call_cost.seconds_for(rows * batch_size) for rows in CALIBRATION_ROWS}
+            controller.call_cost.seconds.update(seconds)
+        return controller
 
 
 def set_max_unread(drafter: Drafter, method: Method, networks: Mapping[str, Network]) -> None:
@@ -102,7 +105,10 @@ def set_max_unread(drafter: Drafter, method: Method, networks: Mapping[str, Netw
 
 
 def _limit_to_context(context_length: int, drafter: Drafter) -> Drafter:
-    """The drafter, without drafts once the text outgrows what its draft model reads."""
-    return lambda canvas, last, max_depth: (
-        drafter(canvas, last, max_depth) if len(canvas.decided_prefix) + max_depth <= context_length else ()
-    )
+    """The drafter, whose drafts end where the text outgrows what its draft model reads."""
+
+    def limited(canvas: Canvas, last: Step | None, max_depth: int) -> Any:
+        depth = min(max_depth, context_length - len(canvas.decided_prefix))
+        return drafter(canvas, last, depth) if depth > 0 else ()
+
+    return limited

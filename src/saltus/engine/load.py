@@ -107,7 +107,7 @@ def load(
     tuned = _find_tuned_settings(model, target.network, options, max_draft_tokens) if tuned_settings else None
     decoder = Decoder(target.network, target.name, load_draft_model, options, rule, nodes, adaptive, batch_size, tuned)
     if ngram_corpus:
-        decoder.corpus = load_corpus(ngram_corpus, target.tokenizer, progress or no_progress)
+        decoder.corpus = load_corpus(ngram_corpus, target.tokenizer, target.num_token_ids, progress or no_progress)
     return Engine(target, decoder.chosen_method(method), decoder)
 
 

@@ -32,11 +32,10 @@ class PromptReader:
         """True if a call should read a chunk of the prompt; False if the text's first call can read what is left."""
         if scheduled.prompt_scores is not None and scheduled.prompt_scores.num_unscored:
             return True
-        return (
-            self.tree is not None
-            and self.prefill_chunk_tokens is not None
-            and scheduled.num_unread_tokens > self.prefill_chunk_tokens
-        )
+        if self.tree is None or self.prefill_chunk_tokens is None:
+            return False
+        unread = scheduled.num_unread_tokens
+        return unread > self.prefill_chunk_tokens and unread > 1 + _num_unread_states(scheduled)
 
     def read_chunk(self, scheduled: ScheduledRequest) -> None:
         """Read the next tokens of a prompt into the text's cache; the last of them are left to its first call."""
@@ -60,6 +59,7 @@ class PromptReader:
             return
         assert self.prefill_chunk_tokens is not None
         end = len(prompt) - scheduled.num_unread_tokens + self.prefill_chunk_tokens
+        end = min(end, len(prompt) - 1 - _num_unread_states(scheduled))
         self.target.forward([ForwardInputs(continuation(prompt[:end], 1))], [kv_caches[TARGET]])
         scheduled.num_unread_tokens = len(prompt) - end
 

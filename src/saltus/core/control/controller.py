@@ -101,13 +101,14 @@ class Controller:
         self,
         tree: Tree,
         step: Step,
-        draft_seconds: float = 0.0,
+        draft_seconds: float | None = 0.0,
         other_seconds: float = 0.0,
         used_networks: bool = False,
     ) -> None:
         """Record a step: which nodes of the whole tree were right, and whether drafting paid for its seconds.
 
-        `draft_seconds` were spent in calls of draft models, `other_seconds` outside of calls, for this text alone: the
+        `draft_seconds` were spent in calls of draft models (None: they read a prompt too, and the step says nothing of
+        what drafting costs), `other_seconds` outside of calls, for this text alone: the
         others of a batch wait for them. `used_networks`: draft models or queries were used in this step.
         """
         if not self.adaptive:
@@ -123,7 +124,7 @@ class Controller:
                 (tree.payoffs[node] for node in range(num_verified) if tree.payoff_sources[node] == source), 0.0
             )
             self.acceptance.record_payoff(source, sum(node in depths for node in nodes), payoffs)
-        if self.call_cost.seconds:
+        if self.call_cost.seconds and draft_seconds is not None:
             spent = (
                 draft_seconds
                 + self.batch_size * other_seconds

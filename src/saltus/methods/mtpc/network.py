@@ -240,8 +240,8 @@ class HeadNetwork:
         tokens, distribution = self._state_distributions(kv_cache, len(kv_cache.window_tokens))
         column = int(np.searchsorted(tokens, token))
         known = column < len(tokens) and int(tokens[column]) == token
-        with np.errstate(divide="ignore"):
-            circuit_filter.observe(np.log(distribution[:, column]) if known else np.zeros_like(distribution[:, 0]))
+        evidence = np.log(np.maximum(distribution[:, column], TINY)) if known else np.zeros_like(distribution[:, 0])
+        circuit_filter.observe(evidence)
         kv_cache.window_tokens.append(token)
 
 

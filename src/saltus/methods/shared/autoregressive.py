@@ -35,8 +35,8 @@ def draft_autoregressively(
 
     Under `match` drafts are picked with the text's own random numbers, so that they agree with the target's tokens
     wherever the distributions agree; under `reject` with fresh ones, and the rule gets the draft distributions. Hidden
-    states are an input of the first call only, whose outputs may be known already. A network that returns no logits
-    ends the branch.
+    states are an input of the first call only, whose outputs may be known already. A network that returns no logits, or
+    none that are finite, ends the branch.
     """
     canvas = inputs.canvas
     stream = f"{source}/{canvas.num_decided}"  # new in each step: random numbers are never used twice
@@ -47,8 +47,8 @@ def draft_autoregressively(
     value = 1.0
     while len(tokens) < num_draft_tokens and value >= min_probability:
         outputs, first_outputs = first_outputs or (yield inputs), None
-        if not len(outputs.logits):
-            break
+        if not len(outputs.logits) or not math.isfinite(float(outputs.logits[0].max())):
+            break  # a draft model that is broken cannot break the text
         answers, others = TargetDistributions(inputs, outputs, sampling, noise), []
         if rule is reject:
             distribution = answers[-1]
@@ -59,8 +59,6 @@ def draft_autoregressively(
             (token, stated), *others = _favoured(answers, top_k)
         if sampling.greedy:
             stated = most_likely(outputs.logits[0])[1]
-        if math.isnan(stated):
-            break
         siblings += [Branch([*tokens, other], [*probabilities, chance], source) for other, chance in others]
         value *= stated
         tokens.append(token)

@@ -36,6 +36,7 @@ class NgramCorpus:
 
     backwards: UInt32[np.ndarray, "tokens"]
     places: Int[np.ndarray, "places"]  # int32, each the number of tokens before it
+    num_token_ids: int = 2**31  # tokens from here on are not drafted
     _bytes: memoryview = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -108,7 +109,8 @@ class NgramCorpus:
         """The tokens from a place on, as far as its text goes, and an end."""
         end = len(self.backwards) - place
         tokens = (self.backwards[max(end - CONTINUATION, 0) : end][::-1].astype(np.int64) - 1).tolist()
-        return [*(tokens[: tokens.index(END_OF_TEXT)] if END_OF_TEXT in tokens else tokens), END_OF_TEXT]
+        count = next((i for i, token in enumerate(tokens) if not 0 <= token < self.num_token_ids), len(tokens))
+        return [*tokens[:count], END_OF_TEXT]
 
 
 def _common_bytes(one: bytes, other: bytes) -> int:

@@ -1,0 +1,101 @@
+"""The loop: what it records of drafting, and what it makes of constraints and of broken drafters."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from saltus.core.batch import SequenceState
+from saltus.core.canvas import continuation
+from saltus.core.control.controller import Controller
+from saltus.core.noise import Noise
+from saltus.core.rules import match, reject
+from saltus.core.sampling import Sampling
+from saltus.core.speculate import speculate
+from saltus.methods.jacobi.drafter import Jacobi
+from saltus.methods.ptp.fused_drafter import FusedPtpDrafter
+from saltus.testing import ToyDecoding, toy_decoding, toy_drafter, toy_network
+
+
+class RecordingController(Controller):
+    """It keeps what it is told of each step: its tokens, the seconds of draft models, whether they were used."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.told = []
+
+    def record(self, tree, step, draft_seconds=0.0, other_seconds=0.0, used_networks=False) -> None:
+        self.told.append((len(step.tokens), draft_seconds, used_networks))
+        super().record(tree, step, draft_seconds, other_seconds, used_networks)
+
+
+def test_a_step_after_many_tokens_is_one_with_drafts_and_one_that_reads_a_prompt_says_nothing(monkeypatch):
+    target = toy_network(vocab=6, logit_scale=10.0)
+    draft_model = toy_drafter(target, name="ptp")
+    evaluate = draft_model._evaluate
+    monkeypatch.setattr(
+        draft_model, "_evaluate", lambda inputs, kv_cache: replace(evaluate(inputs, kv_cache), seconds=0.01)
+    )
+    controller = RecordingController(31)
+    controller.call_cost.seconds.update({1: 0.1, 32: 0.12})
+    toy_decoding(
+        "ptp+lookup", [1, 2] * 20, 200, target=target, controller=controller, extra_networks={"ptp": draft_model}
+    ).run()
+    assert max(tokens for tokens, *_ in controller.told) > 13
+    used = [seconds for _, seconds, used in controller.told if used]
+    assert len(used) > 3
+    assert used.count(None) == 1, "the call that reads the prompt"
+    assert set(used) == {None, 0.01}
+    assert controller.drafting_switch.with_drafts.tokens > controller.drafting_switch.without_drafts.tokens
+
+
+class Alternating:
+    """Even tokens at even places, odd ones at odd places; what is asked of another text is an error."""
+
+    def allowed(self, text) -> np.ndarray:
+        assert self.num_allowed((), text) == len(text), f"no text of this constraint: {text}"
+        allowed = np.zeros(6, dtype=bool)
+        allowed[len(text) % 2 :: 2] = True
+        return allowed
+
+    def num_allowed(self, text, tokens) -> int:
+        places = range(len(text), len(text) + len(tokens))
+        right = [0 <= token < 6 and token % 2 == place % 2 for place, token in zip(places, tokens, strict=True)]
+        return right.index(False) if False in right else len(right)
+
+    def fast_forward(self, text, max_tokens):
+        return ()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["independent", "one-hot", "categorical", "jacobi"])
+def test_queries_need_not_follow_a_constraint_that_the_text_follows(kind, temperature):
+    sampling, noise = Sampling(temperature), Noise(3)
+
+    def written(drafters) -> list[int]:
+        target, steps = toy_network(vocab=6, logit_scale=2.0), []
+        target.adapter = lambda before, uniforms: target.logits[before]
+        generator = speculate(
+            continuation([1, 2], 30), noise, sampling, drafters, steps.append, constraint=Alternating(),
+            controller=Controller(adaptive=False),
+        )  # fmt: skip
+        return ToyDecoding(SequenceState(generator), {"target": target}, steps).run().tokens
+
+    jacobi = kind == "jacobi"
+    drafter = Jacobi(model="any").drafter(noise, sampling, match) if jacobi else FusedPtpDrafter(noise, sampling, kind)
+    plain = written([])
+    assert Alternating().num_allowed((), plain) == 30
+    assert written([drafter]) == plain
+
+
+@pytest.mark.parametrize("method", ["small_model", "mtp"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rule", [match, reject])
+def test_a_draft_model_without_finite_logits_drafts_nothing(method, temperature, rule):
+    settings = {"sampling": Sampling(temperature), "rule": rule}
+    target = toy_network()
+    broken = toy_drafter(target, name=method)
+    broken.logits = broken.logits * float("nan")
+    made = toy_decoding(method, [1, 2], 20, target=target, extra_networks={method: broken}, **settings).run()
+    assert broken.calls
+    assert made.tokens == toy_decoding("plain", [1, 2], 20, target=toy_network(), **settings).run().tokens
