@@ -26,7 +26,17 @@ def data(
     out: Out,
     model: o.Model = o.DEFAULT_MODEL,
     chat_template: o.ChatTemplate = None,
-    max_new_tokens: o.MaxNewTokens = 256,
+    max_new_tokens: Annotated[
+        int | None,
+        o.in_panel(
+            o.LENGTH_PANEL,
+            "--max-new-tokens",
+            "-n",
+            metavar="N",
+            min=1,
+            help="Tokens of an answer, at most. [dim]\\[default: as many as the model's context holds][/dim]",
+        ),
+    ] = None,
     texts_per_file: TextsPerFile = 128,
 ) -> None:
     """Write the texts of a data set as token ids, as if the model had answered its prompts.
@@ -49,5 +59,6 @@ def data(
     read_rows(texts)  # it raises errors before a model is loaded
     engine = open_engine(model, "plain", None, chat_template=chat_template, tuned_settings=False)
     with lock_folder(out):
-        count = write_given_texts(engine, texts, out, max_new_tokens, texts_per_file)
-    print_note(f"{count:,} texts in {out}")
+        count, cut = write_given_texts(engine, texts, out, max_new_tokens, texts_per_file)
+    limit = "the model's context ends" if max_new_tokens is None else f"--max-new-tokens {max_new_tokens:,}"
+    print_note(f"{count:,} texts in {out}" + (f"; {cut:,} of them were cut ({limit})" if cut else ""))

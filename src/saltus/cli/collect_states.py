@@ -150,7 +150,8 @@ def _read(texts: Path) -> Callable[[Any], list[Any]]:
 
     def tokenized(engine: Any) -> list[Any]:
         longest = engine.target.context_length or 1 << 30
-        return [Sample(*tokenize_row(engine, row, longest), 1.0) for row in rows]
+        pairs = (tokenize_row(engine, row) for row in rows)
+        return [Sample(prompt, completion[:longest], 1.0) for prompt, completion in pairs]
 
     return tokenized
 

@@ -7,7 +7,11 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter
 
+SAMPLED_NUMBERS = 64  # of each matrix, for `layers_digest`
 SAMPLED_ROWS = 64
 SAMPLED_COLUMNS = 64  # of each row, for `embedding_signs`
 SIMILAR_SHARE = 0.8  # of equal signs; 4-bit quantisation keeps 94 %, and of other weights half agree
@@ -16,6 +20,22 @@ SIMILAR_SHARE = 0.8  # of equal signs; 4-bit quantisation keeps 94 %, and of oth
 def model_fingerprint(model: Any) -> str:
     """The identity of a model in any dtype: a hash of its shapes and of the signs of a sample of its embeddings."""
     return blake2b(np.packbits(_signs(model)).tobytes() + _shapes(model), digest_size=16).hexdigest()
+
+
+def layers_digest(model: Any) -> str | None:
+    """A hash of a few numbers of each weight matrix, which a fine-tuned model does not share with its base.
+
+    None for weights that are packed, distributed or in float16: only bfloat16 and float32 give the same.
+    """
+    digest = blake2b(digest_size=16)
+    for name, weight in model.named_parameters():
+        if weight.ndim < 2:
+            continue
+        if type(weight) not in (Tensor, Parameter) or weight.dtype not in (torch.bfloat16, torch.float32):
+            return None
+        numbers = weight.detach().flatten()[:: max(weight.numel() // SAMPLED_NUMBERS, 1)]
+        digest.update(name.encode() + numbers.to("cpu", torch.bfloat16).float().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def vocabulary_digest(tokenizer: Any) -> str:

@@ -70,6 +70,14 @@ class Objective(ABC):
         """Settings that change nothing under the others of this recipe, and why."""
         return {}
 
+    def needs_temperatures(self, recipe: Recipe) -> bool:
+        """True if the recipe's temperatures must be those of the texts: their distributions are learned."""
+        return False
+
+    def resolve_initial(self, folder: Path) -> Path:
+        """The folder of an earlier result."""
+        return folder
+
     def why_not_truncated(self, recipe: Recipe) -> str:
         """Why top-k and top-p mean nothing here, with the cure; empty if they do.
 
@@ -93,6 +101,13 @@ class Objective(ABC):
             named = " and ".join(map(str, paths))
             raise ValueError(
                 f"{named} holds fewer than two texts of {MIN_COMPLETION_TOKENS} tokens or more; collect more"
+            )
+        others = {round(sample.temperature, 3) for sample in long_enough} - {0.0, *recipe.temperatures}
+        if others and self.needs_temperatures(recipe):
+            all_of_them = ",".join(f"{each:g}" for each in sorted({*others, *recipe.temperatures}))
+            raise ValueError(
+                f"a text was written at temperature {min(others):g}, whose distributions the recipe does not learn; set"
+                f" temperatures=[{all_of_them}]"
             )
         count = min(recipe.teacher_texts or len(long_enough), len(long_enough))
         chosen = seeded_generator(recipe.data.seed, "texts").permutation(len(long_enough))[:count]
@@ -145,9 +160,12 @@ class CachedStateObjective(Objective):
         found: dict[str, str] = {}
         if not getattr(recipe.settings, "reads_uniforms", False):
             found |= dict.fromkeys(("uniform_beta", "embedding"), "no query has a uniform")
-        if self.task.learns_distributions(recipe.coupling):
+        if self.needs_temperatures(recipe):
             found["greedy_fraction"] = "windows are at the temperature of their text"
         return found
+
+    def needs_temperatures(self, recipe: Recipe) -> bool:
+        return self.task.learns_distributions(recipe.coupling)
 
     def check_initial(self, inputs: TrainingInputs, folder: Path) -> None:
         model, settings = inputs.network.model, inputs.recipe.settings

@@ -78,7 +78,7 @@ class QueryDrafterTask(CachedStateTask):
             distributions = self._target_distributions(batch.target_rows[counted.cpu()][sampled.cpu()] - 1)
             losses[sampled] = F.cross_entropy(logits[sampled], distributions, reduction="none")
         distribution_losses = self._distribution_losses(batch, context, chosen)
-        mean = self.processes.weighted_mean(losses, weights)
+        mean = self.processes.weighted_mean(losses, weights, floor=1e-9)
         return mean + self.window_settings.distillation_weight * self.processes.mean(distribution_losses)
 
     @property

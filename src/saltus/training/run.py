@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from saltus.engine.checkpoints import require_same_vocabulary
-from saltus.loading.model_identity import model_fingerprint, vocabulary_digest
+from saltus.loading.model_identity import layers_digest, model_fingerprint, vocabulary_digest
 from saltus.training.data.hidden_states import texts_digest
 from saltus.training.data.teacher_texts import read_metadata
 from saltus.training.loop import training_loop
@@ -152,6 +152,7 @@ def open_run(
     Errors: ValueError if another model wrote the texts, or for another vocabulary, or if initial weights do not fit.
     """
     objective = OBJECTIVES[recipe.kind]
+    initial_folder = None if initial_folder is None else objective.resolve_initial(initial_folder)
     samples = objective.select_texts(recipe, paths)
     if not objective.needs_target:
         return TrainingRun(
@@ -195,7 +196,9 @@ def check_teacher_model(teacher: Path, model: Any, tokenizer: Any, name: str) ->
                 f" {name}; give --model {name} to saltus collect text"
             )
         return
-    if metadata and metadata["fingerprint"] != model_fingerprint(model):
+    layers = metadata.get("layers"), layers_digest(model)
+    is_other = all(layers) and layers[0] != layers[1]
+    if metadata and (is_other or metadata["fingerprint"] != model_fingerprint(model)):
         made, cure = "written by", f"let {name} write its own"
         if metadata.get("given"):
             made, cure = "tokenized for", f"give --model {name} to saltus collect data"

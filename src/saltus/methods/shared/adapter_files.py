@@ -18,6 +18,7 @@ from torch import Tensor
 from saltus.loading.fetching import first_line
 from saltus.loading.metadata import (
     ADAPTER_CONFIG_FILE,
+    METADATA_FILE,
     DrafterMetadata,
     check_target,
     read_metadata,
@@ -34,19 +35,16 @@ RETRY_HINT = "copy it again, or train it again"
 def save_adapter(
     adapter: Adapter, folder: Path, target: Any, target_name: str, training: Mapping[str, Any] | None = None
 ) -> None:
-    """Write an adapter for this model (a Hugging Face model) of this name; an existing folder is replaced as a whole.
+    """Write an adapter for this model (a Hugging Face model) of this name; files of an earlier one are replaced.
 
     `training` records how it was trained. The layout is PEFT's, which reads the low-rank parts, but has no gate: it
     would add them to every row.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
-        new = Path(temporary, "new")
-        new.mkdir()
-        _write(adapter, new, target, target_name, training or {})
-        if folder.exists():
-            os.rename(folder, Path(temporary, "old"))
-        os.rename(new, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as temporary:
+        _write(adapter, Path(temporary), target, target_name, training or {})
+        for file in sorted(Path(temporary).iterdir(), key=lambda file: file.name == METADATA_FILE):
+            os.replace(file, folder / file.name)  # the metadata last: they have the digests of the others
 
 
 def _write(adapter: Adapter, folder: Path, target: Any, target_name: str, training: Mapping[str, Any]) -> None:

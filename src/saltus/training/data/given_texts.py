@@ -44,26 +44,32 @@ def _parts(row: Mapping[str, Any]) -> tuple[Any, str] | None:
     return ("", text) if isinstance(text, str) and text.strip() else None
 
 
-def tokenize_row(engine: Engine, row: Mapping[str, Any], max_new_tokens: int) -> tuple[list[int], list[int]]:
-    """The tokens of the prompt and of its text; a whole text ends with an end token. A bare text follows its first."""
+def tokenize_row(engine: Engine, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    """The tokens of the prompt and of its text, which ends with an end token. A bare text follows its first."""
     parts = _parts(row)
     assert parts is not None
     prompt, text = parts
     tokens = list(engine.tokenizer.encode(text, add_special_tokens=not prompt))
     if not prompt:
-        return tokens[:1], tokens[1 : 1 + max_new_tokens]
+        return tokens[:1], tokens[1:]
     ends, end = engine.target.end_tokens, answer_end_token(engine.tokenizer)
     end = end if end in ends else min(ends, default=None)
-    return list(engine.encode(prompt)), (tokens + ([] if end is None else [end]))[:max_new_tokens]
+    return list(engine.encode(prompt)), tokens + ([] if end is None else [end])
 
 
-def write_given_texts(engine: Engine, file: Path, folder: Path, max_new_tokens: int, texts_per_shard: int) -> int:
-    """Write a file's texts for a model; returns how many. Errors: ValueError where the folder holds other texts."""
-    texts, context = [], engine.target.context_length
+def write_given_texts(
+    engine: Engine, file: Path, folder: Path, max_new_tokens: int | None, texts_per_shard: int
+) -> tuple[int, int]:
+    """Write a file's texts for a model, each up to the model's context; returns how many, and how many were cut.
+
+    Errors: ValueError where the folder holds other texts.
+    """
+    texts, cut, context = [], 0, engine.target.context_length or 2**31
     for row in read_rows(file):
-        prompt, completion = tokenize_row(engine, row, max_new_tokens)
-        completion = completion if context is None else completion[: max(context - len(prompt), 0)]
+        prompt, whole = tokenize_row(engine, row)
+        completion = whole[: min(max(context - len(prompt), 0), max_new_tokens or context)]
         if prompt and completion:
+            cut += len(completion) < len(whole)
             source = str(row.get("source") or row.get("category") or file.stem)
             texts.append({"source": source, "temperature": TEMPERATURE, "prompt": prompt, "completion": completion})
     if not texts:
@@ -81,4 +87,4 @@ def write_given_texts(engine: Engine, file: Path, folder: Path, max_new_tokens: 
         save_shard(folder / f"{number:05d}.jsonl.gz", part)
     content = (json.dumps(metadata, indent=1) + "\n").encode()
     write_atomically(folder / METADATA_FILE, lambda out: out.write(content))
-    return len(texts)
+    return len(texts), cut

@@ -19,7 +19,7 @@ from torch import Tensor
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.core.picking import Coupling
-from saltus.loading.model_identity import model_fingerprint
+from saltus.loading.model_identity import layers_digest, model_fingerprint
 from saltus.training.data.uniform_intervals import Truncation, uniform_intervals
 from saltus.training.loop.checkpoint import write_atomically
 from saltus.training.loop.processes import ONE_PROCESS, Processes
@@ -57,6 +57,7 @@ def collect_hidden_states(
     """
     metadata = {
         "target": model_fingerprint(network.model),
+        "layers": layers_digest(network.model),
         "hidden_state_layers": list(network.hidden_state_layers),
         "temperatures": list(temperatures),
         "coupling": coupling,
@@ -97,10 +98,14 @@ def write_shards(
         part = samples[start : start + TEXTS_PER_SHARD]
         shard_metadata = {"metadata": json.dumps(metadata | {"texts": texts_digest(part)})}
         if file.exists():
-            if _read_metadata(file) != shard_metadata:
-                raise ValueError(
-                    f"{file} holds states of another model, texts or coupling; collect into another folder"
-                )
+            wanted = json.loads(shard_metadata["metadata"])
+            found = json.loads(_read_metadata(file).get("metadata", "{}"))
+            names = [
+                name for name in {**wanted, **found} if name != "layers" or found.get(name)
+            ]  # older shards lack it
+            if differs := next((name for name in names if wanted.get(name) != found.get(name)), None):
+                what = {"target": "model", "layers": "model"}.get(differs, differs.replace("_", " "))
+                raise ValueError(f"{file} holds states for other settings ({what}); take another --work")
         else:
             parts: dict[str, list[Tensor]] = {}
             for done, sample in enumerate(part):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -36,7 +36,17 @@ def prepare_model(model: Any) -> Any:
             " train a drafter of hidden states, or draft by lookup"
         )
     attention.install_attention(model)
-    return model.requires_grad_(False).eval()
+    return without_dropout(model).requires_grad_(False).eval()
+
+
+def without_dropout(model: Any) -> Any:
+    """The model, whose dropout is off in training, too: a step's loss follows from the weights alone."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010
+    return model
 
 
 def pack_causal(tokens: Int[Tensor, "batch length"]) -> PackedBatch:

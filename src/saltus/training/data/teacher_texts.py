@@ -17,7 +17,7 @@ from saltus.core.sampling import Sampling
 from saltus.engine.engine import Engine
 from saltus.engine.request import Request
 from saltus.engine.scheduler import run_requests
-from saltus.loading.model_identity import model_fingerprint
+from saltus.loading.model_identity import layers_digest, model_fingerprint
 from saltus.models.protocols import DrafterHost
 from saltus.training.data.hidden_states import Sample
 from saltus.training.loop.checkpoint import write_atomically
@@ -82,6 +82,7 @@ class CollectionPlan:
         return {
             "model": engine.target.name,
             "fingerprint": model_fingerprint(model),
+            "layers": layers_digest(model),
             "dtype": str(model.dtype).removeprefix("torch."),
             "free_shapes": not engine.network.batch_invariant,
             "coupling": self.coupling,
@@ -142,6 +143,10 @@ def prepare_folder(folder: Path, plan: CollectionPlan, metadata: Mapping[str, An
     if not (folder / METADATA_FILE).exists():
         _write_metadata(folder, metadata)
     begun = read_metadata(folder)
+    if not begun.get("layers"):  # an older folder, or packed weights
+        metadata, begun = (
+            {name: value for name, value in each.items() if name != "layers"} for each in (metadata, begun)
+        )
     known = begun.get("questions")
     if isinstance(known, int) and known < len(plan.prompts):
         first = replace(plan, prompts=plan.prompts[:known])
@@ -152,7 +157,7 @@ def prepare_folder(folder: Path, plan: CollectionPlan, metadata: Mapping[str, An
             _write_metadata(folder, begun)
     names = [name for name in {**metadata, **begun} if name != "model"]
     differs = next((name for name in names if begun.get(name) != metadata.get(name)), None)
-    if differs in ("prompts", "fingerprint"):
+    if differs in ("prompts", "fingerprint", "layers"):
         what = "answers to other prompts" if differs == "prompts" else f"answers of another model ({begun['model']})"
         raise ValueError(f"{folder} holds {what}; collect into another folder")
     if differs == "guessed_by":

@@ -20,7 +20,7 @@ from saltus.loading.metadata import DrafterMetadata, write_metadata
 from saltus.loading.model_folders import PAIRWISE_CORRECTION_FILE
 from saltus.methods.assd.network import ANY_SUBSET
 from saltus.methods.assd.training.holes import HoleSettings
-from saltus.training.data.packed_forward import pack_causal, packed_logits, prepare_model
+from saltus.training.data.packed_forward import pack_causal, packed_logits, prepare_model, without_dropout
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.window_packing import PackedBatch, pack_rows
 from saltus.training.training_task import TrainingTask
@@ -188,7 +188,7 @@ class XlnetTrainingTask(AnySubsetTrainingTask):
     """The same for an XLNet of Hugging Face, whose two streams have a mask of their own (Yang et al. 2019)."""
 
     def _prepared_model(self) -> nn.Module:
-        return self.model.requires_grad_(True)
+        return without_dropout(self.model).requires_grad_(True)
 
     def hole_logits(
         self, tokens: Int[Tensor, "batch padded"], ranks: Int[Tensor, "batch padded"], num_unknown: int = 0

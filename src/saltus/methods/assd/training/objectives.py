@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, XLNetConfig, XLNetLMHead
 from saltus.engine.checkpoints import fills_holes, load_model, load_tokenizer
 from saltus.loading.gguf_storage import require_packable
 from saltus.loading.packing import PACKINGS
+from saltus.loading.sources import resolve
 from saltus.methods.assd.network import ANY_SUBSET
 from saltus.methods.assd.training import infill_texts
 from saltus.methods.assd.training.any_subset import AnySubsetTrainingTask, LeftToRightTrainingTask, XlnetTrainingTask
@@ -86,6 +87,18 @@ class AnySubsetObjective(Objective):
         super().validate(recipe, keys)
         if recipe.settings.architecture == "xlnet" and recipe.schedule.optimizer == "muon":
             raise ValueError("an XLNet is trained by adamw alone; set optimizer=adamw")
+
+    def without_effect(self, recipe: Recipe) -> Mapping[str, str]:
+        found: dict[str, str] = {}
+        if recipe.settings.architecture != "any-subset":
+            found["correction_steps"] = "only an any-subset model has a pairwise correction"
+        if recipe.settings.architecture == "left-to-right":
+            found |= dict.fromkeys(("span_probability", "order", "mask_ratio"), "a causal model fills no holes")
+        return found
+
+    def resolve_initial(self, folder: Path) -> Path:
+        """The folder of a model, which may be one of a hub."""
+        return folder if folder.exists() else resolve(str(folder))
 
     def select_texts(self, recipe: Recipe, paths: Sequence[Path]) -> Sequence[str]:
         """All stories, and all different programs, in random order."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,11 @@ class PairwiseCorrectionTrainingTask(TrainingTask):
         return {"uncorrected": float(np.mean(uncorrected)), "corrected": float(np.mean(corrected))}
 
     def dataset_digest(self) -> str:
-        return self.base_task.dataset_digest()
+        """Of the texts and of the model's weights: a correction is of one model."""
+        digest = blake2b(self.base_task.dataset_digest().encode(), digest_size=16)
+        for weight in self.base_task.module.parameters():
+            digest.update(weight.detach().float().cpu().numpy().tobytes())
+        return digest.hexdigest()
 
     def save(self, folder: Path, card: Mapping[str, Any]) -> None:
         """Write the correction into the folder of its model."""

@@ -241,6 +241,9 @@ class JacobiTrainingTask(TrainingTask):
         """The next token of each row, picked by the text's own random numbers."""
         if trajectory.temperature == 0:
             return logits.argmax(-1).cpu().numpy()
+        if trajectory.truncation:
+            kept = trajectory.truncation.kept(logits.float() / trajectory.temperature)
+            logits = logits.masked_fill(~kept, -torch.inf)
         places, noise = len(trajectory.prompt) + 1 + np.arange(len(logits)), Noise(trajectory.seed)
         if trajectory.coupling == "gumbel":
             sampling = Sampling(trajectory.temperature, coupling="gumbel")

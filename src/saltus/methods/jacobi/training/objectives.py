@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -75,6 +75,16 @@ class JacobiForcingObjective(Objective):
                 f"a recipe of kind {recipe.kind} learns the picks of its texts; leave coupling out, and write them with"
                 f" saltus collect jacobi --coupling {recipe.coupling}"
             )
+        if recipe.settings.trains == "model" and recipe.dtype != "float32":
+            raise ValueError(
+                f"a model's own weights are trained in float32, where small steps are not lost, not in {recipe.dtype};"
+                " set dtype=float32, and autocast=true to compute in bfloat16"
+            )
+
+    def without_effect(self, recipe: Recipe) -> Mapping[str, str]:
+        if recipe.settings.trains == "adapter":
+            return dict.fromkeys(("text_weight", "anchor"), "an adapter changes no text; see trains=model")
+        return dict.fromkeys(("rank", "alpha", "targets"), "the model itself is trained; see trains=adapter")
 
     def read_texts(self, path: Path) -> Sequence[Sample]:
         return read_trajectories(path)

@@ -11,6 +11,7 @@ from pathlib import Path
 from saltus.core.picking import Coupling
 from saltus.training.data.hidden_states import Sample
 from saltus.training.data.teacher_texts import read_metadata, read_rows, shard_paths
+from saltus.training.data.uniform_intervals import Truncation
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Trajectory(Sample):
     seed: int  # of the random numbers that picked the text
     calls: Sequence[Sequence[int]]
     coupling: Coupling = "probability"
+    truncation: Truncation | None = None  # of the distributions that it was picked from
 
     def iterates_by_block(self) -> list[list[list[int]]]:
         """The iterates of each block, in order; the last one is the text. They are truncated at the text's end."""
@@ -47,11 +49,12 @@ def read_trajectories(folder: Path) -> list[Trajectory]:
     if not metadata.get("block_size"):
         raise ValueError(f"{folder} holds texts without iterates; write them with saltus collect jacobi")
     trajectories, coupling = [], metadata["coupling"]
+    truncation = Truncation(metadata.get("top_k", 0), metadata.get("top_p", 1.0))
     for file in shard_paths(folder, metadata):
         for row in read_rows(file, ("prompt", "completion", "temperature", "seed", "iterates")):
             prompt, text, temperature = row["prompt"], row["completion"], float(row["temperature"])
             trajectory = Trajectory(
-                prompt, text, temperature, metadata["block_size"], row["seed"], row["iterates"], coupling
+                prompt, text, temperature, metadata["block_size"], row["seed"], row["iterates"], coupling, truncation
             )
             if not _is_consistent(trajectory):
                 raise ValueError(f"{file} is damaged (iterates do not fit their text); delete it and collect again")

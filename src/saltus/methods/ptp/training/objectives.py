@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -48,11 +49,21 @@ class DrafterSettings:
         """The shape for a Hugging Face model. Errors: ValueError for layers or tokens that it does not have."""
         check_hidden_state_layers(self.hidden_state_layers, target)
         config = target.config.get_text_config()
-        heads, kv_heads = config.num_attention_heads, layer_sizes(config)[0][0]
+        heads, kv_heads = even_heads(config.hidden_size, config.num_attention_heads, layer_sizes(config)[0][0])
         return DrafterShape(
             config.hidden_size, self.intermediate, self.hidden_state_layers, self.layers, heads, kv_heads,
             self.window, self.embedding, self.embeds_temperature, self.reads_uniforms, correction=self.correction,
         )  # fmt: skip
+
+
+def even_heads(hidden: int, heads: int, kv_heads: int) -> tuple[int, int]:
+    """Heads of attention, and those of keys and values, with an even size; the target's, if they have one.
+
+    A target's own may be of a size that its hidden size is no multiple of.
+    """
+    fitting = (count for count in range(heads, 0, -1) if hidden % count == 0 and hidden // count % 2 == 0)
+    found = next(fitting, heads)
+    return found, kv_heads if found == heads else math.gcd(found, kv_heads)
 
 
 @dataclass(frozen=True)
@@ -152,9 +163,12 @@ class AdapterObjective(Objective):
         if recipe.settings.form == "independent":
             unread = ("uniform_beta", "embedding", "embedding_init")
             found |= dict.fromkeys(unread, "no query has a uniform")
-        if recipe.settings.form != "one-hot":
+        if self.needs_temperatures(recipe):
             found["greedy_fraction"] = "windows are at the temperature of their text"
         return found
+
+    def needs_temperatures(self, recipe: Recipe) -> bool:
+        return recipe.settings.form != "one-hot"
 
     def why_not_sharded(self, recipe: Recipe) -> str:
         return ""

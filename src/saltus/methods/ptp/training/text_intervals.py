@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from saltus.core.picking import Coupling
-from saltus.loading.model_identity import model_fingerprint
+from saltus.loading.model_identity import layers_digest, model_fingerprint
 from saltus.training.data.hidden_states import (
     Sample,
     load_shards,
@@ -55,7 +55,7 @@ def collect_uniform_intervals(
     """
     prepare_model(model)
     metadata = {"target": model_fingerprint(model), "temperatures": list(temperatures), "max_length": max_length}
-    metadata |= {"coupling": coupling} | truncation_metadata(truncation)
+    metadata |= {"layers": layers_digest(model), "coupling": coupling} | truncation_metadata(truncation)
     yield from write_shards(
         samples,
         folder,
