@@ -95,7 +95,10 @@ def names(tokenizer, allowed):
 
 def test_the_grammar_begins_behind_the_reasoning():
     tokenizer, limits = constraint("<|assistant|>")
-    assert names(tokenizer, limits.allowed([])) == {"y", "n", "<think>"}
+    assert names(tokenizer, limits.allowed([])) == {"y", "n", "<think>", "\n"}
+    begun = tokenizer("\n<think>").input_ids
+    assert names(tokenizer, limits.allowed(begun[:1])) == {"<think>"}
+    assert limits.allowed(begun).sum() > 100
     text = tokenizer("<think>anything yes").input_ids
     free = limits.allowed(text)
     assert not free[tokenizer.eos_token_id]  # a text does not end in its reasoning
@@ -122,6 +125,30 @@ def test_a_line_break_that_belongs_to_the_answer_is_its_own():
     text = tokenizer("x</think>\n").input_ids
     assert names(tokenizer, limits.allowed(text)) == {"\n"}
     assert names(tokenizer, limits.allowed([*text, *tokenizer("\n").input_ids])) == {"a"}
+
+
+def test_channels_of_gpt_oss_are_reasoning_and_answer():
+    (tags,) = (each for each in TAGS if each.answer)
+    written = f"{tags.begin}why not?{tags.end}yes"
+    assert read([written], tags=tags) == read(written, tags=tags) == ("why not?", "yes")
+    assert read(f"{tags.answer}yes", tags=tags) == ("", "yes")
+    tokenizer = byte_tokenizer()
+    specials = ["<|channel|>", "<|message|>", "<|end|>", "<|start|>"]
+    tokenizer.add_tokens([AddedToken(each, special=True, normalized=False) for each in specials], special_tokens=True)
+    tokenizer.chat_template = "{{ messages }}<|start|>assistant" + tags.begin
+    assert reasoning_tags(tokenizer) == tags
+    reasoning = Reasoning(tokenizer, tags)
+    assert set(tokenizer.convert_ids_to_tokens(reasoning.shown_tokens)) == set(specials)
+    text = tokenizer(written, add_special_tokens=False).input_ids
+    prompt = tokenizer("<|start|>assistant", add_special_tokens=False).input_ids
+    assert reasoning.count(prompt, text) == len(text) - len("yes")
+    assert reasoning.count(prompt, tokenizer(f"{tags.answer}yes", add_special_tokens=False).input_ids) == 0
+
+
+def test_reasoning_after_a_line_break_counts():
+    tokenizer = thinking_tokenizer()
+    text = tokenizer("\n<think>hm</think>yes").input_ids
+    assert Reasoning(tokenizer, THINK).count(tokenizer("<|assistant|>").input_ids, text) == len(text) - len("yes")
 
 
 @given(st.lists(st.sampled_from(["<think>", "</think>", "\n", "y", "yes", "no", "a", "<|end|>"]), max_size=9))

@@ -17,6 +17,16 @@ def engine(tiny_folder, partners) -> saltus.Engine:
     return saltus.load(str(tiny_folder()), "lookup", options=partners, adaptive=False)
 
 
+def test_a_call_of_llama_s_form_after_white_space_follows_its_schema(engine, monkeypatch):
+    monkeypatch.setattr("saltus.engine.tool_calls.tool_format", lambda tokenizer: LLAMA)
+    limits = tool_grammar(TOOLS[:1], "auto", True, engine.tokenizer).constraint(engine.tokenizer, frozenset([0]))
+    for text in (" a {", "\n\n"):
+        tokens = engine.tokenizer(text, add_special_tokens=False).input_ids
+        assert limits.num_allowed([], tokens) == len(tokens)
+    begun = engine.tokenizer("\n{", add_special_tokens=False).input_ids
+    assert limits.num_allowed([], begun) == 1
+
+
 @pytest.mark.parametrize("several", [False, True])
 def test_required_calls_follow_the_schemas(engine, several):
     grammar = tool_grammar(TOOLS[:1], "required", several, engine.tokenizer)

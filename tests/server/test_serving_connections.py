@@ -184,3 +184,16 @@ def test_a_log_that_nobody_reads_stops_nobody_and_says_what_it_dropped():
         expected = ["45 lines were dropped: nobody read the log", *map(str, range(5))]
         assert [read_end.readline().strip() for _ in range(6)] == expected
     log.handlers = []
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "limit"), [(256, 4096, 512), (256, 256, 128), (400, 400, 200), (4096, 4096, 512)]
+)
+def test_the_system_is_asked_for_enough_connections_and_few_are_shared(monkeypatch, caplog, soft, hard, limit):
+    limits = [soft, hard]
+    monkeypatch.setattr("resource.getrlimit", lambda _: tuple(limits))
+    monkeypatch.setattr("resource.setrlimit", lambda _, given: limits.__setitem__(slice(None), given))
+    config = server_config(None)
+    assert config.limit_concurrency == limit + connections.BACKLOG
+    assert limits[0] == max(soft, min(hard, 768))
+    assert any("ulimit -n 768" in message for message in caplog.messages) == (hard < 768)

@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from saltus.server.events import event_text
 from saltus.server.infill import InfillRequest
 from saltus.server.protocol import (
     ChatCompletionRequest,
@@ -197,6 +198,64 @@ def test_texts_of_messages_in_parts(server, engine, kind):
     assert text_of(post(server, RESPONSE, input=said)) == alone(engine, plain, seed=3).text
     said[1] = {"role": "assistant", "content": None, "refusal": "the dog"}
     assert httpx.post(server[1] + "/tokenize", json={"messages": said}).json()["tokens"] == engine.encode(plain)
+
+
+def test_parts_of_a_message_are_lines(server, engine):
+    parts = [
+        {"type": "text", "text": "the cat", "prompt_cache_breakpoint": {"mode": "x"}},
+        {"type": "text", "text": "a dog"},
+    ]
+    asked = [{"role": "user", "content": parts}]
+    expected = engine.encode([{"role": "user", "content": "the cat\na dog"}])
+    assert httpx.post(server[1] + "/tokenize", json={"messages": asked}).json()["tokens"] == expected
+
+
+def test_null_counts_as_not_given_at_every_depth(server):
+    tool = {"type": "function", "name": "look", "parameters": {}, "strict": None, "output_schema": None}
+    said = {
+        "type": "message",
+        "role": "assistant",
+        "phase": None,
+        "content": [{"type": "output_text", "text": "a", "x": None}],
+    }
+    call = {
+        "type": "function_call",
+        "call_id": "1",
+        "name": "look",
+        "arguments": "{}",
+        "namespace": None,
+        "caller": None,
+    }
+    result = {"type": "function_call_output", "call_id": "1", "output": "b", "caller": None}
+    asked = [*MESSAGES, said, call, result, *MESSAGES]
+    assert post(server, RESPONSE, input=asked, tools=[tool], prompt_cache_options={"mode": "x"})["object"] == "response"
+    assert text_of(post(server, CHAT, stream_options={"include_usage": None}))
+
+
+def test_an_answer_has_the_fields_that_the_clients_types_ask_for(server):
+    openai.types.responses.Response.model_validate(post(server, RESPONSE), strict=False)
+    assert httpx.head(server[1] + "/health").status_code == 200
+
+
+def test_an_empty_suffix_is_none_where_there_is_no_hole_to_fill(server):
+    asked = {"prompt": "the cat", "max_tokens": 4, "seed": 1}
+    answers = [
+        httpx.post(server[1] + "/v1/completions", json=body).json()["choices"][0]["text"]
+        for body in (asked, asked | {"suffix": ""})
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_thinking_may_be_switched_by_a_field_of_its_own():
+    body = ChatCompletionRequest(messages=MESSAGES, enable_thinking=False, chat_template_kwargs={"x": 1})
+    assert body.template_variables(None) == {"enable_thinking": False, "x": 1}
+
+
+def test_no_event_has_a_character_at_which_clients_split_lines():
+    text = event_text({"a": "\u2028 \u2029 \x85 ü"}, "kind")
+    assert text.splitlines() == text.split("\n")[:-1] == ["event: kind", text.split("\n")[1], ""]
+    assert json.loads(text.split("data: ")[1]) == {"a": "\u2028 \u2029 \x85 ü"}
+    assert "ü" in text
 
 
 @pytest.mark.parametrize("form", [

@@ -91,6 +91,40 @@ def test_a_schema_that_no_grammar_follows_names_tool_and_keyword(server):
         assert "uniqueItems" in error["message"]
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_an_answer_with_tools_and_a_format_is_calls_or_follows_it(client, seed):
+    schema = {
+        "type": "object",
+        "properties": {"x": {"type": "integer"}},
+        "required": ["x"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    asked = {
+        "model": "tiny",
+        "messages": MESSAGES,
+        "max_tokens": 400,
+        "tools": TOOLS[:1],
+        "seed": seed,
+        "temperature": 1.5,
+    }
+    choice = client.chat.completions.create(**asked, response_format=form).choices[0]
+    if choice.finish_reason == "stop":
+        jsonschema.validate(json.loads(choice.message.content), schema)
+    else:
+        assert choice.finish_reason == "length" or choice.message.tool_calls
+    required = client.chat.completions.create(**asked, response_format=form, tool_choice="required").choices[0]
+    assert required.finish_reason == "length" or required.message.tool_calls
+
+
+@pytest.mark.parametrize("marker", ["[TOOL_CALLS]", "to=functions.", "<|tool_call>"])
+def test_a_template_whose_calls_are_not_read_gets_tools_in_words(engine, template, marker):
+    template("{{ tools }}" + TEMPLATE + "{#" + marker + "#}")
+    words = engine.tokenizer.decode(engine.encode(MESSAGES, tools=TOOLS[:1]))
+    assert "<tool_call>" in words
+    assert "[{'type'" not in words, "the template itself writes none"
+
+
 def test_a_form_of_an_answer_is_strict_if_asked_to_be(server):
     schema = {"type": "object", "properties": {"x": {"type": "string", "format": "path"}}}
     for strict, status in ((True, 400), (False, 200), (None, 200)):

@@ -12,7 +12,7 @@ from saltus.engine.message_parts import template_reads_parts, with_parts
 from saltus.engine.results import PromptLike
 from saltus.engine.template_limits import render_chat
 from saltus.engine.text_bounds import require_fits
-from saltus.engine.tool_messages import has_tools, readable_messages
+from saltus.engine.tool_messages import has_tools, readable_messages, template_knows_tools
 
 ANSWER = "An answer."  # that stands in the chat template where its end is looked for
 # What `chat_template_kwargs` may not set: arguments of the tokenizer's `apply_chat_template`.
@@ -177,6 +177,8 @@ def _render(tokenizer: Any, given: _Rendered, settings: PromptSettings, continue
         raise ValueError("add_generation_prompt and continue_final_message exclude each other; leave one out")
     if tools or has_tools(messages):
         messages = readable_messages(messages, tools, tokenizer)
+        if not template_knows_tools(tokenizer, str(tokenizer.chat_template)):
+            tools = []
     if template_reads_parts(tokenizer, str(tokenizer.chat_template)):
         messages = with_parts(messages)
     try:

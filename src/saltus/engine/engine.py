@@ -23,6 +23,7 @@ from saltus.engine.encoding import (
     uses_chat_template,
 )
 from saltus.engine.fim import fim_prompt
+from saltus.engine.fim_formats import find_fim_format
 from saltus.engine.grammar import MakesConstraint
 from saltus.engine.infill import FimRequest, HolesRequest, fim_layout, infill_request
 from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS, InfillTemplate, as_template
@@ -250,7 +251,7 @@ class Engine:
             parse_special,
         )  # fmt: skip
         context = self.target.context_length
-        if suffix is None:
+        if suffix is None or (not suffix and find_fim_format(self.tokenizer) is None):
             tokens = encode_prompt(self.tokenizer, prompt, settings, self.target.name, context, ends)
             chat = not is_tokens(prompt) and uses_chat_template(self.tokenizer, prompt, raw)
             continues = () if chat and not settings.continues(prompt) else tokens

@@ -39,6 +39,7 @@ class Grammar:
     """
 
     definition: str  # in llguidance's form
+    schema: str | None = None  # of JSON, where it is no more than that
 
     def __post_init__(self) -> None:
         if len(self.definition) > MAX_LENGTH:
@@ -54,7 +55,8 @@ class Grammar:
             given = json.loads(schema) if isinstance(schema, str) else schema
             if not isinstance(given, Mapping):
                 raise ValueError("it must be an object")
-            return cls(matcher_class().grammar_from_json_schema(json.dumps(followed_schema(given, strict))))
+            followed = json.dumps(followed_schema(given, strict))
+            return cls(matcher_class().grammar_from_json_schema(followed), followed)
         except RecursionError:
             raise ValueError("the JSON schema is nested too deeply") from None
         except ValueError as error:

@@ -19,10 +19,11 @@ Begin = Literal["tag", "inside", "answer"]
 
 
 class ReasoningTags(NamedTuple):
-    """What a model writes before its reasoning and after it."""
+    """What a model writes before its reasoning and after it, and before an answer without reasoning."""
 
     begin: str
     end: str
+    answer: str = ""
 
 
 TAGS = (
@@ -31,14 +32,26 @@ TAGS = (
     ReasoningTags("<seed:think>", "</seed:think>"),  # Seed-OSS
     ReasoningTags("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A Reasoning
     ReasoningTags("◁think▷", "◁/think▷"),  # Kimi
-)
+    ReasoningTags("<|channel>thought", "<channel|>"),  # Gemma 4
+    ReasoningTags(  # gpt-oss, whose answers are messages of channels
+        "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>",
+        "<|channel|>final<|message|>",
+    ),
+)  # fmt: skip
 
 
 def reasoning_tags(tokenizer: Any) -> ReasoningTags | None:
     """The tags of a model: those that its chat template handles, or that are tokens of its own."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values()}
     template = str(tokenizer.chat_template or "")
-    return next((tags for tags in TAGS if tags.end in template or added.issuperset(tags)), None)
+    return next(
+        (
+            tags
+            for tags in TAGS
+            if tags.end in template or (tags.answer and tags.begin in template) or added.issuperset(tags[:2])
+        ),
+        None,
+    )
 
 
 @dataclass(frozen=True)
@@ -69,13 +82,26 @@ class Reasoning:
         known = {token.content: number for number, token in self.tokenizer.added_tokens_decoder.items()}
         return known.get(self.tags.begin), known.get(self.tags.end)
 
+    @cached_property
+    def shown_tokens(self) -> tuple[int, ...]:
+        """The tokens of the tags, special ones too, which are read in the text."""
+        parts = self.tokenizer.added_tokens_decoder.items()
+        return tuple(number for number, token in parts if any(token.content in tag for tag in self.tags))
+
     def count(self, prompt: Sequence[int], text: Sequence[int]) -> int:
         """How many of the text's tokens are reasoning, tags included, where these are tokens."""
-        first, last = self.tokens
-        begin = self.begin(prompt)
-        if last is None or begin == "answer" or (begin == "tag" and list(text[:1]) != [first]):
+        first, last = (
+            list(self.tokenizer(tag, add_special_tokens=False).input_ids) for tag in (self.tags.begin, self.tags.end)
+        )
+        begin, text = self.begin(prompt), list(text)
+        space = 0
+        while space < len(text) and text[space] in line_breaks(self.tokenizer):
+            space += 1
+        begun = text[space : space + len(first)] == first
+        if last[0] not in self.shown_tokens or begin == "answer" or (begin == "tag" and not begun):
             return 0
-        return text.index(last) + 1 if last in text else len(text)
+        ends = (place + len(last) for place in range(len(text)) if text[place : place + len(last)] == last)
+        return next(ends, len(text))
 
     def before(self, grammar: MakesConstraint) -> MakesConstraint:
         """A grammar that the answer after the reasoning must follow, where the tags are tokens."""
@@ -97,7 +123,9 @@ class ReasoningReader:
             begun = self.buffer.lstrip()
             if begun.startswith(self.tags.begin):
                 self.place, self.buffer = "inside", begun[len(self.tags.begin) :]
-            elif last or not self.tags.begin.startswith(begun):
+            elif self.tags.answer and begun.startswith(self.tags.answer):
+                self.place, self.buffer = "answer", begun[len(self.tags.answer) :]
+            elif last or not any(tag.startswith(begun) for tag in (self.tags.begin, self.tags.answer)):
                 self.place, self.fresh = "answer", False
         if self.place == "inside":
             end = self.buffer.find(self.tags.end)
@@ -169,6 +197,10 @@ class ConstraintAfterReasoning:
 
     def allowed(self, text: Sequence[int]) -> np.ndarray | None:
         start = self._start(text)
+        if self._awaits_tag(text):
+            allowed = np.zeros_like(self._first)
+            allowed[self.begin] = True
+            return allowed
         if start is None:
             allowed = np.ones_like(self._first)
             allowed[[token for token in self.end_tokens if token < len(allowed)]] = False
@@ -185,7 +217,7 @@ class ConstraintAfterReasoning:
             start = self._start(so_far)
             if start is not None and token not in self._more(so_far):
                 return count + self.inner.num_allowed(so_far[start:], tokens[count:])
-            if start is None and token in self.end_tokens:
+            if start is None and (token in self.end_tokens or (self._awaits_tag(so_far) and token != self.begin)):
                 return count
             so_far.append(token)
         return len(tokens)
@@ -207,9 +239,15 @@ class ConstraintAfterReasoning:
         first = self._first
         return frozenset(token for token in self.breaks if token < len(first) and not first[token])
 
+    def _awaits_tag(self, text: Sequence[int]) -> bool:
+        """True after line breaks that no answer begins with: only the first tag may follow."""
+        return not self.inside and self.begin is not None and len(text) == 1 and text[0] in self._skipped
+
     def _start(self, text: Sequence[int]) -> int | None:
         """Where the answer begins; None if the reasoning goes on."""
-        if not self.inside and (not len(text) or text[0] != self.begin):
+        if self._awaits_tag(text):
+            return None
+        if not self.inside and self.begin not in (*text[:1], *(text[1:2] if self._awaits_tag(text[:1]) else ())):
             return 0
         if self.end not in text:
             return None
@@ -219,6 +257,6 @@ class ConstraintAfterReasoning:
     def _more(self, text: Sequence[int]) -> frozenset[int]:
         """What may follow besides the answer's own tokens: the first tag, and line breaks behind the last one."""
         if not len(text):
-            return frozenset() if self.inside or self.begin is None else frozenset({self.begin})
+            return frozenset() if self.inside or self.begin is None else self._skipped | {self.begin}
         ended = text[-1] == self.end and self._start(text) == len(text) and text.index(self.end) == len(text) - 1
         return self._skipped if ended else frozenset()

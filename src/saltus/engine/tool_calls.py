@@ -29,6 +29,10 @@ class ToolFormat:
 
 HERMES = ToolFormat("<tool_call>", "</tool_call>", "arguments")  # also Qwen 2.5 and 3
 LLAMA = ToolFormat("", "", "parameters")  # Llama 3.1 and later
+OTHER_FORMS = (  # not read: Mistral, gpt-oss, DeepSeek, Command R, Gemma, Qwen3-Coder and 3.5, GLM, Kimi, MiniMax
+    "[TOOL_CALLS]", "to=functions.", "<｜tool▁call", "<|START_ACTION|>", "<start_function_call>", "<|tool_call>",
+    "<function=", "<arg_key>", "<|tool_calls_section_begin|>", "<minimax:tool_call>",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,13 @@ class ToolCall:
 def tool_format(tokenizer: Any) -> ToolFormat:
     """The form of calls that the tokenizer's chat template shows."""
     template = str(tokenizer.chat_template or "")
-    return LLAMA if '"parameters"' in template and HERMES.begin not in template else HERMES
+    is_llama = '"parameters"' in template and HERMES.begin not in template and not has_other_form(template)
+    return LLAMA if is_llama else HERMES
+
+
+def has_other_form(template: str) -> bool:
+    """True for a chat template with calls that are not read. Its model is told of Hermes's form in words."""
+    return any(marker in template for marker in OTHER_FORMS)
 
 
 def call_markers(tokenizer: Any) -> dict[int, str]:
@@ -55,11 +65,11 @@ def call_markers(tokenizer: Any) -> dict[int, str]:
 
 
 def tool_grammar(
-    tools: Sequence[Mapping[str, Any]], choice: ToolChoice, several: bool, tokenizer: Any
+    tools: Sequence[Mapping[str, Any]], choice: ToolChoice, several: bool, tokenizer: Any, answer: str | None = None
 ) -> Grammar:  # fmt: skip
     """Texts whose calls follow the schemas of `tools`; with "required" they are calls and nothing else.
 
-    Without `several` a text ends with its first call.
+    Without `several` a text ends with its first call. With a JSON schema `answer` a text is calls, or JSON of it.
 
     What no grammar can follow in a schema is ignored, unless its tool is `strict`. Errors: ValueError of one line that
     names the tool.
@@ -75,14 +85,17 @@ def tool_grammar(
         tail = f"{json.dumps('}' + space)} {end}"
         lines.append(f"call_{place}: {json.dumps(head)} %json {json.dumps(_parameters(function))} {tail}")
     begin = tokens.get(form.begin, json.dumps(form.begin))
+    calls = f'{begin} call ("\\n" {begin} call)*' if several and form.begin else f"{begin} call"
     if choice == "required":
-        start = f'start: {begin} call ("\\n" {begin} call)*' if several and form.begin else f"start: {begin} call"
+        start = f"start: {calls}"
+    elif answer is not None:
+        start = f"start: {calls} | answer\nanswer: %json {answer}"
     elif form.begin:
         head = f"head: TEXT {begin}" if form.begin in tokens else f"head[lazy]: TEXT {begin}"
         rule = "(head call)* TEXT" if several else "head call | TEXT"
         start = f"start: {rule}\nTEXT: /(.|\\n)*/\n{head}"
     else:
-        start = "start: call | TEXT\nTEXT: /[^{](.|\\n)*/"
+        start = "start: call | TEXT\nTEXT: /[ \\t\\r\\n]*([^{ \\t\\r\\n](.|\\n)*)?/"
     return Grammar.lark("\n".join([start, *lines]))
 
 

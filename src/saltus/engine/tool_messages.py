@@ -17,7 +17,7 @@ from typing import Any
 
 from saltus.engine.message_parts import PROBE, writes_probe
 from saltus.engine.template_limits import render_chat
-from saltus.engine.tool_calls import HERMES
+from saltus.engine.tool_calls import HERMES, has_other_form
 
 Message = dict[str, Any]
 
@@ -41,9 +41,9 @@ def has_tools(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 @lru_cache(maxsize=8)
 def template_knows_tools(tokenizer: Any, template: str) -> bool:
-    """True if the tokenizer's chat template writes the tools that it is given."""
+    """True if the tokenizer's chat template writes the tools that it is given, for calls of a form that is read."""
     tool = {"type": "function", "function": {"name": PROBE, "description": "", "parameters": {}}}
-    return bool(template) and writes_probe(tokenizer, "?", [tool])
+    return bool(template) and not has_other_form(template) and writes_probe(tokenizer, "?", [tool])
 
 
 def readable_messages(
@@ -65,7 +65,7 @@ def readable_messages(
     for step in steps:
         written = step(written)
         try:
-            render_chat(tokenizer, written, tools=list(tools) or None)
+            render_chat(tokenizer, written, tools=list(tools) if tools and knows_tools else None)
         except ValueError:
             continue
         return written

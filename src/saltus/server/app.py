@@ -128,7 +128,7 @@ def make_app(
     async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
         return await translate(request, service.detokenize, body)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         return Response(status_code=200 if service.engine_thread.thread.is_alive() else 503)
 

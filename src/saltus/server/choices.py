@@ -16,6 +16,7 @@ from saltus.engine.token_texts import token_name, written_bytes
 from saltus.engine.tool_calls import ToolCallReader
 from saltus.server.answers import Answer, Backend, Choice
 from saltus.server.errors import ApiError
+from saltus.server.events import event_text
 from saltus.server.protocol import ChatCompletionRequest, CompletionRequest
 from saltus.server.served_request import Delta
 from saltus.server.structured import Tools, call_object
@@ -215,7 +216,7 @@ class ChoicesAnswer(Answer):
                 chunk["metrics"] = {"speculative_decoding": speculation_metrics(calls)}
             if counts is not None:
                 chunk["usage"] = counts
-            return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+            return event_text(chunk)
 
         opened: set[int] = set()
         try:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+log = logging.getLogger("saltus")
 
 MAX_HEAD_BYTES = 16 * 2**10  # of a request's line and headers
 SPARE_CONNECTIONS = 240  # besides those whose requests run or wait
@@ -24,21 +27,38 @@ def server_config(
 
     The parser is h11, also where a faster one is installed, since that has no limit on heads.
     """
+    wanted = max_requests + SPARE_CONNECTIONS
+    descriptors = _num_descriptors(wanted + SPARE_DESCRIPTORS)
+    if descriptors < wanted + SPARE_DESCRIPTORS:
+        log.warning(
+            "the system lets this process have %d files and connections, so that clients may be let go early; raise the"
+            " limit (ulimit -n %d)",
+            descriptors, wanted + SPARE_DESCRIPTORS,
+        )  # fmt: skip
+    connections = min(wanted, max(descriptors - SPARE_DESCRIPTORS, descriptors // 2))
     return uvicorn.Config(
         app, host=host, port=port, http=LimitedConnection, ws="none", h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-        limit_concurrency=min(max_requests + SPARE_CONNECTIONS, _num_descriptors() - SPARE_DESCRIPTORS) + BACKLOG,
+        limit_concurrency=connections + BACKLOG,
         backlog=BACKLOG, timeout_graceful_shutdown=math.ceil(shutdown_seconds), log_config=None, log_level="warning",
         access_log=False,
     )  # fmt: skip
 
 
-def _num_descriptors() -> int:
-    """How many files and connections the system lets this process have."""
+def _num_descriptors(wanted: int) -> int:
+    """How many files and connections this process may have, after asking the system for as many as are wanted."""
     try:
         import resource
     except ImportError:  # another system than Unix
         return 1024
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return max(soft, wanted)
+    raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+    except (ValueError, OSError):  # macOS has a limit of its own
+        return soft
+    return raised
 
 
 class LimitedConnection(H11Protocol):

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from saltus.engine.encoding import require_unicode
 
 MAX_FIELDS = 256  # of an object
+HINTS = frozenset({"phase", "prompt_cache_breakpoint"})  # of parts and messages: they change no text
 
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(fail_fast=True)]  # a million wrong items are one error, not a million
@@ -41,6 +42,12 @@ class Fields(BaseModel):
     def _of_few_names(cls, given: Any) -> Any:
         if isinstance(given, dict) and len(given) > MAX_FIELDS:  # each unknown one would be an error of its own
             raise ValueError(f"an object has {len(given):,} fields, but at most {MAX_FIELDS} are read; leave some out")
+        if isinstance(given, dict):  # what is null, or only a hint, counts as not given
+            given = {
+                name: value
+                for name, value in given.items()
+                if value is not None and (name not in HINTS or name in cls.model_fields)
+            }
         return given
 
     @model_validator(mode="after")

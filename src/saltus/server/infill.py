@@ -15,6 +15,7 @@ from saltus.engine.request import CallRecord
 from saltus.methods.shared.answer_memory import AnswerMemory
 from saltus.server.answers import Answer, Backend
 from saltus.server.errors import ApiError
+from saltus.server.events import event_text
 from saltus.server.fields import Fields, Items
 from saltus.server.protocol import SamplingFields
 from saltus.server.translation import speculation_metrics
@@ -97,7 +98,7 @@ class InfillAnswer(Answer):
         try:
             async for _, delta in self.arriving():
                 chunk = self._selected(self._object(delta.text, delta.finish_reason is not None, delta.calls))
-                yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+                yield event_text(chunk)
         except ApiError as error:
             yield f"data: {json.dumps(error.body())}\n\n"
 

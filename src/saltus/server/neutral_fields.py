@@ -19,7 +19,7 @@ IGNORED = frozenset({
     # vLLM: names, order, and what its own tokenizers need
     "request_id", "priority", "spaces_between_special_tokens", "guided_decoding_backend",
     # OpenAI: hints
-    "verbosity", "prompt_cache_retention",
+    "verbosity", "prompt_cache_retention", "prompt_cache_options",
 })  # fmt: skip
 """Whatever their value is, they need not change a text."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {

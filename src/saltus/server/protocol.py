@@ -154,6 +154,7 @@ class ChatFields(Fields):
     """How a conversation becomes a prompt, and what of an answer is reasoning."""
 
     chat_template_kwargs: JsonObject | None = None  # variables of the chat template, such as enable_thinking
+    enable_thinking: bool | None = None  # the same, as Qwen's clients send it
     parse_special: bool = False  # control tokens that messages spell are tokens
     include_reasoning: bool = True
     reasoning_format: Literal["auto", "none", "deepseek"] | None = None  # llama.cpp's; none: it stays in the content
@@ -163,6 +164,8 @@ class ChatFields(Fields):
         variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
         if effort == "none":
             variables |= {"enable_thinking": False, "thinking": False}
+        if self.enable_thinking is not None:
+            variables["enable_thinking"] = self.enable_thinking
         return variables | (self.chat_template_kwargs or {})
 
 
@@ -181,6 +184,11 @@ class Prediction(Fields):
 
     type: Literal["content"] = "content"
     content: str | Items[ContentPart]
+
+    @property
+    def text(self) -> str:
+        """The content; its parts follow on each other."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class ChatCompletionRequest(SharedFields, ToolFields, ChatFields):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from saltus.engine.reasoning import Reasoning
 from saltus.engine.tool_calls import ToolCall
 from saltus.server.answers import Answer, Backend
 from saltus.server.errors import ApiError
+from saltus.server.events import KEEP_ALIVE, event_text
 from saltus.server.protocol import (
     ResponseCall,
     ResponseCallOutput,
@@ -94,15 +94,15 @@ class ResponseAnswer(Answer):
             nonlocal number
             number += 1
             data = {"type": f"response.{kind}", "sequence_number": number - 1, **fields}
-            return f"event: response.{kind}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n"
+            return event_text(data, f"response.{kind}")
 
         started = {"response": self._response("in_progress")}
         yield event("created", started)
         yield event("in_progress", started)
         try:
             async for _, delta in self.arriving():
-                for kind, fields in self._add(delta.text, last=delta.finish_reason is not None):
-                    yield event(kind, fields)
+                events = [event(*each) for each in self._add(delta.text, last=delta.finish_reason is not None)]
+                yield "".join(events) or KEEP_ALIVE  # a call that is being written has no events
         except ApiError as error:
             failed = {**self._response("failed"), "error": {"code": "server_error", "message": error.message}}
             yield event("failed", {"response": failed})
@@ -218,7 +218,10 @@ class ResponseAnswer(Answer):
         read, written = len(choice.request.request.prompt), len(choice.tokens)
         return {
             "input_tokens": read,
-            "input_tokens_details": {"cached_tokens": choice.served.cached_tokens if choice.served is not None else 0},
+            "input_tokens_details": {
+                "cached_tokens": choice.served.cached_tokens if choice.served is not None else 0,
+                "cache_write_tokens": 0,
+            },
             "output_tokens": written,
             "output_tokens_details": {
                 "reasoning_tokens": self.reasoning.count(choice.request.request.prompt, choice.tokens)

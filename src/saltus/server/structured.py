@@ -228,16 +228,18 @@ class Tools:
         self.several = body.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
 
     def grammar(self, of_text: Grammar | None) -> Grammar | None:
-        """The grammar of an answer: of its calls, or without tools that of its text. Errors: ApiError 400."""
+        """The grammar of an answer: of its calls, or of its text, or of both. Errors: ApiError 400."""
         if not self._callable:
             return of_text
-        if of_text is not None:
-            raise ApiError(400, "tools and a format of the text cannot be combined; leave one out", "tools")
-        choice = "required" if self.required else "auto"
-        tokenizer = self.engine.tokenizer
+        schema = None if of_text is None else of_text.schema
+        if of_text is not None and schema is None and not self.required:
+            message = "tools and a format of the text that is not JSON cannot be combined; leave one out"
+            raise ApiError(400, message, "tools")
+        choice, tokenizer = "required" if self.required else "auto", self.engine.tokenizer
         return checked_grammar(
-            self.engine, "tools", lambda tools: tool_grammar(tools, choice, self.several, tokenizer), self._callable
-        )
+            self.engine, "tools", lambda tools: tool_grammar(tools, choice, self.several, tokenizer, schema),
+            self._callable,
+        )  # fmt: skip
 
     def reader(self) -> ToolCallReader | None:
         """What separates the calls from an answer's text; None if nothing can be called."""

@@ -46,8 +46,8 @@ def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def joined_text(content: str | Sequence[ContentPart]) -> str:
-    """The text of a content that may be given in parts."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    """The text of a content that may be given in parts, which are lines of their own, as in other servers."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 def completion_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
@@ -103,7 +103,7 @@ def text_requests(
     wants_logprobs, top_logprobs = requested_logprobs(body)
     prediction = body.prediction if isinstance(body, ChatCompletionRequest) else None
     settings = {
-        **sampling_settings(body), "prediction": None if prediction is None else joined_text(prediction.content)
+        **sampling_settings(body), "prediction": None if prediction is None else prediction.text
     }  # fmt: skip
     check_logit_bias(engine, body)
     if max_tokens is not None and body.min_tokens > max_tokens:
@@ -117,7 +117,7 @@ def text_requests(
             min_new_tokens=body.min_tokens, seed=seeds[0], stop=body.stop, stop_token_ids=body.stop_token_ids or (),
             skip_special_tokens=body.skip_special_tokens, logprobs=wants_logprobs, top_logprobs=top_logprobs,
             ignore_eos=body.ignore_eos, grammar=grammar,
-            shown_tokens=() if reasoning is None else [token for token in reasoning.tokens if token is not None],
+            shown_tokens=() if reasoning is None else reasoning.shown_tokens,
             **prompt_settings, **settings,
         )  # fmt: skip
     except PromptTooLongError as error:
