@@ -233,6 +233,7 @@ def test_bad_prompts_and_settings_are_refused_before_loading(folder, prompts_fil
     assert "there is no file" in complaint("collect", "text", "-f", tmp_path / "nowhere", *out)
     assert "temperature is -1" in complaint("collect", "text", "-f", prompts_file, *out, "-t", -1)
     assert "--prompts" in complaint("collect", "text", *out)
+    assert "a model of --endpoint" in complaint("collect", "text", "-f", prompts_file, *out, "--served-model", "any")
 
 
 def test_the_commands_of_the_group_are_shown(folder):

@@ -144,6 +144,8 @@ def text(
     prompt and completion in each line, and collect.json, with model and settings.
     [bold]saltus train ptp[/bold] reads it.
     """
+    if server.endpoint is None and server.served_model is not None:
+        raise ValueError("--served-model names a model of --endpoint; give an endpoint, or leave it out")
     if server.endpoint is not None:
         _collect_from_server(prompts, out, collection, server)
         return
