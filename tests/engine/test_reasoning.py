@@ -143,6 +143,17 @@ def test_channels_of_gpt_oss_are_reasoning_and_answer():
     prompt = tokenizer("<|start|>assistant", add_special_tokens=False).input_ids
     assert reasoning.count(prompt, text) == len(text) - len("yes")
     assert reasoning.count(prompt, tokenizer(f"{tags.answer}yes", add_special_tokens=False).input_ids) == 0
+    ends = frozenset({tokenizer.pad_token_id})  # <|end|> ends a message alone
+    limits = reasoning.before(Grammar.choice(["yes", "no"])).constraint(tokenizer, ends, prompt)
+    for half, following in (
+        ("", {"y", "n", "\n", "<|channel|>"}), ("<|channel|>", {"an", "f"}),
+        (tags.answer, {"y", "n"}), (f"{tags.begin}hm{tags.end}", {"y", "n", "\n"}), (f"{tags.answer}y", {"e"}),
+    ):  # fmt: skip
+        assert names(tokenizer, limits.allowed(tokenizer(half, add_special_tokens=False).input_ids)) == following, half
+    assert limits.allowed(tokenizer(f"{tags.begin}hm<|end|>", add_special_tokens=False).input_ids).sum() > 100
+    drafts = tokenizer(f"{tags.begin}hm{tags.end}yes", add_special_tokens=False).input_ids
+    assert limits.num_allowed([], drafts) == len(drafts)
+    assert limits.num_allowed(drafts[:1], drafts[:1]) == 0
 
 
 def test_reasoning_after_a_line_break_counts():

@@ -6,7 +6,7 @@ import pytest
 from test_grammar import TOOLS
 
 import saltus
-from saltus.engine.tool_calls import HERMES, LLAMA, ToolCall, ToolCallReader, call_markers, tool_grammar
+from saltus.engine.tool_calls import HERMES, LLAMA, ToolCall, ToolCallReader, call_markers, has_other_form, tool_grammar
 
 PROMPT = "the cat sat on the mat and the cat sat on"
 CALL = '<tool_call>\n{"name": "look", "arguments": {"a": 1}}\n</tool_call>'
@@ -15,6 +15,30 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"a": 1}}\n</tool_call>'
 @pytest.fixture(scope="module")
 def engine(tiny_folder, partners) -> saltus.Engine:
     return saltus.load(str(tiny_folder()), "lookup", options=partners, adaptive=False)
+
+
+def test_an_object_that_is_no_call_of_llama_s_form_is_text():
+    for text in ('{"name": "Bob", "age": 3}', '{"city": "Rome"}'):
+        reader = ToolCallReader(LLAMA)
+        read = [reader.read(text[:9]), reader.read(text[9:]), reader.read("", last=True)]
+        assert ("".join(part for part, _ in read), [call for _, calls in read for call in calls]) == (text, [])
+
+
+def test_only_known_forms_are_told_by_templates():
+    for template in (
+        "{{ m['tool_calls'] }}<tool_call></tool_call>",
+        '{"name": "a", "parameters": {}}[x]',
+        "{{ m.tool_calls }}",
+    ):
+        assert not has_other_form(template)
+    for template in (
+        "[TOOL_CALLS]",
+        "x<|tool_call|>",
+        "<tool_call><function=a>",
+        "<｜tool▁call▁begin｜>",
+        "<TOOLCALL>[",
+    ):
+        assert has_other_form(template)
 
 
 def test_a_call_of_llama_s_form_after_white_space_follows_its_schema(engine, monkeypatch):

@@ -117,7 +117,9 @@ def test_an_answer_with_tools_and_a_format_is_calls_or_follows_it(client, seed):
     assert required.finish_reason == "length" or required.message.tool_calls
 
 
-@pytest.mark.parametrize("marker", ["[TOOL_CALLS]", "to=functions.", "<|tool_call>"])
+@pytest.mark.parametrize(
+    "marker", ["[TOOL_CALLS]", "to=functions.", "<|tool_call>", "<|tool_call|>", "<｜tool▁calls▁begin｜>", "<TOOLCALL>"]
+)
 def test_a_template_whose_calls_are_not_read_gets_tools_in_words(engine, template, marker):
     template("{{ tools }}" + TEMPLATE + "{#" + marker + "#}")
     words = engine.tokenizer.decode(engine.encode(MESSAGES, tools=TOOLS[:1]))

@@ -115,11 +115,15 @@ def test_texts_at_a_temperature_that_is_not_learned_are_refused_before_they_are_
     assert len(objective.select_texts(recipe_of("smollm2", "temperatures=[0.8]"), [Path("any")])) == 2
 
 
-@pytest.mark.parametrize("name", ["GPT2", "Llama"])
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "Starcoder2", "OPT"])
 def test_dropout_of_a_trained_model_is_off(name):
     model = prepare_model(tiny(name, **({"attn_pdrop": 0.5, "resid_pdrop": 0.5} if name == "GPT2" else {})))
     model.train()
     assert all(module.p == 0 for module in model.modules() if isinstance(module, torch.nn.Dropout))
+    floats = [
+        (name, value) for module in model.modules() for name, value in vars(module).items() if type(value) is float
+    ]
+    assert not [name for name, value in floats if "dropout" in name and value]
 
 
 def test_heads_have_an_even_size():

@@ -54,6 +54,20 @@ def reasoning_tags(tokenizer: Any) -> ReasoningTags | None:
     )
 
 
+class TagTokens(NamedTuple):
+    """The tags of a model in its tokens; without any where a tag is none of its tokens."""
+
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    answer: tuple[int, ...] = ()
+
+    def end_place(self, text: Sequence[int]) -> int | None:
+        """The place behind the first tag that ends the reasoning."""
+        text, size = tuple(text), len(self.end)
+        places = (place for place, token in enumerate(text) if token == self.end[0])
+        return next((place + size for place in places if text[place : place + size] == self.end), None)
+
+
 @dataclass(frozen=True)
 class Reasoning:
     """The reasoning of a text that follows a prompt."""
@@ -77,10 +91,17 @@ class Reasoning:
         return None if begin == "answer" or self.in_text else ReasoningReader(self.tags, begin == "inside")
 
     @cached_property
-    def tokens(self) -> tuple[int | None, int | None]:
-        """The tags as tokens; None for one that is several."""
-        known = {token.content: number for number, token in self.tokenizer.added_tokens_decoder.items()}
-        return known.get(self.tags.begin), known.get(self.tags.end)
+    def tokens(self) -> TagTokens | None:
+        """The tags in tokens; None where the last one does not begin with a token of its own."""
+
+        def ids(tag: str) -> tuple[int, ...]:
+            return tuple(self.tokenizer(tag, add_special_tokens=False).input_ids) if tag else ()
+
+        own, end = frozenset(self.shown_tokens), ids(self.tags.end)
+        if not own.intersection(end[:1]):
+            return None
+        begin = ids(self.tags.begin)
+        return TagTokens(begin if own.intersection(begin[:1]) else (), end, ids(self.tags.answer))
 
     @cached_property
     def shown_tokens(self) -> tuple[int, ...]:
@@ -90,22 +111,18 @@ class Reasoning:
 
     def count(self, prompt: Sequence[int], text: Sequence[int]) -> int:
         """How many of the text's tokens are reasoning, tags included, where these are tokens."""
-        first, last = (
-            list(self.tokenizer(tag, add_special_tokens=False).input_ids) for tag in (self.tags.begin, self.tags.end)
-        )
-        begin, text = self.begin(prompt), list(text)
-        space = 0
-        while space < len(text) and text[space] in line_breaks(self.tokenizer):
-            space += 1
-        begun = text[space : space + len(first)] == first
-        if last[0] not in self.shown_tokens or begin == "answer" or (begin == "tag" and not begun):
+        begin, text = self.begin(prompt), tuple(text)
+        if self.tokens is None or begin == "answer":
             return 0
-        ends = (place + len(last) for place in range(len(text)) if text[place : place + len(last)] == last)
-        return next(ends, len(text))
+        space = next((place for place, token in enumerate(text) if token not in line_breaks(self.tokenizer)), 0)
+        first = self.tokens.begin
+        if begin == "tag" and (not first or text[space : space + len(first)] != first):
+            return 0
+        return self.tokens.end_place(text) or len(text)
 
     def before(self, grammar: MakesConstraint) -> MakesConstraint:
         """A grammar that the answer after the reasoning must follow, where the tags are tokens."""
-        return grammar if self.tokens[1] is None else AfterReasoning(grammar, self)
+        return grammar if self.tokens is None else AfterReasoning(grammar, self)
 
 
 class ReasoningReader:
@@ -167,10 +184,9 @@ class AfterReasoning:
         begin = self.reasoning.begin(prompt)
         if begin == "answer":
             return inner
-        first, last = self.reasoning.tokens
-        assert last is not None
-        tags = None if begin == "inside" else first, last
-        return ConstraintAfterReasoning(inner, *tags, begin == "inside", end_tokens, line_breaks(tokenizer))
+        tags = self.reasoning.tokens
+        assert tags is not None
+        return ConstraintAfterReasoning(inner, tags, begin == "inside", end_tokens, line_breaks(tokenizer))
 
 
 @lru_cache(maxsize=4)
@@ -184,22 +200,16 @@ class ConstraintAfterReasoning:
     """A constraint on what follows the reasoning, after at most one token of line breaks."""
 
     def __init__(
-        self,
-        inner: Constraint,
-        begin: int | None,
-        end: int,
-        inside: bool,
-        end_tokens: frozenset[int],
-        breaks: tuple[int, ...],
+        self, inner: Constraint, tags: TagTokens, inside: bool, end_tokens: frozenset[int], breaks: tuple[int, ...]
     ) -> None:
-        self.inner, self.begin, self.end, self.inside = inner, begin, end, inside
+        self.inner, self.tags, self.inside = inner, tags, inside
         self.end_tokens, self.breaks = sorted(end_tokens), breaks
 
     def allowed(self, text: Sequence[int]) -> np.ndarray | None:
         start = self._start(text)
-        if self._awaits_tag(text):
+        if rest := self._rest_of_tag(text):
             allowed = np.zeros_like(self._first)
-            allowed[self.begin] = True
+            allowed[sorted(rest)] = True
             return allowed
         if start is None:
             allowed = np.ones_like(self._first)
@@ -217,7 +227,8 @@ class ConstraintAfterReasoning:
             start = self._start(so_far)
             if start is not None and token not in self._more(so_far):
                 return count + self.inner.num_allowed(so_far[start:], tokens[count:])
-            if start is None and (token in self.end_tokens or (self._awaits_tag(so_far) and token != self.begin)):
+            rest = self._rest_of_tag(so_far)
+            if (rest and token not in rest) or (start is None and not rest and token in self.end_tokens):
                 return count
             so_far.append(token)
         return len(tokens)
@@ -239,24 +250,38 @@ class ConstraintAfterReasoning:
         first = self._first
         return frozenset(token for token in self.breaks if token < len(first) and not first[token])
 
-    def _awaits_tag(self, text: Sequence[int]) -> bool:
-        """True after line breaks that no answer begins with: only the first tag may follow."""
-        return not self.inside and self.begin is not None and len(text) == 1 and text[0] in self._skipped
+    def _rest_of_tag(self, text: Sequence[int]) -> frozenset[int]:
+        """What goes on with a tag that is half written, or follows line breaks that no answer begins with."""
+        if self.inside or not self.tags.begin or not len(text):
+            return frozenset()
+        written = tuple(text[self._space(text) :])
+        tags = (self.tags.begin, self.tags.answer)
+        return frozenset(
+            tag[len(written)] for tag in tags if len(written) < len(tag) and tag[: len(written)] == written
+        )
+
+    def _space(self, text: Sequence[int]) -> int:
+        """1 if a token of line breaks stands before the first tag."""
+        return int(bool(self.tags.begin) and len(text) > 0 and text[0] in self._skipped)
 
     def _start(self, text: Sequence[int]) -> int | None:
         """Where the answer begins; None if the reasoning goes on."""
-        if self._awaits_tag(text):
+        if self._rest_of_tag(text):
             return None
-        if not self.inside and self.begin not in (*text[:1], *(text[1:2] if self._awaits_tag(text[:1]) else ())):
-            return 0
-        if self.end not in text:
-            return None
-        start = text.index(self.end) + 1
-        return start + (start < len(text) and text[start] in self._skipped)
+        if not self.inside:
+            space, (begin, _, answer) = self._space(text), self.tags
+            written = tuple(text[space:])
+            if answer and written[: len(answer)] == answer:
+                return space + len(answer)
+            if not begin or written[: len(begin)] != begin:
+                return 0
+        start = self.tags.end_place(text)
+        return None if start is None else start + (start < len(text) and text[start] in self._skipped)
 
     def _more(self, text: Sequence[int]) -> frozenset[int]:
         """What may follow besides the answer's own tokens: the first tag, and line breaks behind the last one."""
         if not len(text):
-            return frozenset() if self.inside or self.begin is None else self._skipped | {self.begin}
-        ended = text[-1] == self.end and self._start(text) == len(text) and text.index(self.end) == len(text) - 1
+            begins = {tag[0] for tag in (self.tags.begin, self.tags.answer) if tag}
+            return self._skipped | begins if begins and not self.inside else frozenset()
+        ended = self._start(text) == len(text) == self.tags.end_place(text)
         return self._skipped if ended else frozenset()

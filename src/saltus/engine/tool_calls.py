@@ -29,10 +29,12 @@ class ToolFormat:
 
 HERMES = ToolFormat("<tool_call>", "</tool_call>", "arguments")  # also Qwen 2.5 and 3
 LLAMA = ToolFormat("", "", "parameters")  # Llama 3.1 and later
-OTHER_FORMS = (  # not read: Mistral, gpt-oss, DeepSeek, Command R, Gemma, Qwen3-Coder and 3.5, GLM, Kimi, MiniMax
-    "[TOOL_CALLS]", "to=functions.", "<｜tool▁call", "<|START_ACTION|>", "<start_function_call>", "<|tool_call>",
-    "<function=", "<arg_key>", "<|tool_calls_section_begin|>", "<minimax:tool_call>",
+OTHER_FORMS = (  # not read: gpt-oss, Command R, Gemma 3, Qwen3-Coder and 3.5, GLM, OLMo, Phi
+    "to=functions.", "<|START_ACTION|>", "<start_function_call>", "<function=", "<arg_key>", "<function_calls>",
+    "functools[",
 )  # fmt: skip
+OTHER_MARKER = re.compile(r"""<[^<>\s'"]*(?i:tool[_▁]?calls?)[^<>\s'"]*>|\[TOOL_CALLS?\]""")
+# as those of Mistral ([TOOL_CALLS]), DeepSeek, Gemma 4, Granite, Kimi, MiniMax, Nemotron; Hermes's own is one, too
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,9 @@ def tool_format(tokenizer: Any) -> ToolFormat:
 
 def has_other_form(template: str) -> bool:
     """True for a chat template with calls that are not read. Its model is told of Hermes's form in words."""
-    return any(marker in template for marker in OTHER_FORMS)
+    own = {HERMES.begin, HERMES.end}
+    markers = (marker for marker in OTHER_MARKER.findall(template) if marker not in own)
+    return any(marker in template for marker in OTHER_FORMS) or any(markers)
 
 
 def call_markers(tokenizer: Any) -> dict[int, str]:
@@ -143,7 +147,7 @@ class ToolCallReader:
             call = _parse(body, self.form.end if end < 0 else "")
             if call is not None:
                 calls.append(call)
-            elif end >= 0 or not _may_begin_call(body):
+            elif end >= 0 or not _may_begin_call(body) or (not self.form.begin and _is_object(body)):
                 content += self.form.begin + self.buffer[: len(self.buffer) - len(rest)]
             self.buffer, self.in_call, self.at_start = rest, False, False
             self.after_call = call is not None
@@ -213,6 +217,15 @@ def _object_members(text: str) -> tuple[dict[str, tuple[Any, str]], int]:
         members[key] = value, text[begin:place]
         place = after("", place)
     return members, place + 1
+
+
+def _is_object(text: str) -> bool:
+    """True if a whole JSON object begins the text."""
+    try:
+        _object_members(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _refuse_constant(name: str) -> Any:

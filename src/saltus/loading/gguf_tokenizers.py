@@ -174,6 +174,8 @@ def end_tokens(metadata: dict[str, Any]) -> int | list[int] | None:
     types = metadata.get("tokenizer.ggml.token_type") or ()
     added = [number for number, type in enumerate(types) if type in (CONTROL_TOKEN_TYPE, USER_TOKEN_TYPE)]
     ends = [token for token in named if token is not None] + [each for each in added if tokens[each] in TURN_ENDS]
+    if {"<|return|>", "<|call|>"} <= {tokens[each] for each in ends}:  # gpt-oss, whose answers have several messages
+        ends = [each for each in ends if tokens[each] != "<|end|>"]
     ends = list(dict.fromkeys(ends))
     return ends if len(ends) > 1 else next(iter(ends), None)
 

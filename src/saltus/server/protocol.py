@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -160,13 +161,20 @@ class ChatFields(Fields):
     reasoning_format: Literal["auto", "none", "deepseek"] | None = None  # llama.cpp's; none: it stays in the content
 
     def template_variables(self, effort: str | None) -> dict[str, Any]:
-        """Variables of the chat template, with the reasoning effort in the words of several families of models."""
-        variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-        if effort == "none":
-            variables |= {"enable_thinking": False, "thinking": False}
-        if self.enable_thinking is not None:
-            variables["enable_thinking"] = self.enable_thinking
-        return variables | (self.chat_template_kwargs or {})
+        """Variables of the chat template."""
+        return template_variables(effort, self.enable_thinking, self.chat_template_kwargs)
+
+
+def template_variables(
+    effort: str | None, enable_thinking: bool | None, given: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Variables of the chat template, with the reasoning effort in the words of several families of models."""
+    variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if effort == "none":
+        variables |= {"enable_thinking": False, "thinking": False}
+    if enable_thinking is not None:
+        variables["enable_thinking"] = enable_thinking
+    return variables | dict(given or {})
 
 
 class Message(BaseModel):
@@ -231,6 +239,8 @@ class TokenizeRequest(Fields):
     messages: Annotated[Items[Message] | None, BeforeValidator(_of_few_items)] = None
     tools: Items[Tool] | None = Field(None, max_length=MAX_TOOLS)
     chat_template_kwargs: JsonObject | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None  # null: to a prompt, not to messages

@@ -27,6 +27,7 @@ from saltus.server.protocol import (
     DetokenizeRequest,
     ResponsesRequest,
     TokenizeRequest,
+    template_variables,
 )
 from saltus.server.responses import ResponseAnswer, response_messages
 from saltus.server.served_request import Limits
@@ -202,7 +203,9 @@ class Service:
                 tokens = engine.encode(
                     messages,
                     tools=[tool.model_dump(by_alias=True, exclude_none=True) for tool in body.tools or ()],
-                    chat_template_kwargs=body.chat_template_kwargs or {},
+                    chat_template_kwargs=template_variables(
+                        body.reasoning_effort, body.enable_thinking, body.chat_template_kwargs
+                    ),
                     parse_special=bool(body.parse_special),
                     **{name: getattr(body, name) for name in names},
                 )

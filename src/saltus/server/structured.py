@@ -232,9 +232,11 @@ class Tools:
         if not self._callable:
             return of_text
         schema = None if of_text is None else of_text.schema
-        if of_text is not None and schema is None and not self.required:
-            message = "tools and a format of the text that is not JSON cannot be combined; leave one out"
-            raise ApiError(400, message, "tools")
+        if of_text is not None and not self.required and (schema is None or not self.form.begin):
+            kind = "JSON, as this model writes its calls" if schema is not None else "not JSON"
+            raise ApiError(
+                400, f"tools and a format of the text that is {kind} cannot be combined; leave one out", "tools"
+            )
         choice, tokenizer = "required" if self.required else "auto", self.engine.tokenizer
         return checked_grammar(
             self.engine, "tools", lambda tools: tool_grammar(tools, choice, self.several, tokenizer, schema),

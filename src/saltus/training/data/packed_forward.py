@@ -44,8 +44,9 @@ def without_dropout(model: Any) -> Any:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010
+        for name, value in list(vars(module).items()):  # models that have none of torch's modules for it
+            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+                setattr(module, name, 0.0)
     return model
 
 
