@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import lru_cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from conftest import TEMPLATE, space_tokenizer, tiny_llama
 from saltus.core.forward import ForwardOutputs
 from saltus.core.sampling import Sampling
 from saltus.engine.calibration import measure_call_seconds
-from saltus.engine.checkpoints import resolve_device
+from saltus.engine.checkpoints import require_same_vocabulary, resolve_device
 from saltus.engine.request import Request
 from saltus.engine.scheduler import run_requests
 from saltus.methods import available_methods
@@ -390,6 +391,21 @@ def test_a_gpu_that_there_is_not_is_refused_with_those_that_there_are(monkeypatc
 def test_bad_settings_are_refused_before_anything_is_loaded(settings, cure):
     with refused(cure):
         saltus.load("no such model", **settings)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_vocabulary_may_be_filled_up_to_the_rows_of_other_embeddings():
+    words = {"a": 0, "b": 1}
+    small, large, other = (
+        SimpleNamespace(name=name, tokenizer=SimpleNamespace(get_vocab=lambda vocab=vocab: vocab))
+        for name, vocab in (
+            ("small", words), ("large", {**words, "[PAD2]": 2, "[PAD3]": 3}), ("other", {**words, "[PAD9]": 2})
+        )
+    )  # fmt: skip
+    require_same_vocabulary(large, small)
+    require_same_vocabulary(small, large)
+    with pytest.raises(ValueError, match="another vocabulary"):
+        require_same_vocabulary(large, other)
 
 
 def test_a_drafter_with_another_vocabulary_is_refused(engine, tiny_folder):

@@ -7,13 +7,14 @@ import struct
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Q
 from gguf import GGUFReader
 from test_gguf import MIXED, folder_with_its_file, own_cache, tiny, write  # noqa: F401 (a fixture)
 
 from saltus.loading.fetching import SourceError
-from saltus.loading.gguf_header import read_gguf_header
+from saltus.loading.gguf_header import UnknownFormatError, read_gguf_header
 from saltus.loading.gguf_tokenizers import MAX_TOKEN_LENGTH, make_tokenizer
 from saltus.loading.gguf_weights import load_gguf_model
 from saltus.loading.sources import resolve
@@ -40,6 +41,23 @@ def refused(content: bytes, tmp_path: Path) -> str:
         resolve(str(file))
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def test_a_format_that_nothing_reads_is_named_and_not_called_damage(tmp_path):
+    file = tmp_path / "old.gguf"
+    out = gguf.GGUFWriter(file, "llama")
+    out.add_tensor("token_embd.weight", np.ones((3, 32), np.float32))
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+    content = bytearray(file.read_bytes())
+    place = content.index(b"token_embd.weight") + len(b"token_embd.weight") + 4 + 2 * 8
+    assert content[place : place + 4] == bytes(4)  # F32
+    content[place] = 31  # Q4_0_4_4
+    file.write_bytes(content)
+    with pytest.raises(UnknownFormatError, match=r"token_embd\.weight in format 31 of GGML, which is not supported"):
+        read_gguf_header(file)
 
 
 def test_a_header_is_what_the_library_gguf_reads(tmp_path):

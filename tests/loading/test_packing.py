@@ -1,5 +1,6 @@
 """`--weights q8_0` packs the matrices of a Hugging Face model, experts too, one by one, and keeps the blocks."""
 
+import json
 import os
 
 import pytest
@@ -50,6 +51,18 @@ def test_a_hugging_face_model_is_packed_once_and_is_another_model(tmp_path):
     assert not torch.equal(packed(tokens).logits, model(tokens).logits)
     with pytest.raises(ValueError, match="are for bfloat16"):
         load_model("tiny", folder, torch.float32, weights="q8_0")
+
+
+def test_an_output_layer_of_its_own_stays_so_whatever_the_configuration_says(tmp_path):
+    model, folder = tiny_llama("llama"), tmp_path / "model"
+    model.config.tie_word_embeddings = False
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    packed = load_model("tiny", folder, weights="q8_0", arithmetic="bf16")
+    assert packed.lm_head.weight is not packed.model.embed_tokens.weight
+    tokens = torch.arange(2, 20)[None]
+    assert (packed(tokens).logits - model(tokens).logits).norm() < 0.1 * model(tokens).logits.norm()
 
 
 @pytest.mark.parametrize(

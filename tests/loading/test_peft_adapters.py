@@ -48,6 +48,14 @@ def test_the_weights_are_those_that_peft_merges(tiny_folder, tmp_path, kind):
     assert text.tokens != base.generate("the cat sat", raw=True, max_new_tokens=12).tokens
 
 
+def test_layers_with_transposed_weights_are_merged_as_peft_merges_them(architecture_folder, tmp_path):
+    base = architecture_folder("GPT2")
+    merged = adapter(base, tmp_path, r=4, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)
+    engine = saltus.load(str(tmp_path), "plain", adaptive=False, dtype="float32")
+    for (name, ours), theirs in zip(engine.model.named_parameters(), merged.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5), name
+
+
 def test_an_adapter_is_merged_into_quantised_weights_as_numbers(tiny_folder, tmp_path):
     folder, meant, out = (tmp_path / name for name in ("quantised", "meant", "adapter"))
     shutil.copytree(tiny_folder(dtype=torch.bfloat16, hidden_size=64, intermediate_size=96), folder)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +38,21 @@ def checkpoint(tmp_path):
         return folder, reference
 
     return written
+
+
+@pytest.mark.parametrize("method", ["modelopt", None])
+def test_scales_that_nothing_reads_are_refused_in_a_line(tiny_folder, tmp_path, method):
+    folder = shutil.copytree(tiny_folder(), tmp_path / "fp8")
+    weights = load_file(folder / "model.safetensors")
+    scaled = next(name for name in weights if name.endswith("up_proj.weight"))
+    weights[scaled] = weights[scaled].to(torch.float8_e4m3fn)
+    save_file(weights | {f"{scaled}_scale": torch.tensor(0.5)}, folder / "model.safetensors", {"format": "pt"})
+    if method:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
+    with pytest.raises(ValueError, match=r"weights quantised by .*do not load here") as error:
+        saltus.load(str(folder), "plain")
+    assert "\n" not in str(error.value)
 
 
 def require_equal_weights(model, meant) -> None:

@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from saltus.loading.model_folders import LFS_POINTER, check_folder, weight_files
 from saltus.loading.progress import Stage, progress_bars
 from saltus.loading.sources import SHORT_NAMES, SourceError, resolve
 from saltus.storage.cache_folder import cache_folder
@@ -104,6 +105,17 @@ def test_a_folder_without_a_model_says_what_is_missing(model, tmp_path):
     assert "adapter_config.json is damaged" in complaint(tmp_path)
 
 
+def test_the_files_that_transformers_prefers_are_the_weights(model):
+    index = {"weight_map": {"a": "pytorch_model-00001-of-00002.bin"}}
+    (model / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (model / "flax_model.msgpack").write_bytes(LFS_POINTER)
+    check_folder(model)
+    assert weight_files(model) == [model / "model.safetensors"]
+    (model / "tokenizer.json").write_bytes(LFS_POINTER)
+    with pytest.raises(ValueError, match="git lfs pull"):
+        check_folder(model)
+
+
 @pytest.mark.parametrize("kept", [0, 5, 100, 10_000])
 def test_weights_that_were_cut_short_are_told(model, kept):
     os.truncate(model / "model.safetensors", kept)
@@ -124,6 +136,7 @@ class Hub:
         self.refusal: tuple[int, str] | None = None
         self.broken = ""  # a file that cannot be had
         self.tired = False  # answers the first question alone
+        self.gated = False  # lists its files, and gives none
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -140,6 +153,8 @@ class Hub:
                 listed = [{"rfilename": name, "size": len(body)} for name, body in hub.files.items()]
                 if hub.tired and "blobs" not in self.path:
                     self.reply(403, b"", {})
+                elif hub.gated and "/resolve/" in self.path:
+                    self.reply(403, b"", {"X-Error-Code": "GatedRepo"})
                 elif hub.refusal:
                     status, code = hub.refusal
                     self.reply(status, b"", {"X-Error-Code": code})
@@ -300,6 +315,22 @@ def test_what_the_hub_refuses_is_one_line_with_the_cure(hub, ask, status, code, 
     said, _ = ask("o/m@v1", hub.server.server_port)
     assert said.startswith("ValueError: ")
     assert any(each in said for each in cure.split("|"))
+
+
+def test_a_repository_that_lists_its_files_and_gives_none_asks_for_its_licence(hub, ask):
+    hub.gated = True
+    assert "accept its licence" in ask("o/m", hub.server.server_port)[0]
+
+
+def test_all_files_of_an_index_come_and_other_templates(hub, ask):
+    shard = hub.files.pop("model.safetensors")
+    names = "model-00001-of-00001.safetensors", "model_extra_tensors.safetensors"
+    hub.files |= dict.fromkeys((*names, "consolidated.safetensors", "additional_chat_templates/tool_use.jinja"), shard)
+    index = {"weight_map": {"a": names[0], "b": names[1]}}
+    hub.files["model.safetensors.index.json"] = json.dumps(index).encode()
+    folder = Path(ask("o/m", hub.server.server_port)[0])
+    assert {file.name for file in folder.glob("*.safetensors")} == set(names)
+    assert (folder / "additional_chat_templates" / "tool_use.jinja").exists()
 
 
 def test_a_repository_without_weights_is_told(hub, ask):

@@ -106,12 +106,12 @@ def load_checkpoint(
     device, kind = resolve_device(device), _checked_choice("dtype", dtype, DTYPES)
     _checked_choice("weights", weights, dict.fromkeys(WEIGHTS))
     _checked_choice("arithmetic", arithmetic, dict.fromkeys(("auto", *ARITHMETICS)))
-    is_adapter = all(Path(name_or_path, file).is_file() for file in (ADAPTER_CONFIG_FILE, METADATA_FILE))
-    adapter = Path(name_or_path) if is_adapter else None
+    place = Path(name_or_path).expanduser()
+    is_adapter = all((place / file).is_file() for file in (ADAPTER_CONFIG_FILE, METADATA_FILE))
+    adapter = place if is_adapter else None
     base = name_or_path if adapter is None else read_metadata(adapter, "adapter").target_name
     folder = resolve(base, progress=progress)
-    peft = Path(name_or_path).expanduser()
-    peft = peft if is_peft_adapter(peft) else None
+    peft = place if is_peft_adapter(place) else None
     with silence_transformers():
         if peft is not None and weights in PACKINGS:
             raise ValueError(
@@ -189,6 +189,10 @@ def load_model(
     return model
 
 
+# beside a weight, they say that it is quantised
+SCALE_NAMES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_packed", "qweight", "qzeros")
+
+
 def _of_packed(arithmetic: str, device: str) -> Arithmetic:
     """How packed weights are multiplied, and arranged; those for a GPU are made from the arrangement for 8 bits."""
     return "bf16" if arithmetic == "bf16" and device == "cpu" else "int8"
@@ -225,6 +229,10 @@ def _transformers_model(name: str, folder: Path, dtype: Any, arithmetic: Arithme
     wrong = sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])})
     if wrong and quantised is None and (foreign := foreign_quantization(folder)):
         raise ValueError(f"{name} holds {_quantised_by(foreign)}")
+    scales = [key for key in found["unexpected_keys"] if key.endswith(SCALE_NAMES)]
+    if scales and quantised is None:
+        method = foreign_quantization(folder) or "another program"
+        raise ValueError(f"{name} holds {_quantised_by(method)} (there is {scales[0]})")
     if wrong:
         raise ValueError(
             f"{name} lacks {len(wrong)} of its weights or has them in other shapes, such as {wrong[0]};"
@@ -315,12 +323,18 @@ def fills_holes(model: Any) -> bool:
 
 
 def require_same_vocabulary(target: Checkpoint, drafter: Checkpoint) -> None:
-    """Raise ValueError unless both have the same vocabulary."""
-    if target.tokenizer.get_vocab() != drafter.tokenizer.get_vocab():
+    """Raise ValueError unless both have the same vocabulary, but for the places that no text has a token for."""
+    first, second = (_used_tokens(each.tokenizer) for each in (target, drafter))
+    if first != second:
         raise ValueError(
             f"{drafter.name} has another vocabulary than {target.name} and cannot draft for it;"
             " choose a smaller model of the same family"
         )
+
+
+def _used_tokens(tokenizer: Any) -> dict[str, int]:
+    """The vocabulary without what llama.cpp's converter fills it up with, to the rows of the embeddings."""
+    return {token: number for token, number in tokenizer.get_vocab().items() if token != f"[PAD{number}]"}
 
 
 def end_tokens_of(model: Any, tokenizer: Any) -> frozenset[int]:

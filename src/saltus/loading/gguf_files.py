@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType
 
 from saltus.kernels.packed_weight import PACKED_FORMATS
 from saltus.loading.fetching import SourceError, first_line
-from saltus.loading.gguf_header import BIG_ENDIAN, GgufHeader, TensorInfo, read_gguf_header
+from saltus.loading.gguf_header import BIG_ENDIAN, GgufHeader, TensorInfo, UnknownFormatError, read_gguf_header
 from saltus.loading.gguf_index import GgufTensor, write_index
 from saltus.loading.gguf_tokenizers import end_tokens, make_tokenizer
 from saltus.loading.model_folders import is_lfs_pointer
@@ -78,6 +78,8 @@ def _read_header(file: Path) -> GgufHeader:
         raise SourceError(f"{file} is a pointer of git-lfs, not the file itself; run git lfs pull in its folder")
     try:
         return read_gguf_header(file)
+    except UnknownFormatError as error:
+        raise SourceError(f"{file}: {error}; take a file in Q4_K_M, Q4_0 or Q8_0") from error
     except ValueError as error:
         if str(error) == BIG_ENDIAN:
             raise SourceError(f"{file} is a big-endian GGUF file; take a little-endian one") from error

@@ -123,13 +123,23 @@ def _is_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
+MAX_FORMAT = 64  # larger numbers are of damaged files
+
+
+class UnknownFormatError(ValueError):
+    """A tensor is stored in a format that nothing here reads."""
+
+
 def _tensor_info(fields: _FieldReader) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
     """Name, shape, format and offset of a tensor; the offset counts from the end of the header."""
     name, dimensions = fields.text(), fields.number("I")
     if dimensions > MAX_DIMENSIONS:
         raise ValueError(f"{name} has {dimensions} dimensions")
     shape = tuple(fields.number("Q") for _ in range(dimensions))
-    return name, shape[::-1], GGMLQuantizationType(fields.number("I")), fields.number("Q")
+    number = fields.number("I")
+    if number < MAX_FORMAT and number not in {format.value for format in GGMLQuantizationType}:
+        raise UnknownFormatError(f"it stores {name} in format {number} of GGML, which is not supported")
+    return name, shape[::-1], GGMLQuantizationType(number), fields.number("Q")
 
 
 def _aligned(position: int, metadata: dict[str, Any]) -> int:

@@ -21,6 +21,7 @@ from saltus.loading.model_folders import (
 )
 from saltus.loading.progress import ProgressCallback, Stage
 
+GATED = "{} is given only to those who accept its licence; do so on its page and log in with `hf auth login`"
 HUB_TIMEOUT = 6.0  # seconds for the hub's first answer
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 
@@ -128,9 +129,7 @@ def _list_files(hub_id: str, revision: str | None) -> tuple[str, dict[str, int]]
     try:
         found = _run_with_timeout(HUB_TIMEOUT, ask)
     except GatedRepoError:
-        raise SourceError(
-            f"{hub_id} is given only to those who accept its licence; do so on its page and log in with `hf auth login`"
-        ) from None
+        raise SourceError(GATED.format(hub_id)) from None
     except RevisionNotFoundError:
         raise SourceError(f"{hub_id} has no revision {revision}; look up its branches and tags on the hub") from None
     except (RepositoryNotFoundError, HFValidationError):
@@ -148,6 +147,8 @@ def _model_files(name: str, sizes: dict[str, int]) -> list[str]:
         ([n for n in sizes if kind.fullmatch(n)] for kind in WEIGHT_FILE_PATTERNS if any(map(kind.fullmatch, sizes))),
         [],
     )
+    if "model.safetensors.index.json" in sizes and any(n.endswith(".safetensors") for n in names):
+        names = [n for n in sizes if "/" not in n and n.endswith(".safetensors") and not n.startswith("consolidated")]
     if INDEX_FILE in sizes:  # its weights are in a GGUF file
         names = [n for n in sizes if n.endswith(".gguf")]
     if "config.json" not in sizes or not names:
@@ -160,7 +161,9 @@ def _model_files(name: str, sizes: dict[str, int]) -> list[str]:
 
 def _side_files(sizes: dict[str, int]) -> list[str]:
     """Those of a repository's top folder that hold settings and tokenizer."""
-    return [n for n in sizes if "/" not in n and n.endswith((".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"))]
+    ends = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
+    templates = [n for n in sizes if n.startswith("additional_chat_templates/") and n.endswith(".jinja")]
+    return [n for n in sizes if "/" not in n and n.endswith(ends)] + templates
 
 
 def _run_with_timeout(seconds: float, function: Callable[[], Any]) -> Any:
@@ -183,6 +186,7 @@ def _run_with_timeout(seconds: float, function: Callable[[], Any]) -> Any:
 def _download(name: str, commit: str, sizes: dict[str, int], progress: ProgressCallback) -> Path:
     """The snapshot of `owner/name@revision` with these files, those of another size than listed fetched again."""
     from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
+    from huggingface_hub.errors import GatedRepoError
 
     hub_id, _, revision = name.partition("@")
     cache, again = Path(constants.HF_HUB_CACHE), "run it again, it goes on where it stopped"
@@ -204,6 +208,8 @@ def _download(name: str, commit: str, sizes: dict[str, int], progress: ProgressC
             )
     except SourceError:
         raise
+    except GatedRepoError:  # the hub lists the files of such a repository to everybody
+        raise SourceError(GATED.format(hub_id)) from None
     except Exception as error:  # whatever the client's network library raises
         raise SourceError(f"the download of {name} broke off ({first_line(error)}); {again}") from error
     # an interrupted client may return an incomplete snapshot

@@ -35,6 +35,7 @@ MASK_FILE = (
 )
 
 
+SIDE_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}  # of settings and tokenizers
 LFS_POINTER = b"version https://git-lfs"
 
 
@@ -46,7 +47,9 @@ def check_folder(folder: Path) -> None:
         if ggufs := sorted(file for file in folder.iterdir() if file.suffix.lower() == ".gguf"):
             raise SourceError(f"{folder} holds GGUF files; name the file, such as {ggufs[0]}")
         raise SourceError(f"{folder} holds no model (config.json is missing): give a folder that save_pretrained wrote")
-    for file in folder.iterdir():
+    needed = [file for file in folder.iterdir() if file.suffix in SIDE_SUFFIXES]
+    needed += [] if (folder / INDEX_FILE).is_file() else weight_files(folder)
+    for file in needed:
         if file.is_file() and is_lfs_pointer(file):
             raise SourceError(f"{file} is a pointer of git-lfs, not the file itself; run git lfs pull in its folder")
     _check_generation_config(folder / "generation_config.json")
@@ -100,9 +103,11 @@ def foreign_quantization(folder: Path) -> str | None:
 
 def weight_files(folder: Path) -> list[Path]:
     """The files that hold a folder's weights, safetensors first; those that an index names even if they are missing."""
-    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-        if (folder / index).is_file():
-            return [folder / name for name in _indexed_files(folder / index)]
+    for whole in ("model.safetensors", "pytorch_model.bin"):  # Transformers' order
+        if (folder / whole).is_file():
+            return [folder / whole]
+        if (folder / f"{whole}.index.json").is_file():
+            return [folder / name for name in _indexed_files(folder / f"{whole}.index.json")]
     for kind in WEIGHT_FILE_PATTERNS:
         if files := sorted(file for file in folder.iterdir() if kind.fullmatch(file.name)):
             return files

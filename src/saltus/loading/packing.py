@@ -97,6 +97,8 @@ def pack_model(model: Any, packing: str, folder: Path, arithmetic: Arithmetic = 
             "%s: %d matrices of experts stay as they are: their inputs and outputs, such as %s, are no multiples of 32",
             folder, len(left), " and ".join(map(str, left[0].shape[:0:-1])),
         )  # fmt: skip
+    unembedding = model.get_output_embeddings()
+    is_tied = unembedding is not None and unembedding.weight is model.get_input_embeddings().weight
     kept = _cached_blocks(folder, packing, places)
     if has_digest(kept):
         with safe_open(kept, "pt") as stored:
@@ -110,7 +112,8 @@ def pack_model(model: Any, packing: str, folder: Path, arithmetic: Arithmetic = 
                     blocks = place.blocks(format)
                     write(blocks)
                     place.replace(blocks, format, arithmetic)
-    model.tie_weights()
+    if unembedding is not None and is_tied:  # whatever the configuration says
+        unembedding.weight = model.get_input_embeddings().weight
 
 
 def pack_places(places: Iterable[Place], packing: str, arithmetic: Arithmetic) -> None:

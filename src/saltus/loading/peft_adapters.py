@@ -72,10 +72,12 @@ def merge_adapter(model: Any, folder: Path, name: str) -> None:
             raise SourceError(f"the weights of {name} are packed, and an adapter cannot be added; load it as bf16")
         pairs.setdefault(match["module"], {})[match["part"]] = tensor
     for module, pair in pairs.items():
-        weight = modules[module].weight
-        if pair.keys() != {"A", "B"} or (pair["B"].shape[0], pair["A"].shape[1]) != weight.shape:
+        weight, transposed = modules[module].weight, type(modules[module]).__name__ == "Conv1D"  # GPT-2's [in, out]
+        shape = weight.shape[::-1] if transposed else weight.shape
+        if pair.keys() != {"A", "B"} or (pair["B"].shape[0], pair["A"].shape[1]) != shape:
             raise SourceError(f"{folder} has weights of {module} in other shapes than {name}; give its own model")
         product = pair["B"].float() @ pair["A"].float()
+        product = product.T if transposed else product
         with torch.no_grad():
             weight.copy_(weight.float() + _scale(config, module, len(pair["A"])) * product.to(weight.device))
 
