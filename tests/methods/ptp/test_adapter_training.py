@@ -270,7 +270,7 @@ def test_intervals_are_those_cached_beside_states(tmp_path):
             assert torch.equal(found.tokens[start:][:length], states.tokens[whole[0] :][:length])
             expected = states.uniform_intervals[:, whole[0] :][:, :length]
             torch.testing.assert_close(found.uniform_intervals[:, start:][:, :length], expected, rtol=0, atol=1e-5)
-    with pytest.raises(ValueError, match="another model, texts or coupling"):
+    with pytest.raises(ValueError, match="for other settings"):
         list(collect_uniform_intervals(tiny("Llama"), samples(), tmp_path / "20", TEMPERATURES, 21))
 
 

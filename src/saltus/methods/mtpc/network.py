@@ -30,6 +30,7 @@ from saltus.methods.shared.draft_tree import DraftOutputs
 from saltus.methods.shared.row_candidates import row_candidates
 
 NO_LOGITS = np.empty(0, dtype=np.int64), np.empty((0, 0), dtype=np.float32)
+SMALLEST = np.nextafter(np.float32(0), np.float32(1))  # in place of 0, which has no logarithm
 MAX_CANDIDATE_TOKENS = 1024  # a position drafts its most likely tokens only, so that a state's softmax is small
 
 
@@ -240,7 +241,7 @@ class HeadNetwork:
         tokens, distribution = self._state_distributions(kv_cache, len(kv_cache.window_tokens))
         column = int(np.searchsorted(tokens, token))
         known = column < len(tokens) and int(tokens[column]) == token
-        evidence = np.log(np.maximum(distribution[:, column], TINY)) if known else np.zeros_like(distribution[:, 0])
+        evidence = np.log(np.maximum(distribution[:, column], SMALLEST)) if known else np.zeros_like(distribution[:, 0])
         circuit_filter.observe(evidence)
         kv_cache.window_tokens.append(token)
 
