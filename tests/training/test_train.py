@@ -354,9 +354,7 @@ def test_other_settings_and_other_texts_are_refused(recipe, folder, tiny_folder,
     saltus_(*training(recipe, folder, teacher, work))
     assert "other settings" in complaint(*training(recipe, folder, teacher, work, "--seed", 1))
     assert "other settings" in complaint(*training(recipe, folder, teacher, work, "--steps", 20))
-    assert "for other settings" in complaint(
-        *training(recipe, folder, teacher, work, "--set", "teacher_texts=7")
-    )
+    assert "for other settings" in complaint(*training(recipe, folder, teacher, work, "--set", "teacher_texts=7"))
     assert "were written by" in complaint(*training(recipe, tiny_folder(1), teacher, tmp_path / "another"))
     assert "the model has 2 layers" in complaint(
         *training(recipe, folder, teacher, tmp_path / "hidden_state_layers", "--set", "hidden_state_layers=[1, 2]")
