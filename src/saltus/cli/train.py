@@ -207,7 +207,7 @@ JACOBI_HELP = f"""Train a model, or an adapter of it, to decode blocks in parall
 
         saltus train jacobi --teacher trajectories --set noise_schedule=any --set mask=clean --work runs/cllm
 
-        saltus train jacobi --teacher trajectories --set trains=model --set learning_rate=1e-5 --out tuned
+        saltus train jacobi --teacher trajectories --set trains=model --set learning_rate=1e-5 --work runs/t --out tuned
 
     Afterwards: saltus generate --method jacobi --option jacobi.model=adapter "Who?"
     or saltus generate --model tuned --method jacobi "Who?"
