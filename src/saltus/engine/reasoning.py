@@ -63,9 +63,19 @@ class TagTokens(NamedTuple):
 
     def end_place(self, text: Sequence[int]) -> int | None:
         """The place behind the first tag that ends the reasoning."""
-        text, size = tuple(text), len(self.end)
-        places = (place for place, token in enumerate(text) if token == self.end[0])
-        return next((place + size for place in places if text[place : place + size] == self.end), None)
+        place = -1
+        while True:  # by `index`, since texts of reasoning are long
+            try:
+                place = text.index(self.end[0], place + 1)
+            except ValueError:
+                return None
+            if _begins_with(text, place, self.end):
+                return place + len(self.end)
+
+
+def _begins_with(text: Sequence[int], place: int, tag: tuple[int, ...]) -> bool:
+    """True if these tokens stand at a place of the text."""
+    return tuple(text[place : place + len(tag)]) == tag
 
 
 @dataclass(frozen=True)
@@ -107,7 +117,9 @@ class Reasoning:
     def shown_tokens(self) -> tuple[int, ...]:
         """The tokens of the tags, special ones too, which are read in the text."""
         parts = self.tokenizer.added_tokens_decoder.items()
-        return tuple(number for number, token in parts if any(token.content in tag for tag in self.tags))
+        return tuple(
+            number for number, token in parts if token.content and any(token.content in tag for tag in self.tags)
+        )
 
     def count(self, prompt: Sequence[int], text: Sequence[int]) -> int:
         """How many of the text's tokens are reasoning, tags included, where these are tokens."""
@@ -116,7 +128,7 @@ class Reasoning:
             return 0
         space = next((place for place, token in enumerate(text) if token not in line_breaks(self.tokenizer)), 0)
         first = self.tokens.begin
-        if begin == "tag" and (not first or text[space : space + len(first)] != first):
+        if begin == "tag" and not (first and _begins_with(text, space, first)):
             return 0
         return self.tokens.end_place(text) or len(text)
 
@@ -254,11 +266,11 @@ class ConstraintAfterReasoning:
         """What goes on with a tag that is half written, or follows line breaks that no answer begins with."""
         if self.inside or not self.tags.begin or not len(text):
             return frozenset()
-        written = tuple(text[self._space(text) :])
-        tags = (self.tags.begin, self.tags.answer)
-        return frozenset(
-            tag[len(written)] for tag in tags if len(written) < len(tag) and tag[: len(written)] == written
-        )
+        tags, space = (self.tags.begin, self.tags.answer), self._space(text)
+        count = len(text) - space
+        if count >= max(map(len, tags)):
+            return frozenset()
+        return frozenset(tag[count] for tag in tags if count < len(tag) and _begins_with(text, space, tag[:count]))
 
     def _space(self, text: Sequence[int]) -> int:
         """1 if a token of line breaks stands before the first tag."""
@@ -270,10 +282,9 @@ class ConstraintAfterReasoning:
             return None
         if not self.inside:
             space, (begin, _, answer) = self._space(text), self.tags
-            written = tuple(text[space:])
-            if answer and written[: len(answer)] == answer:
+            if answer and _begins_with(text, space, answer):
                 return space + len(answer)
-            if not begin or written[: len(begin)] != begin:
+            if not begin or not _begins_with(text, space, begin):
                 return 0
         start = self.tags.end_place(text)
         return None if start is None else start + (start < len(text) and text[start] in self._skipped)

@@ -100,9 +100,9 @@ def write_shards(
         if file.exists():
             wanted = json.loads(shard_metadata["metadata"])
             found = json.loads(_read_metadata(file).get("metadata", "{}"))
-            names = [
-                name for name in {**wanted, **found} if name != "layers" or found.get(name)
-            ]  # older shards lack it
+            if not found.get("layers"):  # an older shard, or packed weights
+                wanted.pop("layers", None)
+            names = {**wanted, **found}
             if differs := next((name for name in names if wanted.get(name) != found.get(name)), None):
                 what = {"target": "model", "layers": "model"}.get(differs, differs.replace("_", " "))
                 raise ValueError(f"{file} holds states for other settings ({what}); take another --work")
