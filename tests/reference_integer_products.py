@@ -30,8 +30,9 @@ def quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Integers [rows, blocks, 32] and scales [rows, blocks] of float32 activations [rows, in]."""
     blocks = x.reshape(len(x), -1, 32)
     most = np.abs(blocks).max(-1)
-    with np.errstate(divide="ignore"):
-        inverse = np.where(most > 0, np.float32(127) / most, np.float32(0))
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.float32(127) / most
+    inverse = np.where(inverse < np.inf, inverse, np.float32(0))
     return np.rint(blocks * inverse[..., None]).astype(np.int64), most / np.float32(127)
 
 

@@ -90,6 +90,18 @@ def test_a_bias_is_added_to_a_sum_before_it_is_rounded():
     assert same_bits(found, (sums + bias.float()).bfloat16())
 
 
+@pytest.mark.parametrize("format", [Q.Q4_0, Q.Q4_1, Q.Q2_K], ids=lambda format: format.name)
+@pytest.mark.parametrize("size", [1e-40, 1.5e-38, 3.6e-37, 4e-37])
+def test_inputs_too_small_to_have_an_inverse_are_zeros(format, size):
+    blocks, x = random_blocks(format, 32, 256), rows_of(3, 256)
+    x[1, 32:64] = torch.linspace(-size, size, 32).bfloat16()
+    x[2] = size
+    found = linear(x, [PackedWeight.from_blocks(blocks, format, "int8")], [None])[0]
+    wanted = torch.from_numpy(product(x.float().numpy(), blocks.numpy(), format)).bfloat16()
+    assert same_bits(found, wanted * (wanted.abs() >= 2.0**-126))
+    assert size > 3.7e-37 or not found[2].any()
+
+
 def test_what_is_not_finite_stays_so_and_in_its_row():
     weight, x = PackedWeight.from_blocks(random_blocks(Q.Q4_1, 32, 64), Q.Q4_1, "int8"), rows_of(5, 64)
     whole = linear(x, [weight], [None])[0]

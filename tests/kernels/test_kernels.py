@@ -23,6 +23,7 @@ from architectures import RECURRENT, random_tree
 from conftest import tiny_llama
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
+from saltus.core.sampling import greedy_tokens
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode, batch_invariant_elementwise, linear
 from saltus.kernels.native import processor
@@ -235,6 +236,25 @@ def test_a_curve_rounds_alike_wherever_its_argument_stands(dtype, size, name):
             assert same(curve(x[start : start + width]), whole[start : start + width])
         assert same(curve(x.t()).t(), whole)
     torch.testing.assert_close(whole, curve(x), rtol=2 * STEPS[dtype], atol=2.0**-24)
+
+
+def test_arguments_by_name_and_in_place_are_those_of_torch():
+    x, y, weight, out = normal(3, 20), normal(3, 20), normal(8, 20), torch.empty(3, 20)
+    calls = {
+        "linear": lambda: F.linear(input=x, weight=weight),
+        "matmul": lambda: torch.matmul(x, other=weight.T),
+        "bmm": lambda: torch.bmm(x[None], mat2=weight.T[None]),
+        "mul": lambda: torch.mul(x, other=y),
+        "sigmoid": lambda: torch.sigmoid(input=x),
+        "pow": lambda: torch.pow(x.abs(), exponent=y),
+        "exp": lambda: torch.exp(x, out=out),
+        "silu": lambda: F.silu(copy := x.clone(), inplace=True) is copy and copy,
+        "elu": lambda: F.elu(copy := x.clone(), 1.0, True) is copy and copy,
+    }
+    for name, call in calls.items():
+        with BatchInvariantMode():
+            found = call()
+        torch.testing.assert_close(found, call(), msg=name)
 
 
 def test_torch_alone_rounds_a_curve_by_its_place():
@@ -499,6 +519,71 @@ def test_threads_of_python_may_call_at_once():
     assert not wrong
 
 
+@compiled
+def test_a_thread_that_begins_during_a_call_has_as_many_threads_as_others():
+    """torch gives a Python thread the number that it has when the thread first uses it, which is 1 during a call."""
+    before, numbers = torch.get_num_threads(), []
+
+    def use() -> None:
+        torch.zeros(1)
+        with native.kernel_threads_only():
+            pass
+        numbers.append(torch.get_num_threads())
+
+    torch.set_num_threads(3)
+    try:
+        with native.kernel_threads_only():
+            first = threading.Thread(target=use)
+            first.start()
+            first.join()
+        for _ in range(2):
+            later = threading.Thread(target=use)
+            later.start()
+            later.join()
+        assert numbers == [3, 3, 3]
+        torch.set_num_threads(1)
+        use()
+        assert numbers[-1] == 1, "this thread has chosen it"
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("files", "wanted"),
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000"}, 8),
+        ({"cpu.max": "250000 100000"}, 3),
+        ({"slice/of/mine/cpu.max": "400000 100000", "slice/cpu.max": "150000 100000"}, 2),
+        ({"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+        ({"cpu.max": "no number"}, 8),
+    ],
+)
+def test_a_container_limits_the_threads_of_kernels(files, wanted, tmp_path, monkeypatch):
+    for name, content in {"own": "2:cpu:/\n0::/slice/of/mine\n", **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr(processor, "CGROUPS", tmp_path)
+    monkeypatch.setattr(processor, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(processor.os, "cpu_count", lambda: 8)
+    processor.allowed_processors.cache_clear()
+    assert processor.allowed_processors() == wanted
+    processor.allowed_processors.cache_clear()
+
+
+@pytest.mark.parametrize("flushes", [False, True])
+def test_the_greatest_of_logits_that_are_zero_is_found(flushes):
+    """Also by a thread that takes subnormal numbers for zeros."""
+    logits = torch.full((2, 100), -1.0)
+    logits[0, 41], logits[1] = 0.0, 0.0
+    torch.set_flush_denormal(flushes)
+    try:
+        assert greedy_tokens(logits) == [41, 0]
+    finally:
+        torch.set_flush_denormal(False)
+
+
 def child(x, weight, bias, answers) -> None:
     native.load_kernels().saltus_threads(2)
     answers.put(linear(x, [weight], [bias])[0].numpy())
@@ -579,8 +664,24 @@ def test_a_compiler_that_fails_is_a_warning_of_one_line(fresh_library, monkeypat
     monkeypatch.setenv("CC", "false")
     with caplog.at_level(logging.WARNING, "saltus"):
         assert native.load_kernels() is None
-    assert "the compiler failed" in caplog.records[0].getMessage()
+    said, failed = (record.getMessage() for record in caplog.records)
+    assert said.startswith("compiling the kernels for this processor, once")
+    assert "the compiler failed" in failed
     assert not list(fresh_library.rglob("*.so"))
+
+
+@pytest.mark.slow
+@compiled
+def test_a_compiler_older_than_the_processor_compiles_for_an_older_one(fresh_library, monkeypatch, tmp_path, caplog):
+    compiler = tmp_path / "old compiler"
+    real = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *-march=native*) echo "error: no such instruction" >&2; exit 1;; esac\n'
+                        f'exec {real} "$@"\n')  # fmt: skip
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", f"'{compiler}' -O0")
+    with caplog.at_level(logging.WARNING, "saltus"):
+        assert native.load_kernels() is not None
+    assert len(caplog.records) == 1, "compiling"
 
 
 @compiled

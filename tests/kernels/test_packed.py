@@ -100,8 +100,14 @@ def test_a_packed_weight_behaves_as_the_matrix_that_it_stands_for():
     x = torch.randn(3, 64).bfloat16()
     assert same_bits(F.linear(x, parameter), linear(x, [plain], [None])[0])
     assert torch.equal(x @ parameter.T, x @ plain.T)
-    with pytest.raises(IndexError, match="a row of 40"):
-        parameter[torch.tensor([40])]
+    assert F.linear(x[:0], parameter).shape == (0, 40), "what no kernel computes is computed by torch"
+    assert same_bits(parameter[torch.tensor([-1, 2])], plain[[-1, 2]])
+    for row in (40, -41):
+        with pytest.raises(IndexError, match="a row of 40"):
+            parameter[torch.tensor([row])]
+    for change in (weight.mul_, weight.copy_, weight.add_):
+        with pytest.raises(TypeError, match="packed weights cannot be changed in place"):
+            change(torch.zeros(40, 64))
 
 
 @needs_kernels

@@ -20,6 +20,31 @@ static void *call(void *wrong) {
   return 0;
 }
 
+typedef struct {
+  pthread_t of[64];
+} Owners;
+static void own(const void *job, int64_t piece) {
+  ((Owners *)job)->of[piece] = pthread_self();
+  for (volatile int i = 0; i < 20000; i++) continue;  // so that others have the time to take a piece
+}
+
+// How many threads took pieces of some jobs, at most.
+static int num_owners(int jobs) {
+  int most = 0;
+  while (jobs--) {
+    Owners owners;
+    int different = 0;
+    share(own, &owners, 64);
+    for (int piece = 0; piece < 64; piece++) {
+      int before = 0;
+      while (!pthread_equal(owners.of[before], owners.of[piece])) before++;
+      different += before == piece;
+    }
+    most = different > most ? different : most;
+  }
+  return most;
+}
+
 int main(void) {
   pthread_t other;
   void *found = 0;
@@ -27,5 +52,12 @@ int main(void) {
   pthread_create(&other, 0, call, "wrong");
   const void *own = call("wrong");
   pthread_join(other, &found);
-  return own || found;
+  if (own || found) return 1;
+  saltus_threads(2);
+  num_owners(1);  // a worker may be at a piece of the job before
+  if (num_threads() != 2 || num_owners(50) > 2) return 2;
+  saltus_threads(1);
+  if (num_threads() != 1 || num_owners(5) > 1) return 3;
+  saltus_threads(4);
+  return num_threads() == 4 && num_owners(50) > 2 && !call("wrong") ? 0 : 4;
 }

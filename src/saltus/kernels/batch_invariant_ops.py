@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,22 +87,23 @@ class BatchInvariantMode(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is F.linear:
-            bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            if _can_use_kernel(args[0], args[1], bias):
-                return _linear(args[0], args[1], bias)
+            if (out := linear_by_kernel(*args, **kwargs)) is not None:
+                return out
         elif func in ELEMENTWISE_FUNCTIONS:
-            if _is_elementwise(args):
+            if _is_elementwise(args, kwargs):
                 return batch_invariant_elementwise(func, *args, **kwargs)
+        elif kwargs:  # of a call that no model has; the others by position
+            pass
         elif func in MATMUL_FUNCTIONS and args[1].ndim == 2:  # by weights that stand as columns
-            if not kwargs and _can_use_kernel(args[0], args[1].t()):
+            if _can_use_kernel(args[0], args[1].t()):
                 return _linear(args[0], self._transposed(args[1]), None)
         elif func in BATCHED_MATMUL_FUNCTIONS:  # by those of several experts
-            if not kwargs and _is_expert_product(*args):
+            if _is_expert_product(*args):
                 return torch.stack([_linear(x, weight.t(), None) for x, weight in zip(*args, strict=True)])
         elif func in MULTIPLY_FUNCTIONS:  # rotary embeddings as complex numbers
-            if not kwargs and all(isinstance(each, Tensor) and each.is_complex() for each in args):
+            if all(isinstance(each, Tensor) and each.is_complex() for each in args):
                 return complex_product(*args)
-        elif func is torch.addmm and not kwargs and _can_use_kernel(args[1], args[2].t(), args[0]):  # Conv1D of GPT-2
+        elif func is torch.addmm and _can_use_kernel(args[1], args[2].t(), args[0]):  # Conv1D of GPT-2
             return _linear(args[1], self._transposed(args[2]), args[0])
         return func(*args, **kwargs)
 
@@ -114,6 +115,13 @@ class BatchInvariantMode(TorchFunctionMode):
         if weight not in self.transposed_weights or self.transposed_weights[weight][0] != now:
             self.transposed_weights[weight] = now, weight.detach().t().contiguous()
         return self.transposed_weights[weight][1]
+
+
+def linear_by_kernel(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """What F.linear gives, with its names of arguments, by the kernels; None if they cannot compute it."""
+    if (torch.is_grad_enabled() and input.requires_grad) or not _can_use_kernel(input, weight, bias):
+        return None
+    return _linear(input, weight, bias)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -143,12 +151,14 @@ def _is_expert_product(x: Tensor, weights: Tensor) -> bool:
     )
 
 
-def _is_elementwise(args: Sequence[Any]) -> bool:
-    x, *others = args
+def _is_elementwise(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """True for a function of one tensor, given by position, into a new one."""
+    x, *others = args or (None,)
+    others += kwargs.values()
     return (
         type(x) is Tensor
         and x.device.type == "cpu"
         and x.is_floating_point()
         and x.numel() > 0
-        and not any(isinstance(other, Tensor) for other in others)
+        and not any(other is True or isinstance(other, Tensor) for other in others)  # in place
     )

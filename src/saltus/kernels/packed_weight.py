@@ -142,15 +142,11 @@ class PackedWeight(Tensor):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if (
-            func is F.linear
-            and args[0].dtype == torch.bfloat16
-            and not (torch.is_grad_enabled() and args[0].requires_grad)
-        ):
-            from saltus.kernels.batch_invariant_ops import BatchInvariantMode
+        if func is F.linear:
+            from saltus.kernels.batch_invariant_ops import linear_by_kernel
 
-            with BatchInvariantMode():
-                return func(*args, **kwargs)
+            if (out := linear_by_kernel(*args, **kwargs)) is not None:
+                return out
         with torch._C.DisableTorchFunctionSubclass():  # the results are plain tensors
             return func(*args, **kwargs)
 
@@ -174,7 +170,9 @@ class PackedWeight(Tensor):
         if func is ATEN.embedding.default:
             return args[0].dequantize(args[1])
         if func is ATEN.index.Tensor and args[0].ndim == 2 and not args[0].is_transposed and _selects_rows(args[1]):
-            return args[0].dequantize(args[1][0])
+            return args[0].dequantize(torch.where(args[1][0] < 0, args[1][0] + len(args[0]), args[1][0]))
+        if func._schema.is_mutable and any(isinstance(each, PackedWeight) for each in args[:1]):
+            raise TypeError(f"packed weights cannot be changed in place ({func}); dequantize() gives a copy that can")
         expanded = tree_map_only(PackedWeight, PackedWeight.dequantize, (tuple(args), kwargs or {}))
         return func(*expanded[0], **expanded[1])
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import shlex
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable
 from functools import lru_cache
 from hashlib import blake2b
@@ -15,8 +17,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from filelock import FileLock
 
-from saltus.kernels.native.processor import compiler_flags, processor_features, request_amx
+from saltus.kernels.native.processor import (
+    allowed_processors,
+    compiler_flags,
+    lesser_flags,
+    processor_features,
+    request_amx,
+)
 from saltus.storage.cache_files import disk_errors, is_own_file, make_private_folder, new_file_with_digest
 from saltus.storage.cache_folder import cache_folder
 
@@ -311,25 +320,22 @@ def load_kernels() -> ctypes.CDLL | None:
         return None
     folder = files(__name__)
     sources = {f.name: f.read_bytes() for f in folder.iterdir() if f.name.endswith((".c", ".h", ".inc"))}
-    named = filter(None, (os.environ.get("CC"), "cc", "gcc", "clang"))
-    compiler = next((path for name in named if (path := shutil.which(name))), None)
+    compilers = _compilers()
     features = processor_features()
     flags = [
         *compiler_flags(features),
         *(["-DSLOW_BF16_PRODUCTS"] if "GenuineIntel" in features else []),  # linear_tile_either.inc
         *(["-DAMX_PERMITTED"] if request_amx(features) else []),  # linear_amx.inc
     ]
-    settings = (sorted(sources.items()), flags, compiler, features, torch.__version__)
+    settings = (sorted(sources.items()), flags, compilers[:1], features, torch.__version__)
     target = cache_folder() / "native" / f"{blake2b(repr(settings).encode(), digest_size=8).hexdigest()}.so"
     if error := make_private_folder(target.parent):
         log.warning("the compiled kernels cannot be had, going on with slower exact ones: %s", error)
         return None
     if not is_own_file(target):
-        error = (
-            _compile([compiler, *flags], sources, target)
-            if compiler
-            else "no C compiler was found; install gcc or clang"
-        )
+        sets = [flags, *lesser_flags(features)]  # of a compiler that is older than the processor
+        commands = [[*compiler, *some] for some in sets for compiler in compilers]
+        error = _compile(commands, sources, target) if commands else "no C compiler was found; install gcc or clang"
         if error:
             log.warning("the compiled kernels cannot be had, going on with slower exact ones: %s", error)
             return None
@@ -363,18 +369,22 @@ def address(array: np.ndarray) -> int:
     return array.__array_interface__["data"][0]
 
 
-def share_threads() -> None:
-    """Let the kernels use as many threads as torch does; for calls between which torch is not used."""
+def share_threads() -> int:
+    """Let the kernels use as many threads as torch does; for calls between which torch is not used.
+
+    A container's share of the processors limits them. Returns torch's number.
+    """
+    threads = _torch_threads()
     if (library := load_kernels()) is not None:
-        library.saltus_threads(INTEGER(torch.get_num_threads()))
+        library.saltus_threads(INTEGER(min(threads, allowed_processors())))
+    return threads
 
 
 class kernel_threads_only:
     """Run torch on one thread while open: its threads would compete with those of the kernels."""
 
     def __enter__(self) -> None:
-        self.threads = torch.get_num_threads()
-        share_threads()
+        self.threads = share_threads()
         if load_kernels() is not None:
             torch.set_num_threads(1)
 
@@ -382,17 +392,58 @@ class kernel_threads_only:
         torch.set_num_threads(self.threads)
 
 
-def _compile(compiler: list[str], sources: dict[str, bytes], target: Path) -> str | None:
-    """Compile into place atomically; returns an error message, None on success."""
+class _Threads(threading.local):
+    """What is known of a Python thread: has it asked for torch's number of threads before?"""
+
+    asked = False
+    last = 1  # that any Python thread had
+
+
+_threads = _Threads()
+
+
+def _torch_threads() -> int:
+    """torch's number of threads; in a new Python thread, that of those before.
+
+    A thread takes the number that torch has when it first uses it, which is 1 while another is in a call.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 and not _threads.asked and _Threads.last > 1:
+        threads = _Threads.last
+        torch.set_num_threads(threads)
+    _threads.asked, _Threads.last = True, threads
+    return threads
+
+
+def _compilers() -> list[list[str]]:
+    """The C compiler that CC names, with its arguments, if it is there; else all that are at hand."""
+    found = [
+        [[path, *arguments] for name, *arguments in named if (path := shutil.which(name))]
+        for named in (filter(None, [shlex.split(os.environ.get("CC", ""))]), [["cc"], ["gcc"], ["clang"]])
+    ]
+    return found[0] or found[1]
+
+
+def _compile(commands: list[list[str]], sources: dict[str, bytes], target: Path) -> str | None:
+    """Compile into place atomically by the first command that can; returns the first error, None on success."""
+    errors: list[str] = []
     try:
-        with disk_errors(cache_folder(), "them"), new_file_with_digest(target) as made:
-            for name, text in sources.items():
-                made.with_name(name).write_bytes(text)
-            command = [*compiler, "-shared", made.with_name("kernels.c"), "-o", made, "-lm"]
-            result = subprocess.run(command, capture_output=True, text=True)
-            if result.returncode:
-                lines = result.stderr.strip().splitlines() or ["the compiler failed"]
-                raise OSError(next((line for line in lines if "error" in line), lines[0]))
-            made.chmod(0o700)
+        with disk_errors(cache_folder(), "them"), FileLock(target.with_suffix(".lock")):
+            if is_own_file(target):  # made by another process meanwhile
+                return None
+            log.warning("compiling the kernels for this processor, once; it takes up to a minute")
+            with new_file_with_digest(target) as made:
+                for name, text in sources.items():
+                    made.with_name(name).write_bytes(text)
+                for command in commands:
+                    whole = [*command, "-shared", made.with_name("kernels.c"), "-o", made, "-lm"]
+                    result = subprocess.run(whole, capture_output=True, text=True)
+                    if not result.returncode:
+                        made.chmod(0o700)
+                        return None
+                    lines = result.stderr.strip().splitlines() or ["the compiler failed"]
+                    errors.append(next((line for line in lines if "error" in line), lines[0]))
+                raise OSError(errors[0])
     except (OSError, ValueError) as error:
         return str(error)
+    return None

@@ -250,18 +250,22 @@ static inline void turn(lanes *x) {
 #endif
 }
 
-// A bit for each lane that is greater than the limit.
-static inline uint32_t lanes_above(lanes x, float limit) {
+// A bit for each lane that is greater than the limit, or at least the limit.
 #ifdef __AVX512F__
-  return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(limit), _CMP_GT_OQ);
+#define COMPARED(x, limit, predicate, operator) _mm512_cmp_ps_mask((__m512)(x), _mm512_set1_ps(limit), predicate)
 #elif defined __AVX__
-  return _mm256_movemask_ps(_mm256_cmp_ps((__m256)x, _mm256_set1_ps(limit), _CMP_GT_OQ));
+#define COMPARED(x, limit, predicate, operator) \
+  _mm256_movemask_ps(_mm256_cmp_ps((__m256)(x), _mm256_set1_ps(limit), predicate))
 #else
+#define COMPARED(x, limit, predicate, operator) bits_of_lanes((x) operator (lanes){} + (limit))
+static inline uint32_t bits_of_lanes(ilanes x) {
   uint32_t bits = 0;
-  for (int l = 0; l < LANES; l++) bits |= (uint32_t)(x[l] > limit) << l;
+  for (int l = 0; l < LANES; l++) bits |= (uint32_t)(x[l] & 1) << l;
   return bits;
-#endif
 }
+#endif
+static inline uint32_t lanes_above(lanes x, float limit) { return COMPARED(x, limit, _CMP_GT_OQ, >); }
+static inline uint32_t lanes_from(lanes x, float limit) { return COMPARED(x, limit, _CMP_GE_OQ, >=); }
 
 // `count` floats, a multiple of LANES.
 static inline int all_finite(const float *x, int64_t count) {

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import math
 import os
 import platform
+from functools import lru_cache
+from pathlib import Path
 
 COMPILER_FLAGS = [
     "-O3",
@@ -15,6 +19,7 @@ COMPILER_FLAGS = [
     "-fPIC",
     "-pthread",
 ]
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 INSTRUCTION_SETS = {  # by SALTUS_ISA: what the compiler is told, and what the processor must have
     "generic": (["-march=x86-64-v2"], "sse4_2"),
     "avx2": (["-march=x86-64-v3"], "avx2"),
@@ -36,6 +41,41 @@ def compiler_flags(features: str) -> list[str]:
     if needed not in features.split():
         raise ValueError(f"SALTUS_ISA is {chosen}, but this processor lacks {needed}; choose another or unset it")
     return [flag for flag in COMPILER_FLAGS if flag != "-march=native"] + named
+
+
+def lesser_flags(features: str) -> list[list[str]]:
+    """Those of the instruction sets that a compiler which does not know this processor may know."""
+    if os.environ.get("SALTUS_ISA"):
+        return []
+    common = [flag for flag in COMPILER_FLAGS if flag != "-march=native"]
+    known = [INSTRUCTION_SETS[name] for name in ("avx512", "avx2", "generic")]
+    return [[*common, *named] for named, needed in known if needed in features.split()]
+
+
+@lru_cache(maxsize=1)
+def allowed_processors() -> int:
+    """How many processors' time this process may take: what its container grants (cgroup), at most all.
+
+    A thread for each of a host's processors would wait for its turn most of the time.
+    """
+    folders, own = [CGROUPS], ""
+    with contextlib.suppress(OSError):
+        own = OWN_CGROUPS.read_text()
+    for path in (line.removeprefix("0::/") for line in own.splitlines() if line.startswith("0::/")):
+        folders += [CGROUPS / folder for folder in (Path(path), *Path(path).parents)]
+    granted = [float(os.cpu_count() or 1)]
+    for folder in folders:
+        with contextlib.suppress(OSError, ValueError):
+            granted.append(_quota(*(folder / "cpu.max").read_text().split()))
+    with contextlib.suppress(OSError, ValueError):  # the first version of cgroups
+        names = "cpu.cfs_quota_us", "cpu.cfs_period_us"
+        granted.append(_quota(*((CGROUPS / "cpu" / name).read_text() for name in names)))
+    return max(1, math.ceil(min(granted)))
+
+
+def _quota(quota: str, period: str) -> float:
+    """Processors, of microseconds in each period."""
+    return math.inf if quota.strip() in ("max", "-1") else float(quota) / float(period)
 
 
 def request_amx(features: str) -> bool:

@@ -21,7 +21,7 @@ static struct {
   _Atomic(const void *) job;
   _Atomic int64_t pieces;
   uint64_t number;
-  _Atomic int workers, alone;
+  _Atomic int workers, limit;  // threads that were started, and how many of them work
   pthread_mutex_t busy, sleep;
   pthread_cond_t wake;
 } pool = {.ticket = CLOSED, .busy = PTHREAD_MUTEX_INITIALIZER, .sleep = PTHREAD_MUTEX_INITIALIZER,
@@ -31,7 +31,10 @@ static struct {
 #define STORE_RELAXED(field, value) atomic_store_explicit(&(field), value, memory_order_relaxed)
 
 static inline uint64_t current_ticket(void) { return atomic_load_explicit(&pool.ticket, memory_order_acquire); }
-static inline int64_t num_threads(void) { return LOAD_RELAXED(pool.alone) ? 1 : LOAD_RELAXED(pool.workers) + 1; }
+static inline int64_t num_threads(void) {
+  const int workers = LOAD_RELAXED(pool.workers), limit = LOAD_RELAXED(pool.limit);
+  return (workers < limit ? workers : limit) + 1;
+}
 
 static inline void breathe(void) {
 #if defined __x86_64__ || defined __i386__
@@ -55,30 +58,37 @@ static int take(uint64_t ticket) {
   return 1;
 }
 
-static void *worker(void *unused) {
+static void *worker(void *number) {
   for (;;) {
     int spins = 0;
-    while (spins < SPINS) {
+    while (spins < SPINS && (intptr_t)number < LOAD_RELAXED(pool.limit)) {
       if (take(current_ticket())) spins = 0;
       else spins++, breathe();
     }
     pthread_mutex_lock(&pool.sleep);
+    while ((intptr_t)number >= LOAD_RELAXED(pool.limit)) pthread_cond_wait(&pool.wake, &pool.sleep);
     atomic_fetch_add(&pool.asleep, 1);  // sequentially consistent, as in `share`: one of the two sees the other
     if ((atomic_load(&pool.ticket) & CLOSED) == CLOSED) pthread_cond_wait(&pool.wake, &pool.sleep);
     atomic_fetch_sub(&pool.asleep, 1);
     pthread_mutex_unlock(&pool.sleep);
   }
-  return unused;
+  return NULL;
 }
 
-// Work with so many threads, the caller included. They are started when first asked for and never stopped.
+// Work with so many threads, the caller included. They are started when first asked for, and those beyond a lower number sleep.
 void saltus_threads(int64_t threads) {
   pthread_mutex_lock(&pool.busy);
-  STORE_RELAXED(pool.alone, threads < 2);
+  const int limit = threads < 1 ? 0 : threads - 1;
   int workers = LOAD_RELAXED(pool.workers);
-  for (; workers < threads - 1 && workers < WORKERS; workers++) {
+  if (limit != LOAD_RELAXED(pool.limit)) {
+    pthread_mutex_lock(&pool.sleep);
+    STORE_RELAXED(pool.limit, limit);
+    pthread_cond_broadcast(&pool.wake);
+    pthread_mutex_unlock(&pool.sleep);
+  }
+  for (; workers < limit && workers < WORKERS; workers++) {
     pthread_t thread;
-    if (pthread_create(&thread, NULL, worker, NULL)) break;
+    if (pthread_create(&thread, NULL, worker, (void *)(intptr_t)workers)) break;
     pthread_detach(thread);
   }
   STORE_RELAXED(pool.workers, workers);

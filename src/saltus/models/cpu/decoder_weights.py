@@ -82,7 +82,7 @@ class Resolver:
     def norm(self, norm: Norm, size: int) -> NormWeights:
         """Errors: AssertionError for a norm of another size."""
         if norm.path is None:
-            self.made.append(torch.ones(size))
+            self.made.append(torch.ones(size, dtype=torch.float32))
             return NormWeights(self.made[-1], native.NORM_KINDS["rms-float32"], norm.epsilon)
         module = self.module(norm.path)
         values = module.weight.detach()
@@ -91,7 +91,7 @@ class Resolver:
             values = values.float() + norm.offset
             if norm.kind == "layer":
                 bias = getattr(module, "bias", None)
-                values = torch.cat([values, torch.zeros(size) if bias is None else bias.detach().float()])
+                values = torch.cat([values, torch.zeros_like(values) if bias is None else bias.detach().float()])
             self.made.append(values)
         return NormWeights(values, native.NORM_KINDS[norm.kind], norm.epsilon)
 

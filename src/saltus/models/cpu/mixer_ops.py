@@ -58,7 +58,7 @@ class MixerOps:
         size, keys = mixer.heads * mixer.head_dim, mixer.groups * mixer.state
         (inputs,) = self._inputs((mixer.inputs,), (2 * size + 2 * keys + mixer.heads,), norm)
         if mixer.scales:
-            scale = torch.cat([torch.full((count,), value) for value, count in mixer.scales])
+            scale = torch.cat([torch.full((count,), value, dtype=torch.float32) for value, count in mixer.scales])
             assert scale.shape == inputs.shape[1:]
             struct = native.ColumnScale(x=inputs.data_ptr(), scale=self._kept(scale), size=inputs.shape[1])
             self.ops.op(native.SCALE_COLUMNS, struct)
