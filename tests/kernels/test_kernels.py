@@ -675,8 +675,8 @@ def test_a_compiler_that_fails_is_a_warning_of_one_line(fresh_library, monkeypat
 def test_a_compiler_older_than_the_processor_compiles_for_an_older_one(fresh_library, monkeypatch, tmp_path, caplog):
     compiler = tmp_path / "old compiler"
     real = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))
-    compiler.write_text(f'#!/bin/sh\ncase "$*" in *-march=native*) echo "error: no such instruction" >&2; exit 1;; esac\n'
-                        f'exec {real} "$@"\n')  # fmt: skip
+    refuses = 'case "$*" in *-march=native*) echo "error: no such instruction" >&2; exit 1;; esac'
+    compiler.write_text(f'#!/bin/sh\n{refuses}\nexec {real} "$@"\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", f"'{compiler}' -O0")
     with caplog.at_level(logging.WARNING, "saltus"):

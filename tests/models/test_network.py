@@ -302,6 +302,23 @@ def test_without_batch_invariance_there_are_the_same_logits_but_for_rounding(nam
     assert off(chain(CausalNetwork(model, batch_invariant=False), tokens), own).max() < BOUNDS[torch.float32]
 
 
+@pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
+@pytest.mark.parametrize("name", ["Llama4 without experts", "FalconH1", "Olmo"])
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_does_not_matter(name, default):
+    """Norms without weights and scales of columns are made here, in float32 as kernels read them."""
+    model = tiny(name)
+    inputs = ForwardInputs(continuation(np.arange(9) % 50, 1))
+    network = CausalNetwork(model)
+    wanted = network.forward([inputs], [network.new_kv_cache()])[0].logits
+    torch.set_default_dtype(default)
+    try:
+        network = CausalNetwork(model)
+        assert torch.equal(network.forward([inputs], [network.new_kv_cache()])[0].logits, wanted)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("name", ["Llama", "Gemma"])
 def test_threads_may_share_a_network(networks, name):
     network = networks(name, torch.float32)

@@ -296,7 +296,7 @@ class _AngleTable:
         if self.angles.are_zero:
             found = torch.ones_like(found[0]), torch.zeros_like(found[1])
         if self.angles.growth:
-            steps = torch.floor((positions + self.angles.shift) / self.angles.steps)
+            steps = torch.floor((positions + self.angles.shift).float() / self.angles.steps)
             found = [x * (1 + self.angles.growth * torch.log1p(steps))[None, :, None] for x in found]
         if self.angles.layout != "halves":
             found = [x[..., :: 2 if self.angles.layout == "interleaved" else 1].repeat(1, 1, 2) for x in found]
