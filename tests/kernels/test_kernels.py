@@ -395,6 +395,20 @@ def test_what_is_not_a_number_in_a_text_is_not_hidden(dtype):
 
 
 @each_dtype
+@pytest.mark.parametrize("other", [float("inf"), float("nan")])
+def test_a_value_without_weight_is_stepped_over_in_the_text_and_among_new_rows(dtype, other):
+    """A score may be so low that its weight is an exact zero."""
+    rows = Rows(dtype)
+    last = max(range(len(rows.tree.tokens)), key=lambda node: rows.tree.depths[node])
+    first, *between = rows.ancestors(last)[:-1]
+    rows.q[:, last] = rows.q[:, last].abs()
+    rows.k[:, first], rows.v[:, first, 0] = -300, other
+    alone = rows.attend([first, *between], [last])[0]
+    assert alone.isfinite().all()
+    assert same(rows.attend([], [first, *between, last])[-1], alone)
+
+
+@each_dtype
 def test_a_sink_that_is_not_a_number_is_not_hidden(dtype):
     rows = Rows(dtype, sinks=0.0)
     rows.settings["s_aux"][3] = float("nan")
