@@ -7,15 +7,19 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from test_cli import complaint, lines, saltus_
 from tokenizers.processors import TemplateProcessing
 
 from conftest import END, byte_tokenizer, space_tokenizer
+from saltus.engine.encoding import PromptSettings, encode_prompt
+from saltus.engine.engine import Engine
 from saltus.evaluation.benchmarks.baselines import OpenAIServerBaseline
 from saltus.evaluation.benchmarks.systems_under_test import BenchmarkRequest
 from saltus.training.data import endpoint_texts
+from saltus.training.data.given_texts import tokenize_row
 from saltus.training.data.teacher_texts import METADATA_FILE, read_teacher_texts, text_seed
 from saltus.training.run import check_teacher_model
 from tiny_server import engine, server  # noqa: F401 (fixtures)
@@ -159,6 +163,17 @@ def test_a_text_after_a_prompt_has_no_space_that_only_a_text_s_beginning_has(
             "--limit", 1, "--out", tmp_path / "out")  # fmt: skip
     (row,) = rows(tmp_path / "out")
     assert tokenizer.decode(row["prompt"] + row["completion"], skip_special_tokens=True).endswith(" matthe")
+
+
+@pytest.mark.parametrize("begin", ["", "<s>"])
+def test_a_completion_of_a_data_set_has_none_either(begin):
+    """Also after a begin token, behind which the prompt read again has another space."""
+    tokenizer = space_tokenizer()
+    tokenizer.chat_template = begin + "{{ messages[0]['content'] }}"
+    given = Mock(spec=Engine, tokenizer=tokenizer, target=Mock(end_tokens=frozenset([2])))
+    given.encode = lambda prompt: encode_prompt(tokenizer, prompt, PromptSettings(), "spaces")
+    prompt, completion = tokenize_row(given, {"prompt": "the mat", "completion": "the cat"})
+    assert tokenizer.decode(prompt + completion) == begin + " " * bool(begin) + "the matthe cat</s>"
 
 
 def test_fields_that_a_server_does_not_know_are_left_out(command, written, tmp_path, monkeypatch):

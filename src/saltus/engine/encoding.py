@@ -96,6 +96,28 @@ def tokens_of_text(tokenizer: Any, text: str, add_special_tokens: bool = True, p
     return _begun_once(tokenizer, tokens)
 
 
+def tokens_inside_text(tokenizer: Any, text: str, parse_special: bool = True) -> list[int]:
+    """The tokens of a text that follows something, without a space before it."""
+
+    def encode(part: str) -> list[int]:
+        return tokens_of_text(tokenizer, part, add_special_tokens=False, parse_special=parse_special)
+
+    mark, whole = encode("\n"), encode("\n" + text)
+    # Tokenizers of Llama 2's kind put a space before a text, so it is read behind a line break.
+    return whole[len(mark) :] if whole[: len(mark)] == mark and _puts_space_before(tokenizer) else encode(text)
+
+
+def _puts_space_before(tokenizer: Any) -> bool:
+    tokens = tokenizer("a", add_special_tokens=False).input_ids
+    return tokenizer.convert_ids_to_tokens(tokens)[0].startswith("▁")
+
+
+def tokens_after_prompt(tokenizer: Any, prompt: list[int], text: str) -> list[int]:
+    """The tokens of a text behind a prompt, where the text may begin otherwise than alone."""
+    whole = tokens_of_text(tokenizer, tokenizer.decode(prompt) + text, add_special_tokens=False)
+    return whole[len(prompt) :] if whole[: len(prompt)] == prompt else tokens_inside_text(tokenizer, text)
+
+
 def _begun_once(tokenizer: Any, tokens: list[int]) -> list[int]:
     """Tokens that begin with one begin token where both a text and the tokenizer have one."""
     if len(tokens) < 2 or not tokens[0] == tokens[1] == tokenizer.bos_token_id:

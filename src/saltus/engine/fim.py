@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saltus.engine.control_tokens import control_tokens
-from saltus.engine.encoding import begin_tokens, require_unicode
+from saltus.engine.encoding import begin_tokens, tokens_inside_text
 from saltus.engine.fim_formats import FimFormat, find_fim_format
 
 KNOWN_MODELS = "Qwen2.5-Coder, StarCoder2, CodeLlama, DeepSeek-Coder or Granite Code"
@@ -65,23 +64,4 @@ def _context_tokens(tokenizer: Any, form: FimFormat, files: Sequence[tuple[str, 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
     """The tokens of a part of a text: special tokens that are spelled out stay text, and no space is put before it."""
-    require_unicode(text, "the text")
-    if not text:
-        return []
-
-    control = control_tokens(tokenizer, "")
-
-    def encode(part: str) -> list[int]:
-        if control is None:
-            return list(tokenizer(part, add_special_tokens=False).input_ids)
-        return list(control.encoder.encode(part, add_special_tokens=False).ids)
-
-    mark = encode("\n")
-    whole = encode("\n" + text)
-    # Tokenizers of Llama 2's kind put a space before a text, so it is read behind a line break.
-    return whole[len(mark) :] if whole[: len(mark)] == mark and _puts_space_before(tokenizer) else encode(text)
-
-
-def _puts_space_before(tokenizer: Any) -> bool:
-    tokens = tokenizer("a", add_special_tokens=False).input_ids
-    return tokenizer.convert_ids_to_tokens(tokens)[0].startswith("▁")
+    return tokens_inside_text(tokenizer, text, parse_special=False)

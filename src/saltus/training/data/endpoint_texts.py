@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from typing import Any
 
-from saltus.engine.encoding import answer_end_token
+from saltus.engine.encoding import answer_end_token, tokens_after_prompt
 from saltus.integrations.openai_endpoint import EndpointError, OpenAIEndpoint
 from saltus.loading.model_identity import vocabulary_digest
 from saltus.training.data.teacher_texts import CollectionPlan, save_shard, text_seed
@@ -109,15 +109,8 @@ class _Request:
             raise EndpointError(f"{self.endpoint.url} broke off in the middle of an answer ({error})") from None
 
     def tokenize(self, answer: _Answer) -> list[int]:
-        """The tokens of an answer, the last one an end token if it has ended.
-
-        Those after the prompt: alone a text may get a space before it, or another first token.
-        """
-        tokens = list(self.tokenizer(self.prompt + answer.text, add_special_tokens=False).input_ids)
-        if tokens[: len(self.prompt_tokens)] == self.prompt_tokens:
-            tokens = tokens[len(self.prompt_tokens) :]
-        else:
-            tokens = list(self.tokenizer(answer.text, add_special_tokens=False).input_ids)
+        """The tokens of an answer, the last one an end token if it has ended."""
+        tokens = tokens_after_prompt(self.tokenizer, self.prompt_tokens, answer.text)
         end = self.end_token
         return (tokens + ([end] if answer.has_ended and end is not None else []))[: self.max_tokens]
 

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from saltus.engine.encoding import answer_end_token
+from saltus.engine.encoding import answer_end_token, tokens_after_prompt
 from saltus.engine.engine import Engine
 from saltus.engine.text_files import read_jsonl
 from saltus.loading.model_identity import model_fingerprint
@@ -48,13 +48,14 @@ def tokenize_row(engine: Engine, row: Mapping[str, Any]) -> tuple[list[int], lis
     """The tokens of the prompt and of its text, which ends with an end token. A bare text follows its first."""
     parts = _parts(row)
     assert parts is not None
-    prompt, text = parts
-    tokens = list(engine.tokenizer.encode(text, add_special_tokens=not prompt))
-    if not prompt:
+    before, text = parts
+    if not before:
+        tokens = list(engine.tokenizer.encode(text))
         return tokens[:1], tokens[1:]
     ends, end = engine.target.end_tokens, answer_end_token(engine.tokenizer)
     end = end if end in ends else min(ends, default=None)
-    return list(engine.encode(prompt)), tokens + ([] if end is None else [end])
+    prompt = list(engine.encode(before))
+    return prompt, tokens_after_prompt(engine.tokenizer, prompt, text) + ([] if end is None else [end])
 
 
 def write_given_texts(
