@@ -394,8 +394,8 @@ def test_all_answers_to_a_held_out_prompt_are_held_out(folder, teacher, recipe):
     def prompts(texts) -> set[tuple[int, ...]]:
         return {tuple(dataset.corpus.tokens[begin : begin + length].tolist()) for begin, length, *_ in texts}
 
-    assert len(prompts(dataset.validation_table)) == 3
-    assert len(dataset.validation_table) == 6
+    assert 0 < len(prompts(dataset.validation_table)) < 10
+    assert len(dataset.validation_table) == 2 * len(prompts(dataset.validation_table))
     assert not prompts(dataset.validation_table) & prompts(dataset.training_table)
 
 

@@ -180,6 +180,21 @@ def test_texts_of_several_block_sizes_or_couplings_are_refused():
             JacobiTrainingTask(tiny("Llama"), [replace(one, **changes), *others], None, NOISES[0], **settings)
 
 
+def test_a_round_with_larger_blocks_validates_on_no_text_that_an_earlier_one_was_trained_on():
+    """Texts of no more than a block are dropped; the others keep their places."""
+    first = trajectories(40)
+    second = [replace(one, block_size=30, calls=[[0, *one.completion[:30]]]) for one in first]
+    model, windows = tiny("Llama"), replace(WINDOW_SETTINGS, max_length=200)
+    before, after = (
+        JacobiTrainingTask(model, texts, GatedLoraSettings(4, 4.0), NOISES[-1], window_settings=windows)
+        for texts in (first, second)
+    )
+    trained, validated = before.training_trajectories, after.validation_trajectories
+    assert len(after.training_trajectories) + len(validated) < len(first)
+    assert len(validated) > 1
+    assert not {tuple(one.prompt) for one in trained} & {tuple(one.prompt) for one in validated}
+
+
 def test_a_block_takes_the_iterate_whose_share_of_wrong_tokens_is_nearest():
     final = [1, 2, 3, 4]
     iterates = [[9, 9, 9, 9], [1, 9, 9, 9], [1, 2, 9, 9], [1, 2, 9, 4], final]  # 4, 3, 2, 1, 0 wrong

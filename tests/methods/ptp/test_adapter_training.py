@@ -30,7 +30,7 @@ from saltus.training.data.hidden_states import Sample, collect_hidden_states, lo
 from saltus.training.data.packed_forward import packed_logits, prepare_model
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.uniform_intervals import uniform_intervals
-from saltus.training.data.window_dataset import WindowDataset, WindowSettings
+from saltus.training.data.window_dataset import WindowDataset, WindowSettings, select_validation
 from saltus.training.data.window_packing import query_uniforms
 from saltus.training.loop.training_loop import Schedule, train
 from saltus.training.losses import DistillationSettings
@@ -194,13 +194,35 @@ def test_autocast_computes_nearly_the_same(tmp_path):
 # What windows are
 
 
+def test_a_prompt_is_held_out_whatever_other_texts_there_are():
+    prompts = [text(12, number).tolist() for number in range(100)]
+    held_out = select_validation([*prompts, *prompts], 0.3, 0)
+    assert (held_out[:100] == held_out[100:]).all()
+    assert 20 <= held_out[:100].sum() <= 40
+    assert (select_validation(prompts[1:], 0.3, 0) == held_out[1:100]).all()
+    assert (select_validation(prompts[::-1], 0.3, 0) == held_out[:100][::-1]).all()
+    assert (select_validation(prompts, 0.3, 1) != held_out[:100]).any()
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1 - 1e-9])
+def test_one_prompt_at_least_is_held_out_and_one_is_not(fraction):
+    held_out = select_validation([[number, 7] for number in (1, 2, 3, 1)], fraction, 0)
+    assert held_out[0] == held_out[3]
+    assert 0 < held_out[:3].sum() < 3
+    with pytest.raises(ValueError, match="all texts answer the same prompt"):
+        select_validation([[1, 7]] * 3, fraction, 0)
+
+
 def test_texts_without_a_prompt_are_held_out_one_by_one():
     """Their first token stands in its place, and is the same for all where a tokenizer begins every text by it."""
     table = np.array([[30 * number, 1, 30, 1000] for number in range(20)])
     tokens = torch.from_numpy(np.concatenate([[1, *text(29, number)] for number in range(20)]))
     corpus = TextCorpus(tokens, torch.zeros(1, 600, 2), table, (1.0,), "", "token-order")
-    dataset = WindowDataset(corpus, replace(WINDOW_SETTINGS, validation_fraction=0.1), WINDOW, True)
-    assert (len(dataset.validation_table), len(dataset.training_table)) == (2, 18)
+    for max_length in (20, 40):  # of the parts that are trained on
+        settings = replace(WINDOW_SETTINGS, validation_fraction=0.1, max_length=max_length)
+        dataset = WindowDataset(corpus, settings, WINDOW, True)
+        assert dataset.validation_table[:, 0].tolist() == [180, 390, 540]
+        assert len(dataset.training_table) == 17
 
 
 @each_start
@@ -365,7 +387,7 @@ SCHEDULE = Schedule(200, 0.01, warmup_steps=10, checkpoint_steps=40)
 
 
 def school(folder: Path, work: Path, form: str, temperature: float) -> tuple[AdapterTrainingTask, list[float]]:
-    """An adapter trained on a few texts, and evaluated on one of them."""
+    """An adapter trained on a few texts, and evaluated on these."""
     engine = saltus.load(str(folder), "plain", device="cpu")
     written = texts_of(engine, PROMPTS, temperature)
     model = engine.network.model
@@ -384,6 +406,7 @@ def school(folder: Path, work: Path, form: str, temperature: float) -> tuple[Ada
         window_settings,
         "tiny",
     )
+    task.window_dataset.validation_table = task.window_dataset.training_table
     return task, train(task.module, task.loss, SCHEDULE, work / "run.pt", {"form": form})
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from saltus.core.noise import Noise
@@ -30,7 +31,7 @@ class WindowSettings:
     distillation_weight: float = 0.5  # weight of the target's own distributions in the loss of drafters and heads
     greedy_fraction: float = 0.7  # fraction of windows at temperature 0, in texts that were written greedily
     max_length: int = 384  # the longest text, in tokens
-    validation_fraction: float = 0.04  # fraction of the texts
+    validation_fraction: float = 0.04  # fraction of the prompts, or of texts without one
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -97,16 +98,22 @@ class Batch:
         return Batch(*(part[texts] for part in vars(self).values()))
 
 
-def select_validation(prompts: Sequence[bytes], fraction: float, seed: int) -> np.ndarray:
-    """True for held-out texts: this fraction, with all answers to a prompt. Errors: ValueError for a single prompt."""
-    first: dict[bytes, int] = {}
-    ranks = Noise(seed).uniforms(
-        "held out", np.array([first.setdefault(prompt, number) for number, prompt in enumerate(prompts)])
-    )
-    held_out = ranks <= np.sort(ranks)[max(1, math.ceil(fraction * len(prompts))) - 1]
-    if held_out.all():
+def select_validation(prompts: Sequence[ArrayLike], fraction: float, seed: int) -> np.ndarray:
+    """True for held-out texts: those with this fraction of all possible prompts, whatever other texts there are.
+
+    But one prompt at least is held out, and one is not. Errors: ValueError for texts of a single prompt.
+    """
+    ranks = np.array([_prompt_rank(prompt, seed) for prompt in prompts])
+    held_out = (ranks <= max(fraction, ranks.min())) & (ranks < ranks.max())
+    if not held_out.any():
         raise ValueError("all texts answer the same prompt, and none can be held out; collect answers to others")
     return held_out
+
+
+def _prompt_rank(prompt: ArrayLike, seed: int) -> float:
+    """A uniform number, a function of the prompt's tokens and the seed."""
+    digest = blake2b(np.asarray(prompt, dtype="<i8").tobytes(), digest_size=8).digest()
+    return seeded_generator(seed, "held out", int.from_bytes(digest)).random()
 
 
 @dataclass(eq=False)
@@ -133,12 +140,12 @@ class WindowDataset:
         if self.from_text_start:
             texts[:, 2] = np.minimum(texts[:, 2], self.settings.max_length)
         long_enough = texts[:, 2] > texts[:, 1] + 1
-        texts = texts[long_enough]
+        texts, whole_texts = texts[long_enough], self.corpus.text_table[long_enough]
         if self.held_out is None and len(texts) < 2:
             raise ValueError(
                 "there are fewer than two texts to learn from and to hold out; collect more, or longer ones"
             )
-        held_out = self._select_validation(texts) if self.held_out is None else self.held_out[long_enough]
+        held_out = self._select_validation(whole_texts) if self.held_out is None else self.held_out[long_enough]
         self.validation_table, training = texts[held_out], texts[~held_out]
         self.training_table = training[
             np.argsort(training[:, 2], kind="stable")
@@ -155,7 +162,7 @@ class WindowDataset:
         # a single token is no question: where texts have no prompt, their first token takes its place
         ends = np.where(texts[:, 1] > 1, texts[:, 1], texts[:, 2])
         parts = zip(texts[:, 0], ends, strict=True)
-        prompts = [self.corpus.tokens[begin : begin + length].numpy().tobytes() for begin, length in parts]
+        prompts = [self.corpus.tokens[begin : begin + length].numpy() for begin, length in parts]
         return select_validation(prompts, self.settings.validation_fraction, self.settings.seed)
 
     def training_batch(self, step: int) -> Batch:

@@ -87,7 +87,7 @@ class JacobiTrainingTask(TrainingTask):
                 f"the noise's window is {self.noise.window} blocks, but the longest text has {blocks} of"
                 f" {texts[0].block_size} tokens; take a smaller window, or collect longer texts"
             )
-        prompts = [np.asarray(trajectory.prompt).tobytes() for trajectory in texts]
+        prompts = [trajectory.prompt for trajectory in texts]
         held_out = select_validation(prompts, self.window_settings.validation_fraction, self.window_settings.seed)
         self.validation_trajectories = [trajectory for trajectory, out in zip(texts, held_out, strict=True) if out]
         training = [trajectory for trajectory, out in zip(texts, held_out, strict=True) if not out]
