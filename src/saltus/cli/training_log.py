@@ -56,8 +56,9 @@ class TrainingLog:
     @property
     def status_line(self) -> str:
         metrics = "".join(f" · {name} {value:.2f}{self.task.metrics_unit}" for name, value in self.metrics.items())
-        first = ", ".join(f"{shares[0]:.2f} by {name}" for name, shares in self.accuracy_by_depth.items())
-        metrics += f" · first query right {first}" if first else ""
+        query = self.task.first_conditioned_query
+        right = ", ".join(f"{shares[query]:.2f} by {name}" for name, shares in self.accuracy_by_depth.items())
+        metrics += f" · {('first', 'second')[query]} query right {right}" if right else ""
         rate = f" · {self.queries_per_second:,.0f} query tokens/s" if self.task.queries_per_step else ""
         return f"loss {self.loss:.3f}{metrics}{rate}"
 

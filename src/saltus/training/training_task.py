@@ -66,6 +66,11 @@ class TrainingTask(ABC):
         """By what queries are conditioned on, the share of held-out tokens that each predicts; empty if unknown."""
         return {}
 
+    @property
+    def first_conditioned_query(self) -> int:
+        """The first query of a window that is conditioned on a uniform, 0 or 1, where any is."""
+        return 0
+
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self.autocast)
 

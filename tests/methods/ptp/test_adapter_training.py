@@ -10,6 +10,7 @@ import torch
 
 import saltus
 from architectures import ONE_PER_FEATURE, RECURRENT, text, tiny
+from saltus.cli.training_log import TrainingLog
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.core.picking import pick
@@ -361,6 +362,18 @@ def test_accuracy_by_depth_counts_every_query_and_compares_with_other_uniforms(t
     assert own == [float(any_counted) for any_counted in masks.any(0)]
     assert other == [1.0, *[0.0] * (WINDOW - 1)]
     assert make_task(tiny("Llama"), tmp_path, form="independent").accuracy_by_depth() == {}
+
+
+@pytest.mark.parametrize(
+    ("form", "shown"), [("one-hot", "first query right 0.5"), ("categorical", "second query right 0.4")]
+)
+def test_the_status_line_shows_the_first_query_that_reads_a_uniform(form, shown, tmp_path):
+    task = make_task(tiny("Llama"), tmp_path, form=form)
+    log = TrainingLog(dict, tmp_path, task)
+    log.accuracy_by_depth = {"its own uniforms": [0.5, 0.4], "other uniforms": [0.3, 0.2]}
+    assert shown in log.status_line
+    reads = ~query_uniforms(torch.full((WINDOW,), 0.5), form).isnan()
+    assert reads.nonzero()[0, 0] == task.first_conditioned_query
 
 
 def test_own_uniforms_pick_the_tokens_of_queries_that_are_conditioned_on_others(tmp_path):

@@ -216,6 +216,11 @@ class AdapterTrainingTask(WindowTrainingTask):
         self.module.train(training)
         return found
 
+    @property
+    def first_conditioned_query(self) -> int:
+        """In C-PTP the second one, which has the first token's uniform."""
+        return int(self.distillation.form == "categorical")
+
     def _drafted_tokens(self, batch: Batch, given: Batch) -> Int[Tensor, "batch windows window"]:
         """Each query's draft: the argmax (Eq. 5), or the token that its uniform picks (Eq. 7).
 
