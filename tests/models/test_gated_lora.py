@@ -305,6 +305,15 @@ def test_an_embedding_is_drawn_with_the_deviation_of_the_models_embeddings(embed
     assert last[1].std().item() == pytest.approx(embeddings.std().item(), rel=0.35)
 
 
+def test_an_embedding_of_two_layers_starts_from_the_seed_alone():
+    """Its first layer, which is not zero."""
+    model, settings = tiny("Llama"), GatedLoraSettings(embedding="bits+nn")
+    one, again, other = (new_adapter(model, settings, seed).auxiliary.state_dict() for seed in (0, 0, 1))
+    for name in ("map.0.weight", "map.0.bias"):
+        assert torch.equal(one[name], again[name])
+        assert not torch.equal(one[name], other[name])
+
+
 def test_three_vectors_are_interpolated_by_a_uniform():
     embedding = UniformEmbedding(8, "interpolated")
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -194,17 +195,24 @@ def new_adapter(
         if not reads_tokens:
             blank, mean = adapter.auxiliary.blank, every.float().mean(0)
             (_output_layer(adapter.auxiliary).bias if blank is None else blank).copy_(mean)
+        for name, weight in adapter.auxiliary.named_parameters():
+            if name.startswith("map.0."):  # the first of two layers, the second of which is zero
+                weight.copy_(0.2 * _normal(seed, f"adapter/{name}", weight.shape))
         if embedding_init == "normal":
             weight = _output_layer(adapter.auxiliary).weight
-            drawn = torch.from_numpy(Noise(seed).uniforms("adapter/embedding", np.arange(weight.numel())))
-            normal = torch.special.ndtri(drawn.clamp_min(2.0**-54)).view(weight.shape)
-            weight.copy_(every.float().std().cpu() * normal)
+            weight.copy_(every.float().std().cpu() * _normal(seed, "adapter/embedding", weight.shape))
         for number, part in enumerate(adapter.parts):
             assert isinstance(part, LoraLayer)
             bound = part.down.shape[1] ** -0.5  # Kaiming's uniform, as PEFT starts it
             drawn = Noise(seed).uniforms(f"adapter/{number}", np.arange(part.down.numel()))
             part.down.copy_(torch.from_numpy((2 * drawn - 1) * bound).view(part.down.shape))
     return adapter.to(model.device)
+
+
+def _normal(seed: int, stream: str, shape: Sequence[int]) -> Tensor:
+    """Standard normal numbers, float64."""
+    drawn = torch.from_numpy(Noise(seed).uniforms(stream, np.arange(math.prod(shape))))
+    return torch.special.ndtri(drawn.clamp_min(2.0**-54)).view(*shape)
 
 
 def linear_layers(model: Any, targets: Sequence[str] = ()) -> dict[str, tuple[int, int]]:
