@@ -29,6 +29,7 @@ from saltus.loading.packing import PACKINGS, quantized_blocks
 from saltus.methods.assd.network import AnySubsetNetwork, load_pairwise_correction, save_pairwise_correction
 from saltus.methods.assd.training.any_subset import (
     AnySubsetTrainingTask,
+    LeftToRightTrainingTask,
     XlnetTrainingTask,
     pack_holes,
     sample_similar_lengths,
@@ -387,6 +388,14 @@ def test_a_course_learns():
     learn(course, 30, 1e-2)
     assert float(course.loss(0).detach()) < first / 2
     assert set(course.evaluate()) == {"20% holes", "95% holes"}
+
+
+@pytest.mark.parametrize("task", [AnySubsetTrainingTask, LeftToRightTrainingTask])
+def test_every_hole_counts_as_much_in_an_evaluation_whatever_its_batch(task):
+    texts = [np.arange(4, end) for end in (60, 64, 20)]
+    model = tiny_llama(any_subset={"mask": MASK}, initializer_range=0.5)
+    once, twice = (task(model, texts, texts, 1, batch_size).evaluate() for batch_size in (3, 2))
+    assert twice == pytest.approx(once, rel=1e-4)
 
 
 @pytest.mark.slow

@@ -135,8 +135,8 @@ class AnySubsetTrainingTask(TrainingTask):
             nats = []
             for part in self.validation_parts():
                 tokens, ranks = self.make_batch(part, [fraction] * len(part), generator)
-                nats.append(float(F.cross_entropy(*self.hole_logits(tokens, lattice_ranks(ranks)))))
-            metrics[f"{fraction:.0%} holes"] = float(np.mean(nats)) / math.log(2)
+                nats.append(F.cross_entropy(*self.hole_logits(tokens, lattice_ranks(ranks)), reduction="none"))
+            metrics[f"{fraction:.0%} holes"] = float(torch.cat(nats).mean()) / math.log(2)
         self.module.train()
         return metrics
 
