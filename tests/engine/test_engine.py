@@ -344,6 +344,9 @@ BAD = [
     (PROMPT, {"temperature": -1.0}, "must be 0 (greedy)"),
     (PROMPT, {"top_p": 1.5}, "use 1 to switch"),
     (PROMPT, {"seed": -1}, "0 or more"),
+    (PROMPT, {"top_k": 2.5}, "top_k is 2.5, but must be a whole number"),
+    (PROMPT, {"temperature": "1"}, "temperature is '1', but must be a number"),
+    (PROMPT, {"files": [("a.py", "b")]}, "give a suffix"),
     (PROMPT, {"stop": ""}, "remove it"),
     (PROMPT, {"method": "lokup"}, "did you mean lookup"),
     (PROMPT, {"method": "small_model+small_model"}, "give each method once"),
@@ -360,9 +363,19 @@ def test_bad_input_is_refused_in_a_line_with_the_cure(engine, prompt, settings, 
             engine.stream(prompt, **settings)
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("setting", [{"max_new_tokens": None}, {"max_new_tokens": 4.5}, {"seed": "a"}])
+def test_what_is_no_whole_number_is_refused(engine, setting):
+    ((name, value),) = setting.items()
+    with refused(f"{name} is {value!r}, but must be a whole number"):
+        engine.generate(PROMPT, **setting)
+
+
 def test_what_is_no_prompt_is_refused(engine):
     with refused("prompt 1: a prompt is of type int, but must be a str"):
         engine.generate(["fine", 7])
+    with refused("tools stand in the prompt"):
+        engine.text_request([1, 2], tools=[{"type": "function", "function": {"name": "f"}}])
     assert engine.generate([]) == []
 
 

@@ -37,6 +37,7 @@ from saltus.engine.results import (
     PromptLike,
     Settings,
     Stream,
+    check_whole_number,
     make_sampling,
     statistics_of,
 )
@@ -239,6 +240,12 @@ class Engine:
         to the text.
         Errors: ValueError of one line.
         """
+        for name, value in (("max_new_tokens", max_new_tokens), ("min_new_tokens", min_new_tokens), ("seed", seed)):
+            check_whole_number(name, value)
+        if tools and is_tokens(prompt):
+            raise ValueError("tools stand in the prompt, which token ids are already; give messages")
+        if files and suffix is None:
+            raise ValueError("files are read before a hole; give a suffix, the text after it, which may be empty")
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens is {max_new_tokens}, but must be 0 or more")
         if min_new_tokens > max_new_tokens:

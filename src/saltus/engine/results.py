@@ -73,12 +73,20 @@ def make_sampling(settings: Mapping[str, Any], known: type[Any]) -> Sampling:
             near = difflib.get_close_matches(name, [*get_type_hints(known), *ours], n=1)
             offer = f"did you mean {near[0]}?" if near else "see saltus.Settings"
             raise ValueError(f"there is no setting {name!r}; {offer}")
-        if isinstance(ours[name], int | float) and not isinstance(value, int | float | np.number):
+        if isinstance(ours[name], float) and not isinstance(value, int | float | np.number):
             raise ValueError(f"{name} is {value!r}, but must be a number")
+        if isinstance(ours[name], int):
+            check_whole_number(name, value)
     try:
         return Sampling(**settings)
     except TypeError as error:
         raise ValueError(f"a sampling setting has a value of another type: {error}") from None
+
+
+def check_whole_number(name: str, value: Any) -> None:
+    """Errors: ValueError of one line."""
+    if not isinstance(value, int | np.integer):
+        raise ValueError(f"{name} is {value!r}, but must be a whole number")
 
 
 @dataclass(frozen=True)
