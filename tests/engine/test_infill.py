@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,11 +37,13 @@ from saltus.methods.assd.training.any_subset import (
 )
 from saltus.methods.assd.training.holes import HoleSettings, random_holes, span_holes
 from saltus.methods.assd.training.infill_texts import read_programs
+from saltus.methods.assd.training.objectives import OBJECTIVES
 from saltus.methods.assd.training.pairwise_correction import PairwiseCorrectionTrainingTask, consecutive_holes
 from saltus.methods.assd.xlnet import XlnetNetwork
 from saltus.methods.shared.logit_correction import PairwiseCorrection, corrected_logits
 from saltus.training.data.packed_forward import packed_logits, prepare_model
 from saltus.training.data.seeded_generator import seeded_generator
+from saltus.training.recipe import find_recipe, read_recipe
 from tiny_server import serving
 
 MASK, BLANK = 2, 3  # of the tiny tokenizer's special tokens
@@ -719,6 +722,23 @@ def test_programs_come_from_lines_of_json(tmp_path):
         file.write_text(broken)
         with pytest.raises(ValueError, match="holds no programs"):
             list(read_programs(file))
+
+
+def test_no_function_is_a_text_of_its_own_and_a_part_of_another(tmp_path):
+    inner = "def inner():\n    x = 1\n    return x\n"
+    outer = f"def outer():\n{textwrap.indent(inner, '    ')}    return inner\n"
+    other = "def other(self):\n    x = 2\n    return x\n"
+    (tmp_path / "module.py").write_text(
+        f"if True:\n{textwrap.indent(outer, '  ')}class A:\n{textwrap.indent(other, '  ')}"
+    )
+    assert list(read_programs(tmp_path)) == [outer, other]
+
+
+def test_a_story_that_is_told_twice_is_one_text(stories, tmp_path):
+    (tmp_path / "twice.txt").write_text(f"{stories.read_text()}\n\n{stories.read_text()}")
+    recipe = read_recipe(find_recipe("stories"))
+    found = OBJECTIVES["any-subset"].select_texts(recipe, [tmp_path / "twice.txt"])
+    assert len(found) == len(set(found)) == 240
 
 
 @pytest.mark.parametrize("method", ["plain", "assd"])

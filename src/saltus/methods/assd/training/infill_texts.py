@@ -9,6 +9,7 @@ import math
 import re
 import textwrap
 import warnings
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -71,7 +72,10 @@ def read_programs(source: Path) -> Iterator[str]:
 
 
 def _read_functions(folder: Path) -> Iterator[str]:
-    """All functions of three lines or more in a folder's Python files, dedented, except those of tests."""
+    """The functions of three lines or more in a folder's Python files, dedented, except those of tests.
+
+    A function inside a function is a part of that one's text only.
+    """
     for file in sorted(folder.rglob("*.py")):
         if OMITTED_FOLDERS & set(file.relative_to(folder).parts):
             continue
@@ -82,9 +86,19 @@ def _read_functions(folder: Path) -> Iterator[str]:
         except (SyntaxError, ValueError, RecursionError, OSError):
             continue
         lines = source.split("\n")
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef) and (end := node.end_lineno or 0) - node.lineno >= 2:
+        for node in _outer_functions(tree):
+            if (end := node.end_lineno or 0) - node.lineno >= 2:
                 yield textwrap.dedent("\n".join(lines[node.lineno - 1 : end])).rstrip() + "\n"
+
+
+def _outer_functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
+    waiting = deque[ast.AST]([tree])
+    while waiting:
+        node = waiting.popleft()
+        if isinstance(node, ast.FunctionDef):
+            yield node
+        else:
+            waiting.extend(ast.iter_child_nodes(node))
 
 
 def train_tokenizer(texts: Sequence[str], size: int) -> PreTrainedTokenizerFast:

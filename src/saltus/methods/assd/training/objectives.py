@@ -101,14 +101,15 @@ class AnySubsetObjective(Objective):
         return folder if folder.exists() else resolve(str(folder))
 
     def select_texts(self, recipe: Recipe, paths: Sequence[Path]) -> Sequence[str]:
-        """All stories, and all different programs, in random order."""
+        """All different stories and programs, in random order."""
         if missing := [path for path in paths if not path.exists()]:
             raise ValueError(
                 f"there is no text {missing[0]}; give --text a file of stories, or --code a folder of programs"
             )
         programs = [path for path in paths if infill_texts.holds_programs(path)]
-        texts = [story for path in paths if path not in programs for story in infill_texts.read_stories(path)]
-        texts += dict.fromkeys(one for path in programs for one in infill_texts.read_programs(path))
+        found = [story for path in paths if path not in programs for story in infill_texts.read_stories(path)]
+        found += [one for path in programs for one in infill_texts.read_programs(path)]
+        texts = list(dict.fromkeys(found))
         if len(texts) < MIN_TEXTS:
             raise ValueError(f"only {len(texts)} stories or functions; give {MIN_TEXTS} or more, by --text or --code")
         return [texts[index] for index in seeded_generator(recipe.data.seed, "texts").permutation(len(texts))]
