@@ -120,8 +120,8 @@ def one_by_one(task: JacobiTrainingTask, texts: list[Trajectory], iterates: list
     for one, iterate in zip(texts, iterates, strict=True):
         first, words = len(one.prompt), list(one.completion)
         wrong = np.array(iterate) != np.array(words)
-        distributions = task.model(torch.tensor([[*one.prompt, *words]]), use_cache=False).logits[0, first:]
-        of_text.append(losses.cross_entropy(distributions[:-1], torch.tensor(words[1:])))
+        distributions = task.model(torch.tensor([[*one.prompt, *words]]), use_cache=False).logits[0, first - 1 :]
+        of_text.append(losses.cross_entropy(distributions[:-1], torch.tensor(words)))
         mixed = task.noise.mask in ("window", "large")
         block_logits = (behind_memories if mixed else alone)(task, one, iterate)
         for block, logits in enumerate(block_logits):
@@ -133,7 +133,7 @@ def one_by_one(task: JacobiTrainingTask, texts: list[Trajectory], iterates: list
                 misled = misled or bool(wrong[place])
                 if misled:
                     share = task.window_settings.discount**before
-                    total = total + share * losses.kl_divergence(distributions[place].detach(), logits[row])
+                    total = total + share * losses.kl_divergence(distributions[place + 1].detach(), logits[row])
                     weights, before = weights + share, before + 1
     task.model.set_attn_implementation("saltus")
     loss = total / weights
@@ -225,6 +225,13 @@ def test_rows_of_the_loss_attend_to_wrong_tokens_of_any_block_or_of_their_own():
     assert counted["block"] == [False, True, False, False, False, True]
 
 
+def test_the_text_loss_counts_every_token_of_a_completion_that_stands_behind_another():
+    blocks = pack_blocks([[5, 6], []], [[1, 2, 3], [1, 2]], [[1, 9, 3], [1, 9]], 2, BlockNoise())
+    assert blocks.has_text_row.tolist() == [[True, True, True], [False, True, False]]
+    before = blocks.packed.tokens.flatten()[blocks.text_rows[blocks.has_text_row]]
+    assert before.tolist() == [6, 1, 2, 1]
+
+
 def test_the_consistency_loss_can_be_divided_by_the_blocks_of_a_text():
     task = make_task(tiny("Llama"), gated=False)
     texts, generator = task.training_trajectories[:2], seeded_generator(0, "test")
@@ -271,7 +278,9 @@ def test_the_anchor_is_the_divergence_from_the_initial_model():
         model.set_attn_implementation("eager")
     for one in texts:
         ids, first = torch.tensor([[*one.prompt, *one.completion]]), len(one.prompt)
-        then, now = (model(ids, use_cache=False).logits[0, first:-1] for model in (task.reference_model, task.model))
+        then, now = (
+            model(ids, use_cache=False).logits[0, first - 1 : -1] for model in (task.reference_model, task.model)
+        )
         expected.append(losses.kl_divergence(then, now))
     torch.testing.assert_close(drift, task.text_weight * torch.cat(expected).mean())
     assert drift > 1e-3

@@ -89,7 +89,8 @@ class PackedBlocks:
     """Texts and an iterate of each, in one forward. The row before token t of a completion predicts it."""
 
     packed: PackedBatch
-    text_rows: Int[Tensor, "batch slots"]  # the row of each token of a completion, counted through the batch
+    text_rows: Int[Tensor, "batch slots"]  # the row before each token of a completion, counted through the batch
+    has_text_row: Bool[Tensor, "batch slots"]  # False after the end of a text, and at its first token without a prompt
     iterate_rows: Int[Tensor, "batch slots"]  # the row of the iterate's token
     token_ids: Int[Tensor, "batch slots"]  # of the completions
     has_next_token: Bool[Tensor, "batch slots"]  # False at the end of a text
@@ -143,7 +144,8 @@ def pack_blocks(
     sees = same_block & (places[:, None] >= places) if noise.loss_rows == "block" else sees_iterate
     return PackedBlocks(
         packed=packed,
-        text_rows=rows + positions.clamp_max(context - 1),
+        text_rows=rows + (positions - 1).clamp(0, context - 1),
+        has_text_row=(places < sizes[:, None]) & (positions > 0),
         iterate_rows=rows + context + places,
         token_ids=tokens,
         has_next_token=places + 1 < sizes[:, None],

@@ -134,20 +134,20 @@ class JacobiTrainingTask(TrainingTask):
         """The loss of these iterates of these texts."""
         blocks = self._pack(texts, iterates, self.noise)
         counted = blocks.counted & blocks.has_next_token
+        predicted = counted.roll(1, 1)  # the tokens after these rows
         has_text_loss = self.adapter is None and self.text_weight > 0
-        text_rows_used = blocks.has_next_token if has_text_loss else counted
-        iterate_rows = blocks.iterate_rows[counted]
-        logits = self._logits(blocks, texts, torch.cat([iterate_rows, blocks.text_rows[text_rows_used]]))
+        in_text = blocks.has_text_row if has_text_loss else predicted
+        iterate_rows, text_rows = blocks.iterate_rows[counted], blocks.text_rows[in_text]
+        logits = self._logits(blocks, texts, torch.cat([iterate_rows, text_rows]))
         iterate_logits, text_logits = logits[: len(iterate_rows)], logits[len(iterate_rows) :]
-        next_tokens, weights = blocks.token_ids.roll(-1, 1), self._row_weights(blocks)[counted]
-        targets = text_logits[counted[text_rows_used]].detach()
-        row_losses = token_loss(iterate_logits, next_tokens[counted], targets, self.loss_name)
+        targets, weights = text_logits[predicted[in_text]].detach(), self._row_weights(blocks)[counted]
+        row_losses = token_loss(iterate_logits, blocks.token_ids[predicted], targets, self.loss_name)
         total = self.processes.weighted_mean(row_losses, weights, floor=1e-9)
         if self.divide_by_blocks:
             total = total / self._blocks_per_text
         if has_text_loss:
             text_losses = (
-                losses.cross_entropy(text_logits, next_tokens[text_rows_used])
+                losses.cross_entropy(text_logits, blocks.token_ids[in_text])
                 if self.reference_model is None
                 else self._reference_divergence(blocks, text_logits)
             )
@@ -158,7 +158,7 @@ class JacobiTrainingTask(TrainingTask):
         """The KL divergence along the text from the initial model's distributions."""
         packed = blocks.packed
         length = packed.tokens.shape[1]
-        rows = blocks.text_rows[blocks.has_next_token]
+        rows = blocks.text_rows[blocks.has_text_row]
         with torch.no_grad(), self._autocast():
             reference_logits = packed_logits(
                 self.reference_model,
