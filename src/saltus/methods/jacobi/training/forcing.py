@@ -39,13 +39,14 @@ DECODING_NOISE = BlockNoise("any", "clean")  # as at decoding: some iterate, aft
 class JacobiTrainingTask(TrainingTask):
     """From an iterate of a block, predict the text (Eq. 8, 9).
 
-    The loss is the mean of KL(text rows, detached ‖ iterate rows) over the counted iterate rows. Eq. 8 sums over the
-    blocks; the authors' code divides by their number, too, as `divide_by_blocks` does. With a `gating` an adapter is
-    trained, which acts on the iterate rows alone; the model is frozen, and verifies. Without it the model itself is
-    trained, and a loss on its text, times `text_weight`, limits its drift: cross-entropy (`anchor` "text", Eq. 9), or
-    the divergence from the initial model ("distributions", ours; it keeps a second copy of it). The recipe's `discount`
-    is the weight of a row relative to the one before it in a block with the same wrong token, and its `max_length` is
-    the longest text in tokens.
+    The loss is the mean of KL(text rows, detached ‖ iterate rows) over the counted iterate rows. Eq. 8 is a mean over
+    blocks of sums over the n tokens of each, which is n times as much. The authors' code divides a mean over rows once
+    more, by the number of blocks, as `divide_by_blocks` does. With a `gating` an adapter is trained, which acts on the
+    iterate rows alone; the model is frozen, and verifies. Without it the model itself is trained, and a loss on the
+    completions, times `text_weight`, limits its drift: cross-entropy (`anchor` "text", Eq. 9), or the divergence from
+    the initial model ("distributions", ours; it keeps a second copy of it). The recipe's `discount` is the weight of a
+    row relative to the one before it in a block with the same wrong token, and its `max_length` is the longest text in
+    tokens.
     """
 
     model: Any  # of Hugging Face

@@ -34,7 +34,7 @@ class JacobiForcingSettings:
         "attending"  # in the consistency loss: all that attend to wrong tokens, or to one of their block
     )
     loss: Literal["kl", "ce"] = "kl"
-    divide_by_blocks: bool = False  # divide the consistency loss by the blocks of a text, as published
+    divide_by_blocks: bool = False  # divide the consistency loss, a mean, by the blocks of a text, as the authors' code
     text_weight: float = 1.0  # of the loss that limits the drift of a trained model
     anchor: Literal["text", "distributions"] = (
         "text"  # that loss: cross-entropy of the text, or divergence from the model
