@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+from html import unescape
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from saltus.evaluation.benchmarks.graders import GRADERS
 from saltus.evaluation.benchmarks.suites import Task
 from saltus.evaluation.benchmarks.systems_under_test import MethodUnderTest, methods_under_test
 from saltus.evaluation.reports import aggregation as results_
-from saltus.evaluation.reports.aggregation import aggregate_records
+from saltus.evaluation.reports.aggregation import aggregate_records, list_skipped
 
 TASKS = [
     Task("a", "cats", Prompt(("the cat sat on the mat and the cat sat on the",))),
@@ -111,6 +113,25 @@ def test_answers_are_graded_by_the_task_s_own_reference(engine):
     record["score"] = {"correct": True}
     told = aggregate_records([record])["plain"]
     assert (told["accuracy"], told["accuracy_of"]) == (1.0, "exact answer")
+
+
+def test_a_task_with_a_turn_that_is_too_long_is_skipped_for_all_systems(tiny_folder, tmp_path):
+    engine = saltus.load(str(tiny_folder()), "plain")
+    engine.limit_context(100)
+    long = Task("long", "cats", Prompt(("the cat sat on the mat " * 20,)))
+    grows = Task("grows", "dogs", Prompt(("the dog sat on the log", "and the cat? " * 20)))
+    run = bench(engine, methods_under_test(engine, ["plain", "lookup"]), [long, grows, TASKS[0]])
+    records = open_records(tmp_path, plan(systems=["plain", "lookup"]), run.tasks, NOW)
+    run.warm_up()
+    for number in range(3):
+        records.append(run.measure_task(number))
+    again = open_records(tmp_path, plan(systems=["plain", "lookup"]), run.tasks, NOW)
+    assert again.records == records.records
+    assert again.num_finished_tasks == 3
+    assert [record["task"] for record in again.answers] == ["a", "a"]
+    first, second = list_skipped(again.skipped)
+    assert re.match(r"task long: the prompt has \d+ tokens, but .* reads at most 100; shorten it", first)
+    assert re.match(r"task grows, turn 1: the prompt has \d+ tokens", second)
 
 
 # Who cheats
@@ -280,13 +301,13 @@ def test_an_interrupted_run_goes_on_without_gaps_or_doubles(engine, tmp_path):
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(lines[:-1]) + lines[-1][:40])  # cut in the middle of the second task's last record
     second = open_records(tmp_path, plan(), TASKS, NOW)
-    assert second.num_measured_tasks == 1
-    for number in range(second.num_measured_tasks, len(TASKS)):
+    assert second.num_finished_tasks == 1
+    for number in range(second.num_finished_tasks, len(TASKS)):
         second.append(run.measure_task(number))
     third = open_records(tmp_path, plan(), TASKS, NOW)
     keys = [(record["task"], record["turn"], record["system"]) for record in third.records]
     assert len(set(keys)) == len(keys) == 4 * 3
-    assert third.num_measured_tasks == 3
+    assert third.num_finished_tasks == 3
 
 
 def test_a_folder_keeps_one_run_only(tmp_path):
@@ -356,6 +377,25 @@ def test_bench_writes_all_that_it_promises(asked, tmp_path):
     assert {"command", "date", "commit", "machine", "model", "suite", "settings"} <= set(told)
     records = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
     assert told["methods"] == json.loads(json.dumps(aggregate_records(records)))
+
+
+@pytest.mark.slow
+def test_bench_says_everywhere_which_tasks_it_skipped(tiny_folder, tmp_path):
+    file, out = tmp_path / "long.jsonl", tmp_path / "out"
+    rows = [{"prompt": "the cat sat on the mat " * (200 if long else 1)} for long in (False, True, False)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["bench", "-m", tiny_folder(), "--suite", f"prompts:{file}", "--methods", "lookup", "-n", 6]
+    shown = saltus_(*command, "--out", out).stdout
+    assert "2 tasks" in shown
+    assert "1 task skipped for all systems:\ntask 1: the prompt has" in shown
+    told = json.loads((out / "results.json").read_text())
+    assert told["suite"]["tasks"] == told["methods"]["plain"]["texts"] == 2
+    (said,) = told["skipped"]
+    assert f"- {said}" in (out / "results.md").read_text()
+    assert said in unescape((out / "page.html").read_text())
+    assert "3 of 3 tasks were measured before" in saltus_(*command, "--out", out).stderr
+    file.write_text(json.dumps(rows[1]))
+    assert "no task fits into the model's context; of the first, the prompt has" in saltus_(*command, code=2).stderr
 
 
 @pytest.mark.slow

@@ -124,7 +124,8 @@ def run(
     All systems answer each prompt in turns, another one first each time. Times
     are measured from outside, prefill included. Calls are counted at the model,
     which must have verified each token. Intervals are the central 95 % of a
-    bootstrap over tasks.
+    bootstrap over tasks. Tasks that are longer than the model's context are
+    skipped for all systems, and listed.
 
     [bold]Examples[/bold]
 
@@ -200,11 +201,13 @@ def run(
         print_note(f"auto is {settings[AUTO]} here")
     records = open_records(out, _run_plan(engine, suite, run, settings), tasks, run_info(engine, settings), fresh)
     whole = _measure(run, records)
-    if not records.records:
+    if whole and not records.answers:
+        raise ValueError(f"no task fits into the model's context; of the first, {records.skipped[0]['skipped']}")
+    if not records.answers:
         raise KeyboardInterrupt
     results = _results(suite, records)
     if out:
-        _write(results, records.records, out)
+        _write(results, records.answers, out)
     if json:
         from saltus.cli.report import print_json
 
@@ -300,7 +303,7 @@ def _measure(run: Any, records: Any) -> bool:
     from saltus.cli.answers import print_note
     from saltus.cli.progress import progress_bar
 
-    done, total = records.num_measured_tasks, len(run.tasks)
+    done, total = records.num_finished_tasks, len(run.tasks)
     if done:
         print_note(
             f"{done} of {total} tasks were measured before" + ("" if done < total else "; --fresh measures anew")
@@ -314,20 +317,22 @@ def _measure(run: Any, records: Any) -> bool:
                 advance()
     except KeyboardInterrupt:
         kept = "; the same command goes on from there" if records.file else "; with --out DIR it could go on"
-        print_note(f"interrupted after {records.num_measured_tasks} of {total} tasks{kept}")
+        print_note(f"interrupted after {records.num_finished_tasks} of {total} tasks{kept}")
         return False
     return True
 
 
 def _results(suite: str, records: Any) -> dict[str, Any]:
     from saltus.evaluation.benchmarks.suites import suite_label
-    from saltus.evaluation.reports.aggregation import aggregate_records
+    from saltus.evaluation.reports.aggregation import aggregate_records, list_skipped, text_id
 
-    turns = len({(record["task"], record["turn"]) for record in records.records})
+    answers = records.answers
+    tasks, turns = {record["task"] for record in answers}, set(map(text_id, answers))
     return {
         **records.run_info,
-        "suite": {"name": suite_label(suite), "tasks": records.num_measured_tasks, "turns": turns},
-        "methods": aggregate_records(records.records),
+        "suite": {"name": suite_label(suite), "tasks": len(tasks), "turns": len(turns)},
+        "skipped": list_skipped(records.skipped),
+        "methods": aggregate_records(answers),
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -12,10 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from saltus.cli.coloured_text import terminal
+from saltus.cli.report import number_of
 
 
 def print_tables(results: Mapping[str, Any]) -> None:
-    """Print both tables and all problems."""
+    """Print both tables, skipped tasks and problems."""
     console = terminal(soft_wrap=False)
     model, suite = results["model"], results["suite"]
     console.print(
@@ -26,6 +27,7 @@ def print_tables(results: Mapping[str, Any]) -> None:
         console.print(Text("\nspeed-up by category", "bold"))
         for table in _category_tables(results["methods"], console.width):
             console.print(table)
+    _print_skipped(console, results.get("skipped", ()))
     _print_problems(console, results["methods"])
 
 
@@ -99,6 +101,15 @@ def _category_tables(systems: Mapping[str, Any], width: int) -> Iterator[Table]:
 def _name_lines(name: str) -> list[str]:
     """A name split at + and - into lines."""
     return re.findall(r"[^-+]+[-+]?", name)
+
+
+def _print_skipped(console: Console, skipped: Sequence[str], limit: int = 5) -> None:
+    if skipped:
+        console.print(Text(f"\n{number_of(len(skipped), 'task')} skipped for all systems:", "yellow"))
+    for line in skipped[:limit]:
+        console.print(Text(line, "yellow"))
+    if len(skipped) > limit:
+        console.print(Text(f"… and {number_of(len(skipped) - limit, 'more task')}", "yellow"))
 
 
 def _print_problems(console: Console, systems: Mapping[str, Any], limit: int = 5) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from saltus.core.canvas import HOLE, Canvas, infilling
+from saltus.engine.text_bounds import PromptTooLongError
 
 HOLE_PATTERN = re.compile(r"\[\[\s*(\d+|…|\.\.\.)\s*\]\]")
 DEFAULT_OPEN_TOKENS = 24  # tokens that a hole of unknown length may have
@@ -66,7 +67,7 @@ def tokenize_template(
     context: int | None = None,
     verbatim: bool = False,
 ) -> InfillLayout:
-    """Lay a template out between the tokens that begin and end a text. Errors: ValueError if it exceeds the context.
+    """Lay a template out between the tokens that begin and end a text. Errors: PromptTooLongError, ValueError.
 
     Unless `verbatim`, one space before a hole is removed: tokens of words include the space before them.
     """
@@ -74,7 +75,9 @@ def tokenize_template(
     pieces = [*(before if verbatim else map(_strip_one_space, before)), end]
     holes = sum(max_open_tokens if hole is None else hole for hole in template.hole_lengths)
     if context is not None and holes >= context:
-        raise ValueError(f"the holes have {holes:,} tokens, but the model reads at most {context:,}; make them shorter")
+        raise PromptTooLongError(
+            f"the holes have {holes:,} tokens, but the model reads at most {context:,}; make them shorter"
+        )
     tokens: list[int] = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     spans = []
     for piece, hole in zip(pieces, (*template.hole_lengths, 0), strict=True):
@@ -85,7 +88,7 @@ def tokenize_template(
             tokens += [HOLE] * size
     tokens += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if context is not None and len(tokens) > context:
-        raise ValueError(
+        raise PromptTooLongError(
             f"the text has {len(tokens):,} tokens with its holes, but the model reads at most {context:,};"
             " shorten it, or fill it part by part"
         )

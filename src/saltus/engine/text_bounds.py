@@ -14,7 +14,7 @@ PRE_TOKENIZERS = ("ByteLevel", "Digits", "Metaspace", "Split")  # that drop noth
 
 
 class PromptTooLongError(ValueError):
-    """A prompt is longer than the model's context."""
+    """A prompt, or a text with holes, is longer than the model's context."""
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,14 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from saltus.engine.engine import Engine
 from saltus.engine.prompts import Conversation
+from saltus.engine.text_bounds import PromptTooLongError
 from saltus.evaluation.benchmarks.graders import Grader
 from saltus.evaluation.benchmarks.infill_requests import hole_request, reads_both_sides
 from saltus.evaluation.benchmarks.suites import Task
@@ -56,21 +58,36 @@ class Benchmark:
 
     def warm_up(self) -> None:
         """Let each system decode a little, so that no first call is measured."""
-        holes = next(filter(self._reads_both_sides, self.tasks), None)
-        if holes is None:
-            request = self._new_request(WARM_UP_PROMPT, False, ())
+        for holes in filter(self._reads_both_sides, self.tasks):
+            with suppress(PromptTooLongError):
+                request = hole_request(self.engine, holes, dict(self.request_settings))
+                break
         else:
-            request = hole_request(self.engine, holes, dict(self.request_settings))
+            request = self._new_request(WARM_UP_PROMPT, False, ())
         few = min(16, request.max_new_tokens)
         for system in self.systems:
             system.to_answer(request, system.generate(dataclasses.replace(request, max_new_tokens=few)))
 
     def measure_task(self, task_index: int) -> list[Record]:
-        """All systems on one task, turn by turn; each task starts with another system.
+        """The records of all systems on one task, or one record that says why the task was skipped.
+
+        A task is skipped for all systems if one of its turns is longer than the model's context.
+        """
+        records: list[Record] = []
+        try:
+            for turn_records in self._measure_turns(task_index):
+                records += turn_records
+        except PromptTooLongError as error:
+            task, turn = self.tasks[task_index], len(records) // len(self.systems)
+            return [{"task": task.id, "category": task.category, "turn": turn, "skipped": str(error)}]
+        return records
+
+    def _measure_turns(self, task_index: int) -> Iterator[list[Record]]:
+        """The records of each turn; each task starts with another system.
 
         Plain decoding's answer enters the next turn of all systems, so that all read the same.
         """
-        task, records = self.tasks[task_index], []
+        task = self.tasks[task_index]
         raw = task.raw is not None and (self.raw or task.always_raw or not self.engine.tokenizer.chat_template)
         first = task_index % len(self.systems)
         order = [*self.systems[first:], *self.systems[:first]]
@@ -85,17 +102,19 @@ class Benchmark:
                 started = time.perf_counter()
                 answer = system.generate(request)
                 made[system.name] = answer, time.perf_counter() - started
+            records = []
             for system in self.systems:
                 answer, seconds = made[system.name]
                 written = system.to_answer(request, answer)
                 records.append({"prompt": shown} | self._record(task, turn, system, request, written, seconds))
                 if system is self.systems[0]:
                     conversation.add_answer("".join(written.pieces))
-        return records
+            yield records
 
     def _new_request(self, prompt: Any, raw: bool, stop: tuple[str, ...]) -> BenchmarkRequest:
         raw = raw or not self.engine.tokenizer.chat_template
-        return BenchmarkRequest(prompt, tuple(self.engine.encode(prompt, raw)), raw, stop, **self.request_settings)
+        tokens = self.engine.text_request(prompt, raw=raw).request.prompt  # refuses a prompt that is too long
+        return BenchmarkRequest(prompt, tuple(tokens), raw, stop, **self.request_settings)
 
     def _record(
         self,
@@ -138,16 +157,26 @@ def _conversation_turns(task: Task, conversation: Conversation, raw: bool) -> It
 
 @dataclass
 class BenchmarkRecords:
-    """Records on disk, one line each; measured tasks are not measured again."""
+    """Records on disk, one line each; finished tasks are not measured again."""
 
     records: list[Record]
     run_info: Mapping[str, Any]  # command, date, commit, machine, model of its first start
     file: Path | None = None
 
     @property
-    def num_measured_tasks(self) -> int:
-        """How many tasks have been measured."""
+    def num_finished_tasks(self) -> int:
+        """How many tasks have been measured or skipped."""
         return len({record["task"] for record in self.records})
+
+    @property
+    def answers(self) -> list[Record]:
+        """The records of measured tasks."""
+        return [record for record in self.records if "skipped" not in record]
+
+    @property
+    def skipped(self) -> list[Record]:
+        """The records of skipped tasks, one for each."""
+        return [record for record in self.records if "skipped" in record]
 
     def append(self, records: Sequence[Record]) -> None:
         """Add all records of one task."""
@@ -194,7 +223,7 @@ def open_records(
         kept.write_text(json.dumps({**plan, "environment": run_info}, indent=1))
     needed = {task.id: len(task.prompt.turns or (0,)) * len(plan["systems"]) for task in tasks}
     records = BenchmarkRecords(_read_complete_tasks(file, needed), begun, file)
-    if records.num_measured_tasks < len(tasks):
+    if records.num_finished_tasks < len(tasks):
         for what, was, now in _conditions(begun, run_info):
             if was != now:
                 raise ValueError(
@@ -224,10 +253,11 @@ def _read_complete_tasks(file: Path, records_per_task: Mapping[str, int]) -> lis
     records = [
         _read_record(line, f"{file}, line {number}") for number, line in enumerate(lines, 1) if line.endswith(b"\n")
     ]
-    last = records[-1]["task"] if records else None
-    begun = sum(record["task"] == last for record in records)
-    if last is not None and begun < records_per_task[last]:
-        del records[-begun:]
+    last = records[-1] if records else None
+    if last is not None and "skipped" not in last:
+        begun = sum(record["task"] == last["task"] for record in records)
+        if begun < records_per_task[last["task"]]:
+            del records[-begun:]
     if len(records) < len(lines):
         file.write_bytes(b"".join(lines[: len(records)]))
     return records

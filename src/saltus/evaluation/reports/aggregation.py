@@ -34,7 +34,7 @@ Sums = dict[str, np.ndarray]
 
 
 def aggregate_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The entry of each system in results.json, computed from the records only; plain comes first."""
+    """The entry of each system in results.json, computed from records of answers alone; plain comes first."""
     systems = list(dict.fromkeys(record["system"] for record in records))
     tasks = list(dict.fromkeys(record["task"] for record in records))
     of_plain = {text_id(record): record for record in records if record["system"] == PLAIN}
@@ -166,9 +166,14 @@ def _is_same_text(record: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:
     return record["tokens"] == plain["tokens"]
 
 
+def list_skipped(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each record of a skipped task."""
+    return [f"{_place(record)}: {record['skipped']}" for record in records]
+
+
 def _list_problems(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    problems = []
-    for record in records:
-        where = f"task {record['task']}" + (f", turn {record['turn']}" if record["turn"] else "")
-        problems += [f"{where}: {problem}" for problem in record["problems"]]
-    return problems
+    return [f"{_place(record)}: {problem}" for record in records for problem in record["problems"]]
+
+
+def _place(record: Mapping[str, Any]) -> str:
+    return f"task {record['task']}" + (f", turn {record['turn']}" if record["turn"] else "")

@@ -7,11 +7,11 @@ from typing import Any
 
 
 def render_markdown(results: Mapping[str, Any]) -> str:
-    """The run, all systems, speed-ups by category, problems, and the machine."""
+    """The run, all systems, speed-ups by category, skipped tasks, problems, and the machine."""
     return (
         "\n".join(
             line
-            for part in (_run_description, _systems_table, _categories_table, _problems, _environment)
+            for part in (_run_description, _systems_table, _categories_table, _skipped, _problems, _environment)
             for line in part(results)
         )
         + "\n"
@@ -63,6 +63,14 @@ def _categories_table(results: Mapping[str, Any]) -> Iterator[str]:
         cells = (f"{_format_number(row['speedup'])} × ({_format_number(row['tokens_per_call'])})" for row in rows)
         yield _table_row([f"{name} ({plain['texts']})", *cells])
     yield ""
+
+
+def _skipped(results: Mapping[str, Any]) -> Iterator[str]:
+    if skipped := results.get("skipped"):
+        yield f"Skipped for all systems, and in none of the figures: {len(skipped)} of the suite's tasks."
+        yield ""
+        yield from (f"- {line}" for line in skipped)
+        yield ""
 
 
 def _problems(results: Mapping[str, Any]) -> Iterator[str]:
