@@ -35,6 +35,11 @@ def _hash(*parts):
     return list(np.frombuffer(hashlib.blake2b(repr(parts).encode(), digest_size=16).digest(), dtype=np.uint32))
 
 
+def is_changed(prompt):
+    """True if "one prompt changed" changes the text of this prompt."""
+    return _hash(prompt)[0] % 5 == 0
+
+
 class Model:
     """Law of the next token: a function of the prompt and the last three tokens, and of rounding noise."""
 
@@ -120,7 +125,7 @@ class AuditedServer:
         if "garbage after a prefix hit" in faults and len(prompt) > PREFIX:
             salt = int(prompt[:PREFIX] in self.prefixes)
             self.prefixes.add(prompt[:PREFIX])
-        if "one prompt changed" in faults and _hash(prompt)[0] % 5 == 0:
+        if "one prompt changed" in faults and is_changed(prompt):
             salt = 1
         return self._sampled(prompt, body, faults, chance, limit, salt)
 

@@ -3,19 +3,20 @@
 import json
 import shlex
 from dataclasses import replace
+from itertools import filterfalse
 
 import numpy as np
 import pytest
 from test_cli import complaint, lines, saltus_
 
 from audit_server import FAULTS as ALL_FAULTS
-from audit_server import audited_server
+from audit_server import audited_server, is_changed
 from saltus.evaluation.audit.audit_run import run_checks
 from saltus.evaluation.audit.checks import CHECKS
 from saltus.evaluation.audit.client import Side, Token, post
 from saltus.evaluation.audit.context import Audit, AuditSettings, GradedSuite
 from saltus.evaluation.audit.features import connect, find_features
-from saltus.evaluation.audit.prompts import default_prompts
+from saltus.evaluation.audit.prompts import SHARED_PREFIX, default_prompts
 from saltus.evaluation.audit.statistics import exchangeability_test, holm, mcnemar, rate_interval
 from saltus.evaluation.audit.text_comparison import gap_in_reference, rounding_tolerance, token_differences
 from saltus.evaluation.benchmarks.suites import find_grader, load_tasks
@@ -71,6 +72,18 @@ def test_a_planted_fault_is_found(fault):
     check, found, prompts = FAULTS[fault]
     with audited_server(fault) as url:
         assert any(name.startswith(found) for name in findings(url, check, prompts=prompts))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unchecked")
+def test_one_prompt_with_another_text_is_enough():
+    prompts = [prompt for prompt in default_prompts(24) if not is_changed(SHARED_PREFIX + prompt)]
+    prompts = [*filterfalse(is_changed, prompts)][:3] + [*filter(is_changed, prompts)][:1]
+    with audited_server("one prompt changed", noise=0.0) as url:
+        audit = replace(audit_of(url, max_tokens=24), prompts=prompts)
+        found = [verdict.check for verdict in run_checks(audit, ["texts"]) if verdict.status == "finding"]
+    assert "texts alone" in found
+    assert not any("shared prefix" in check for check in found)
 
 
 @pytest.mark.slow
