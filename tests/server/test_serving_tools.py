@@ -127,6 +127,23 @@ def test_a_template_whose_calls_are_not_read_gets_tools_in_words(engine, templat
     assert "[{'type'" not in words, "the template itself writes none"
 
 
+def test_arguments_in_tags_arrive_as_json(client, template):
+    """As Qwen3-Coder's and Qwen3.5's."""
+    template("{{ tools }}" + TEMPLATE + "{# <tool_call><function=a><parameter=b> #}")
+    asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 400, "tools": TOOLS[:1], "tool_choice": "required"}
+    asked |= {"temperature": 1.0, "parallel_tool_calls": False}
+    ended = 0
+    for seed in range(4):
+        choice = client.chat.completions.create(**asked, seed=seed).choices[0]
+        assert choice.message.content in ("", None)
+        for call in choice.message.tool_calls or ():
+            jsonschema.validate(json.loads(call.function.arguments), TOOLS[0]["function"]["parameters"])
+            ended += 1
+        _, calls, reason = streamed(client.chat.completions.create(**asked, seed=seed, stream=True))
+        assert (len(calls), reason) == (len(choice.message.tool_calls or ()), choice.finish_reason)
+    assert ended
+
+
 def test_a_form_of_an_answer_is_strict_if_asked_to_be(server):
     schema = {"type": "object", "properties": {"x": {"type": "string", "format": "path"}}}
     for strict, status in ((True, 400), (False, 200), (None, 200)):

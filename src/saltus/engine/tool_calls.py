@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from saltus.engine import tagged_calls
 from saltus.engine.grammar import Grammar
 from saltus.engine.json_schemas import followed_schema
 
@@ -20,16 +21,18 @@ ToolChoice = Literal["auto", "required"]
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes a call: `begin`, a JSON object of name and arguments, `end`."""
+    """How a model writes a call: `begin`, a JSON object of name and arguments or tags of them, `end`."""
 
     begin: str  # "" if the whole text is the call
     end: str
-    arguments: str  # the key
+    arguments: str  # their key in the object; "": they stand in tags of their own (engine/tagged_calls.py)
 
 
 HERMES = ToolFormat("<tool_call>", "</tool_call>", "arguments")  # also Qwen 2.5 and 3
 LLAMA = ToolFormat("", "", "parameters")  # Llama 3.1 and later
-OTHER_FORMS = (  # not read: gpt-oss, Command R, Gemma 3, Qwen3-Coder and 3.5, GLM, OLMo, Phi
+TAGGED = ToolFormat("<tool_call>", "</tool_call>", "")  # Qwen3-Coder and 3.5, Nemotron 3
+TAGS = (TAGGED.begin, tagged_calls.BEGIN, tagged_calls.ARGUMENT)
+OTHER_FORMS = (  # not read: gpt-oss, Command R, Gemma 3, Llama's in tags, GLM, OLMo, Phi
     "to=functions.", "<|START_ACTION|>", "<start_function_call>", "<function=", "<arg_key>", "<function_calls>",
     "functools[",
 )  # fmt: skip
@@ -48,6 +51,8 @@ class ToolCall:
 def tool_format(tokenizer: Any) -> ToolFormat:
     """The form of calls that the tokenizer's chat template shows."""
     template = str(tokenizer.chat_template or "")
+    if _is_tagged(template):
+        return TAGGED
     is_llama = '"parameters"' in template and HERMES.begin not in template and not has_other_form(template)
     return LLAMA if is_llama else HERMES
 
@@ -56,7 +61,12 @@ def has_other_form(template: str) -> bool:
     """True for a chat template with calls that are not read. Its model is told of Hermes's form in words."""
     own = {HERMES.begin, HERMES.end}
     markers = (marker for marker in OTHER_MARKER.findall(template) if marker not in own)
-    return any(marker in template for marker in OTHER_FORMS) or any(markers)
+    forms = (marker for marker in OTHER_FORMS if marker != tagged_calls.BEGIN or not _is_tagged(template))
+    return any(marker in template for marker in forms) or any(markers)
+
+
+def _is_tagged(template: str) -> bool:
+    return all(tag in template for tag in TAGS)
 
 
 def call_markers(tokenizer: Any) -> dict[int, str]:
@@ -84,10 +94,14 @@ def tool_grammar(
     lines = ["call: " + " | ".join(f"call_{place}" for place in range(len(tools)))]
     for place, tool in enumerate(tools):
         function = tool["function"]
-        head = f'{space}{json.dumps({"name": function["name"]})[:-1]}, "{form.arguments}": '
         end = tokens.get(form.end, json.dumps(form.end) if form.end else "")
+        if form == TAGGED:
+            lines += tagged_calls.call_rules(f"call_{place}", function["name"], _parameters(function, form), end)
+            continue
+        head = f'{space}{json.dumps({"name": function["name"]})[:-1]}, "{form.arguments}": '
         tail = f"{json.dumps('}' + space)} {end}"
-        lines.append(f"call_{place}: {json.dumps(head)} %json {json.dumps(_parameters(function))} {tail}")
+        lines.append(f"call_{place}: {json.dumps(head)} %json {json.dumps(_parameters(function, form))} {tail}")
+    lines += tagged_calls.RULES if form == TAGGED else ()
     begin = tokens.get(form.begin, json.dumps(form.begin))
     calls = f'{begin} call ("\\n" {begin} call)*' if several and form.begin else f"{begin} call"
     if choice == "required":
@@ -103,11 +117,14 @@ def tool_grammar(
     return Grammar.lark("\n".join([start, *lines]))
 
 
-def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+def _parameters(function: Mapping[str, Any], form: ToolFormat) -> dict[str, Any]:
     """The schema of a function's arguments. Errors: ValueError that names the function."""
     strict = bool(function.get("strict"))
     try:
-        return followed_schema({"type": "object", **(function.get("parameters") or {})}, strict)
+        schema = followed_schema({"type": "object", **(function.get("parameters") or {})}, strict)
+        if strict and form == TAGGED and (limits := tagged_calls.texts_with_limits(schema)):
+            raise ValueError(f"texts of this model's calls follow no {next(iter(limits.values()))}; leave it out")
+        return schema
     except ValueError as error:
         cure = ", or strict" if strict else ""
         raise ValueError(f"the tool {function['name']!r} has a schema that no grammar follows: {error}{cure}") from None
@@ -116,11 +133,13 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
 class ToolCallReader:
     """Separates the calls from the rest of a text as it arrives. A call that is cut off is neither.
 
-    With `required` the whole text is calls, so that what is no call is dropped, too.
+    With `required` the whole text is calls, so that what is no call is dropped, too. Arguments in tags are read by the
+    schemas of `tools`.
     """
 
-    def __init__(self, form: ToolFormat, required: bool = False) -> None:
+    def __init__(self, form: ToolFormat, required: bool = False, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self.form, self.required = form, required
+        self.schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
         self.buffer, self.in_call = "", False
         self.at_start, self.after_call = True, False
 
@@ -144,10 +163,10 @@ class ToolCallReader:
                 break
             body = self.buffer if end < 0 else self.buffer[:end]
             rest = "" if end < 0 else self.buffer[end + len(self.form.end) :]
-            call = _parse(body, self.form.end if end < 0 else "")
+            call = self._parse(body, self.form.end if end < 0 else "")
             if call is not None:
                 calls.append(call)
-            elif end >= 0 or not _may_begin_call(body) or (not self.form.begin and _is_object(body)):
+            elif end >= 0 or not self._may_begin_call(body) or (not self.form.begin and _is_object(body)):
                 content += self.form.begin + self.buffer[: len(self.buffer) - len(rest)]
             self.buffer, self.in_call, self.at_start = rest, False, False
             self.after_call = call is not None
@@ -161,9 +180,28 @@ class ToolCallReader:
     def _end_of_call(self) -> int:
         """Where the end of the call stands that the buffer begins with: the first one outside its strings; else −1."""
         end = self.buffer.find(self.form.end) if self.form.end else -1
-        while end >= 0 and re.sub(r"\\.", "", self.buffer[:end]).count('"') % 2:
+        while end >= 0 and self._is_within_argument(self.buffer[:end]):
             end = self.buffer.find(self.form.end, end + 1)
         return end
+
+    def _is_within_argument(self, body: str) -> bool:
+        """True for the beginning of a call that breaks off within an argument."""
+        if self.form == TAGGED:
+            return body.lstrip().startswith(tagged_calls.BEGIN) and not tagged_calls.is_whole(body)
+        return re.sub(r"\\.", "", body).count('"') % 2 > 0
+
+    def _parse(self, body: str, cut_end: str) -> ToolCall | None:
+        """The call that stands between the tags. A part of `cut_end` may follow it."""
+        if self.form != TAGGED:
+            return _parse(body, cut_end)
+        whole, end, rest = body.rpartition(tagged_calls.END)
+        found = tagged_calls.read_call(whole + end, lambda name: self.schemas.get(name, {}))
+        return None if found is None or not cut_end.startswith(rest.strip()) else ToolCall(*found)
+
+    def _may_begin_call(self, body: str) -> bool:
+        """True for what is left of a call that is cut off."""
+        begin, body = tagged_calls.BEGIN if self.form == TAGGED else '{"name"', body.lstrip()
+        return begin.startswith(body) or body.startswith(begin)
 
     def _certain_text(self, last: bool) -> str:
         """The start of the buffer that cannot belong to a call: calls begin after line breaks, which they swallow.
@@ -230,9 +268,3 @@ def _is_object(text: str) -> bool:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
-
-
-def _may_begin_call(body: str) -> bool:
-    """True for what is left of a call that is cut off."""
-    begin, body = '{"name"', body.lstrip()
-    return begin.startswith(body) or body.startswith(begin)

@@ -245,7 +245,7 @@ class Tools:
 
     def reader(self) -> ToolCallReader | None:
         """What separates the calls from an answer's text; None if nothing can be called."""
-        return ToolCallReader(self.form, self.required) if self._callable else None
+        return ToolCallReader(self.form, self.required, self._callable) if self._callable else None
 
 
 def call_object(call: ToolCall, call_id: str) -> dict[str, Any]:
