@@ -517,6 +517,7 @@ def test_a_wrong_override_is_one_line_with_the_cure(change, cure, recipe, tmp_pa
         ("smollm2-mtp", ["coupling=token-order", "greedy_fraction=0.2"], "at the temperature of their text"),
         ("smollm2-adapter", ["form=categorical", "greedy_fraction=0.2"], "at the temperature of their text"),
         ("smollm2-adapter", ["form=independent", "adapter.embedding=bits"], "no query has a uniform"),
+        ("smollm2-jacobi", ["temperatures=[0.3]"], "each text has its own; see saltus collect jacobi --temperature"),
     ],
 )
 def test_an_override_without_effect_is_noted(name, changes, why):

@@ -82,9 +82,10 @@ class JacobiForcingObjective(Objective):
             )
 
     def without_effect(self, recipe: Recipe) -> Mapping[str, str]:
+        found = {"temperatures": "each text has its own; see saltus collect jacobi --temperature"}
         if recipe.settings.trains == "adapter":
-            return dict.fromkeys(("text_weight", "anchor"), "an adapter changes no text; see trains=model")
-        return dict.fromkeys(("rank", "alpha", "targets"), "the model itself is trained; see trains=adapter")
+            return found | dict.fromkeys(("text_weight", "anchor"), "an adapter changes no text; see trains=model")
+        return found | dict.fromkeys(("rank", "alpha", "targets"), "the model itself is trained; see trains=adapter")
 
     def read_texts(self, path: Path) -> Sequence[Sample]:
         return read_trajectories(path)
