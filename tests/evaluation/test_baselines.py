@@ -55,6 +55,20 @@ def test_baselines_of_transformers_write_plain_s_text_and_tell_their_calls(engin
             assert len(written.calls) < len(written.tokens)
 
 
+@pytest.mark.parametrize("name", ["transformers", "transformers-lookup", "transformers-assistant"])
+def test_a_stop_string_ends_a_text_of_transformers(engine, tiny_folder, name):
+    whole = engine.generate(TEXT, max_new_tokens=24)
+    stop = next(word for word in ("dog", "log", "cat", "mat", "the") if word in whole.text)
+    plain = engine.generate(TEXT, max_new_tokens=24, stop=stop)
+    (baseline,) = transformers_baselines([name], engine, str(tiny_folder()))
+    inputs = question(engine, stop=(stop,))
+    written = baseline.to_answer(inputs, baseline.generate(inputs))
+    assert written.tokens[: len(plain.tokens)] == plain.tokens
+    if name != "transformers-assistant":  # which looks for stop strings at the end of each step only
+        assert len(written.tokens) == len(plain.tokens) < len(whole.tokens)
+        assert written.finish_reason == "stop"
+
+
 def test_a_baseline_that_gives_out_more_than_its_calls_checked_is_told_on(engine):
     (baseline,) = transformers_baselines(["transformers"], engine, None)
     tokens, given, clock, widths = baseline.generate(question(engine))

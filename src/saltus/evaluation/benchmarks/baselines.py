@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from transformers import set_seed
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from saltus.engine.checkpoints import load_model, silence_transformers
@@ -68,7 +69,9 @@ class TransformersBaseline:
         if request.ignore_eos:
             settings["min_new_tokens"] = request.max_new_tokens
         if request.stop:
-            settings |= {"stop_strings": list(request.stop), "tokenizer": self.engine.tokenizer}
+            # as `stop_strings` it would reach the assistant's own `generate`, which has no tokenizer
+            stop = StopStringCriteria(self.engine.tokenizer, list(request.stop))
+            settings["stopping_criteria"] = StoppingCriteriaList([stop])
         counts, begun, widths = _TokenCounter(), [], []
 
         def seen(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
