@@ -139,6 +139,22 @@ def test_llama_cpp_decodes_the_same_file_and_its_calls_are_single_tokens(engine,
     assert (sampling["temp"], sampling["top_k"], sampling["repeat_penalty"]) == (0.5, 3, 1.0)
 
 
+def test_llama_cpp_s_stop_strings_are_looked_for_in_the_last_tokens_alone(engine, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=FakeLlama, __spec__=object()))
+    (tmp_path / "gguf.json").write_text(json.dumps({"file": "model.gguf", "tensors": {"weight": WEIGHT}}))
+    monkeypatch.setattr(llama_cpp_baseline, "resolve", lambda name: tmp_path)
+    (baseline,) = baselines_under_test(["llama-cpp"], engine, None)
+    FakeLlama.tokens = engine.encode("the cat sat on the log and the dog sat", raw=True)
+    inputs = question(engine, stop=(" dog", " mat"))
+    decode, decoded = engine.tokenizer.decode, []
+    monkeypatch.setattr(engine.tokenizer, "decode", lambda tokens: decoded.append(len(tokens)) or decode(tokens))
+    tokens, clock = baseline.generate(inputs)
+    monkeypatch.undo()
+    assert engine.tokenizer.decode(tokens) == "the cat sat on the log and the dog"
+    assert len(clock) == len(tokens) + 1 == len(decoded) + 1
+    assert max(decoded) < 6 < len(tokens)
+
+
 class Served(BaseHTTPRequestHandler):
     """A server of OpenAI's protocol that writes a fixed text."""
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from saltus.engine.engine import Engine
+from saltus.evaluation.benchmarks.lm_eval_requests import EndCondition
 from saltus.evaluation.benchmarks.systems_under_test import (
     BenchmarkRequest,
     MeasuredAnswer,
@@ -67,21 +68,18 @@ class LlamaCppBaseline:
         llama, sampling = self._load(), request.sampling
         llama.reset()  # every system reads its prompts itself
         llama.set_seed(request.seed)
-        clock, tokens = [time.perf_counter()], []
+        clock = [time.perf_counter()]
+        ends = frozenset() if request.ignore_eos else self.engine.target.end_tokens
+        ended = EndCondition(self.engine.tokenizer, ends, request.stop)
         made = llama.generate(
             list(request.prompt_tokens), temp=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
             min_p=0.0, typical_p=1.0, repeat_penalty=1.0,
         )  # fmt: skip
         for token in made:
             clock.append(time.perf_counter())
-            tokens.append(token)
-            ended = token in self.engine.target.end_tokens and not request.ignore_eos
-            if ended or len(tokens) == request.max_new_tokens or self._stopped(tokens, request.stop):
+            if ended(token) or len(ended.tokens) == request.max_new_tokens:
                 break
-        return tokens, clock
-
-    def _stopped(self, tokens: list[int], stop: tuple[str, ...]) -> bool:
-        return bool(stop) and any(string in self.engine.tokenizer.decode(tokens) for string in stop)
+        return ended.tokens, clock
 
     def to_answer(self, request: BenchmarkRequest, output: Any) -> MeasuredAnswer:
         tokens, clock = output

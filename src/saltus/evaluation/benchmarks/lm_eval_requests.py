@@ -42,6 +42,8 @@ class EndCondition:
         self.tokens.append(token)
         if token in self.end_tokens:
             return True
+        if not self.stop_strings:
+            return False
         latest = self.tokenizer.decode(self.tokens[-self.window_tokens :])
         return any(stop in latest for stop in self.stop_strings)
 
