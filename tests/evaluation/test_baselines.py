@@ -160,6 +160,7 @@ class Served(BaseHTTPRequestHandler):
 
     asked: list[dict] = []  # noqa: RUF012
     usage = True
+    cached = 0  # tokens of the prompt
     unknown: tuple[str, ...] = ()  # fields that it refuses
     broken = ""  # what stands in the stream after the first piece, in place of the rest
 
@@ -182,7 +183,8 @@ class Served(BaseHTTPRequestHandler):
             self._send(f'data: {{"choices": [{{"text": "the"}}]}}\n\n{self.broken}')
             return
         events = [{"choices": [{"text": "the"}]}, {"choices": [{"text": " cat", "finish_reason": "stop"}]}]
-        events += [{"choices": [], "usage": {"completion_tokens": 5}}] if self.usage else []
+        usage = {"completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": self.cached}}
+        events += [{"choices": [], "usage": usage}] if self.usage else []
         self._send("".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data:[DONE]\n\n")
 
     def _send(self, text):
@@ -227,6 +229,21 @@ def test_a_server_writes_the_templated_prompt_with_our_settings(engine, served):
         "model": "models/served", "max_tokens": 24, "temperature": 0.5, "top_k": 7, "seed": 4, "stop": ["x"],
         "ignore_eos": True,
     }  # fmt: skip
+
+
+def test_a_server_is_asked_to_read_each_prompt_anew(engine, served, monkeypatch):
+    baseline = OpenAIServerBaseline(served, engine)
+    for _ in range(2):
+        written = baseline.to_answer(question(engine), baseline.generate(question(engine)))
+        assert written.problems == []
+    assert [sent["cache_prompt"] for sent in Served.asked] == [False, False]
+    assert len({sent["cache_salt"] for sent in Served.asked}) == 2
+    monkeypatch.setattr(Served, "cached", 7)
+    monkeypatch.setattr(Served, "unknown", ("cache_prompt", "cache_salt"))
+    written = baseline.to_answer(question(engine), baseline.generate(question(engine)))
+    assert not {"cache_prompt", "cache_salt"} & Served.asked[-1].keys()
+    (problem,) = written.problems
+    assert "7 tokens of the prompt in its prefix cache" in problem
 
 
 def test_a_server_is_told_to_truncate_nothing_and_what_it_does_not_know_is_left_out(engine, served, monkeypatch):

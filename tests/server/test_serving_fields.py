@@ -45,6 +45,13 @@ def prompt_of(route):
 ROUTES = pytest.mark.parametrize("route", [CHAT, COMPLETION, RESPONSE])
 
 
+def test_a_prompt_is_read_anew_where_the_request_says_so(server):
+    answers = [post(server, COMPLETION, cache_prompt=value) for value in (True, True, False)]
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    assert cached[1] > 0 == cached[2]
+    assert len(set(map(text_of, answers))) == 1
+
+
 @ROUTES
 @pytest.mark.parametrize(
     ("fields", "settings"),

@@ -49,8 +49,9 @@ class PromptReader:
             return
         prompt, kv_caches = scheduled.request.prompt, scheduled.sequence.kv_caches
         if TARGET not in kv_caches:  # only now: what runs beside it may have read a part
-            known = prompt[: -1 - _num_unread_states(scheduled)]
-            kv_caches |= self.tree.take(known, scheduled.setup.networks)
+            if scheduled.reuses_prefix:
+                known = prompt[: -1 - _num_unread_states(scheduled)]
+                kv_caches |= self.tree.take(known, scheduled.setup.networks)
             kv_caches.setdefault(TARGET, self.target.new_kv_cache())
             scheduled.cached_tokens = len(kv_caches[TARGET].tokens)
             scheduled.num_unread_tokens -= scheduled.cached_tokens

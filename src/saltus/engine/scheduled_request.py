@@ -22,6 +22,7 @@ class ScheduledRequest:
     prompt_scores: PromptScores | None = None  # to be filled while the prompt is read
     client: str = ""  # who asks; clients take turns
     request_number: int = 0  # of what the client asked for, such as several choices: these take turns, too
+    reuses_prefix: bool = True  # it reads no token that is in the prefix tree
     cached_tokens: int = field(default=0, init=False)  # of the prompt, found in the prefix tree
     setup: DecodingSetup | None = field(default=None, init=False, repr=False)  # from its first call on
     controller: BatchController | None = field(default=None, init=False, repr=False)  # the same

@@ -12,7 +12,7 @@ from typing import Any
 from saltus.core.sampling import Sampling
 
 TIMEOUT_SECONDS = 600
-OPTIONAL_FIELDS = ("add_special_tokens", "cache_prompt")  # vLLM's and llama.cpp's; other servers may refuse them
+OPTIONAL_FIELDS = ("add_special_tokens", "cache_prompt", "cache_salt")  # of some servers; others may refuse them
 # Without these, servers take the model's recommended values, or their own: another distribution.
 NEUTRAL = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 RETRYABLE_STATUSES = (408, 425, 429, 500, 502, 503, 504)  # of a server that may answer the same request later

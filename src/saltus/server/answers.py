@@ -88,7 +88,7 @@ class Answer:
             scores = PromptScores(prompt, top) if self.score_prompts else None
             choice.served = serve_text(
                 choice.request, self.method, deliver_to(choice.index), max_draft_tokens=self.body.max_draft_tokens,
-                prompt_scores=scores, client=self.client,
+                prompt_scores=scores, client=self.client, reuses_prefix=self.body.cache_prompt,
             )  # fmt: skip
         self.backend.engine_thread.submit(*(choice.served for choice in self.choices if choice.served is not None))
 

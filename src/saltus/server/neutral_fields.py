@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 IGNORED = frozenset({
-    # llama.cpp: caching, timing, and how samplers are ordered or report
-    "cache_prompt", "id_slot", "n_indent", "n_keep", "n_discard", "n_probs", "min_keep", "samplers", "t_max_predict_ms",
+    # llama.cpp: timing, and how samplers are ordered or report
+    "id_slot", "n_indent", "n_keep", "n_discard", "n_probs", "min_keep", "samplers", "t_max_predict_ms",
     "t_max_prompt_ms", "timings_per_token", "return_progress", "return_tokens", "extra_context", "backend_sampling",
     "post_sampling_probs", "penalty_last_n", "repeat_last_n", "penalize_nl", "sampler_seq",
     # what matters only with one of the fields below

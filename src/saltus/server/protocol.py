@@ -100,6 +100,7 @@ class SamplingFields(Fields):
     ignore_eos: bool = False
     speculative: bool | Speculative = True
     include_metrics: bool = False  # of drafting, in the answer
+    cache_prompt: bool = True  # llama.cpp's; false: what was read for other texts is read again
     # accepted and ignored
     user: str | None = None
     store: bool | None = None

@@ -11,6 +11,7 @@ from functools import lru_cache
 from http.client import HTTPException
 from itertools import pairwise
 from typing import Any
+from uuid import uuid4
 
 import torch
 from transformers import set_seed
@@ -169,22 +170,26 @@ class OpenAIServerBaseline:
     def generate(self, request: BenchmarkRequest) -> Any:
         prompt = self.engine.tokenizer.decode(request.prompt_tokens)
         body = self.endpoint.completion_body(prompt, request.max_new_tokens, request.sampling, request.seed)
-        body |= {"stream": True, "stream_options": {"include_usage": True}, "cache_prompt": False}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        body |= {
+            "cache_prompt": False,
+            "cache_salt": uuid4().hex,
+        }  # no prefix cache: llama.cpp's word, vLLM's and SGLang's
         if request.stop:
             body["stop"] = list(request.stop)
         if request.ignore_eos:
             body["ignore_eos"] = True
-        started, first, pieces, count, reason = time.perf_counter(), None, [], None, None
+        started, first, pieces, usage, reason = time.perf_counter(), None, [], {}, None
         with self.endpoint.post_completion(body) as response:
             for event in self._events(response):
                 for choice in event.get("choices") or ():
                     first = first or time.perf_counter()
                     pieces.append(choice.get("text") or "")
                     reason = choice.get("finish_reason") or reason
-                count = (event.get("usage") or {}).get("completion_tokens", count)
+                usage |= event.get("usage") or {}
         if reason is None:
             raise self._broken("the stream ended without a finish_reason")
-        return pieces, count, reason, (first or time.perf_counter()) - started
+        return pieces, usage, reason, (first or time.perf_counter()) - started
 
     def _events(self, response: Any) -> Iterator[dict[str, Any]]:
         """The events of an answer. Errors: EndpointError if it breaks off."""
@@ -201,9 +206,12 @@ class OpenAIServerBaseline:
         return EndpointError(f"{self.url} broke off an answer ({text:.200}); with --out the same command goes on here")
 
     def to_answer(self, request: BenchmarkRequest, output: Any) -> MeasuredAnswer:
-        pieces, count, reason, first = output
+        pieces, usage, reason, first = output
         tokens = list(self.engine.tokenizer("".join(pieces), add_special_tokens=False).input_ids)
+        count, cached = usage.get("completion_tokens"), (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         wrong = [] if count is not None else ["the server does not tell how many tokens it wrote"]
+        if cached:
+            wrong.append(f"the server had {cached} tokens of the prompt in its prefix cache; switch the cache off")
         return MeasuredAnswer(tokens, pieces, reason, None, first, new_tokens=count, problems=wrong)
 
 

@@ -28,6 +28,10 @@ RATES = {  # numerator and denominator, both sums over texts
 }
 RATIOS_TO_BASELINE = {"speedup": "tokens_per_second", "decode_speedup": "decode_tokens_per_second"}  # to plain's
 RATES_WITH_INTERVALS = ("tokens_per_call", "tokens_per_second", "speedup", "decode_speedup", "ms_per_call", "accuracy")
+SERVER_NOTE = (
+    "Servers were asked to read each prompt anew, by the fields cache_prompt and cache_salt;"
+    " one that knows neither may reuse its prefix cache, and then has a shorter prefill."
+)
 
 Sums = dict[str, np.ndarray]
 """By column, a sum for each task; [tasks]."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from saltus.evaluation.reports.aggregation import SERVER_NOTE
+
 
 def render_markdown(results: Mapping[str, Any]) -> str:
     """The run, all systems, speed-ups by category, skipped tasks, problems, and the machine."""
@@ -47,6 +49,9 @@ def _systems_table(results: Mapping[str, Any]) -> Iterator[str]:
             cells.append(_format_number(None if system["accuracy"] is None else 100 * system["accuracy"], 1) + " %")
         yield _table_row(cells)
     yield ""
+    if any(name.startswith("endpoint:") for name in systems):
+        yield SERVER_NOTE
+        yield ""
 
 
 def _categories_table(results: Mapping[str, Any]) -> Iterator[str]:

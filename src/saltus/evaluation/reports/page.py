@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
-from saltus.evaluation.reports.aggregation import text_id
+from saltus.evaluation.reports.aggregation import SERVER_NOTE, text_id
 from saltus.evaluation.reports.palette import ALARM, BACKGROUND, BAND, COLOURS, INK, LINE, MUTED, PLAIN, assign_colours
 from saltus.evaluation.reports.text_figure import typical_record
 
@@ -60,6 +60,7 @@ def render_page(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
         shown=len(shown["tasks"]),
         graded=any(one["accuracy"] is not None for one in systems.values()),
         facts=list(_run_facts(results)),
+        server_note=SERVER_NOTE if any(name.startswith("endpoint:") for name in systems) else "",
     )
 
 
