@@ -6,7 +6,17 @@ import pytest
 from test_grammar import TOOLS
 
 import saltus
-from saltus.engine.tool_calls import HERMES, LLAMA, ToolCall, ToolCallReader, call_markers, has_other_form, tool_grammar
+from saltus.engine.tool_calls import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    ToolCall,
+    ToolCallReader,
+    call_markers,
+    has_other_form,
+    tool_format,
+    tool_grammar,
+)
 
 PROMPT = "the cat sat on the mat and the cat sat on"
 CALL = '<tool_call>\n{"name": "look", "arguments": {"a": 1}}\n</tool_call>'
@@ -208,3 +218,34 @@ def test_a_model_may_call_by_special_tokens_where_it_need_not(marked):
     assert calls
     for call in calls:
         assert json.loads(call.arguments).keys() == {"animal", "number"}
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_calls_of_mistrals_form_end_with_their_object(size):
+    text = 'I look.[TOOL_CALLS]look[ARGS]{"a": "}[TOOL_CALLS]", "b": 0.10}[TOOL_CALLS]wait[ARGS]{} Done'
+    both = [ToolCall("look", '{"a": "}[TOOL_CALLS]", "b": 0.10}'), ToolCall("wait", "{}")]
+    for cut, content, calls in ((len(text), "I look. Done", both), (30, "I look.", []), (-6, "I look.", both[:1])):
+        reader, part, found = ToolCallReader(MISTRAL), text[:cut], []
+        for start in range(0, len(part), size):
+            found.append(reader.read(part[start : start + size], last=start + size >= len(part)))
+        assert "".join(more for more, _ in found) == content
+        assert [call for _, some in found for call in some] == calls
+
+
+def test_mistrals_calls_follow_their_schemas(engine, monkeypatch):
+    template = "{{ tools }}[TOOL_CALLS]name[ARGS]{}"
+    monkeypatch.setattr(engine.tokenizer, "chat_template", template)
+    assert tool_format(engine.tokenizer) == MISTRAL
+    assert not has_other_form(template)
+    assert has_other_form("[TOOL_CALLS]name[CALL_ID]x[ARGS]{}"), "with ids, which are not read"
+    call = '[TOOL_CALLS]look[ARGS]{"animal": "cat", "number": 1}'
+    for choice, texts in {
+        "required": {call: True, call + call: True, "[TOOL_CALLS]other[ARGS]{}": False, "hi": False},
+        "auto": {"hi": True, f"hi{call}": True, "[TOOL_CALLS]look[ARGS]{}": False},
+    }.items():
+        constraint = tool_grammar(TOOLS[:1], choice, True, engine.tokenizer).constraint(
+            engine.tokenizer, frozenset([0])
+        )
+        for text, expected in texts.items():
+            tokens = [*engine.tokenizer(text, add_special_tokens=False).input_ids, 0]
+            assert (constraint.num_allowed([], tokens) == len(tokens)) == expected, text

@@ -21,23 +21,28 @@ ToolChoice = Literal["auto", "required"]
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes a call: `begin`, a JSON object of name and arguments or tags of them, `end`."""
+    """How a model writes a call: `begin`, a JSON object of name and arguments or tags of them, `end`.
+
+    With `between` the name stands before it and a JSON object of the arguments behind it.
+    """
 
     begin: str  # "" if the whole text is the call
     end: str
-    arguments: str  # their key in the object; "": they stand in tags of their own (engine/tagged_calls.py)
+    arguments: str  # their key in the object; "": they stand in tags of their own (engine/tagged_calls.py), or alone
+    between: str = ""
 
 
 HERMES = ToolFormat("<tool_call>", "</tool_call>", "arguments")  # also Qwen 2.5 and 3
 LLAMA = ToolFormat("", "", "parameters")  # Llama 3.1 and later
 TAGGED = ToolFormat("<tool_call>", "</tool_call>", "")  # Qwen3-Coder and 3.5, Nemotron 3
+MISTRAL = ToolFormat("[TOOL_CALLS]", "", "", "[ARGS]")  # Mistral's since 2025: Devstral, Ministral 3, Magistral
 TAGS = (TAGGED.begin, tagged_calls.BEGIN, tagged_calls.ARGUMENT)
 OTHER_FORMS = (  # not read: gpt-oss, Command R, Gemma 3, Llama's in tags, GLM, OLMo, Phi
     "to=functions.", "<|START_ACTION|>", "<start_function_call>", "<function=", "<arg_key>", "<function_calls>",
     "functools[",
 )  # fmt: skip
 OTHER_MARKER = re.compile(r"""<[^<>\s'"]*(?i:tool[_▁]?calls?)[^<>\s'"]*>|\[TOOL_CALLS?\]""")
-# as those of Mistral ([TOOL_CALLS]), DeepSeek, Gemma 4, Granite, Kimi, MiniMax, Nemotron; Hermes's own is one, too
+# as those of older ones of Mistral, DeepSeek, Gemma 4, Granite, Kimi, MiniMax, Nemotron; Hermes's own is one, too
 
 
 @dataclass(frozen=True)
@@ -51,15 +56,15 @@ class ToolCall:
 def tool_format(tokenizer: Any) -> ToolFormat:
     """The form of calls that the tokenizer's chat template shows."""
     template = str(tokenizer.chat_template or "")
-    if _is_tagged(template):
-        return TAGGED
+    if _is_tagged(template) or _is_mistral(template):
+        return TAGGED if _is_tagged(template) else MISTRAL
     is_llama = '"parameters"' in template and HERMES.begin not in template and not has_other_form(template)
     return LLAMA if is_llama else HERMES
 
 
 def has_other_form(template: str) -> bool:
     """True for a chat template with calls that are not read. Its model is told of Hermes's form in words."""
-    own = {HERMES.begin, HERMES.end}
+    own = {HERMES.begin, HERMES.end, *([MISTRAL.begin] if _is_mistral(template) else ())}
     markers = (marker for marker in OTHER_MARKER.findall(template) if marker not in own)
     forms = (marker for marker in OTHER_FORMS if marker != tagged_calls.BEGIN or not _is_tagged(template))
     return any(marker in template for marker in forms) or any(markers)
@@ -69,12 +74,16 @@ def _is_tagged(template: str) -> bool:
     return all(tag in template for tag in TAGS)
 
 
+def _is_mistral(template: str) -> bool:
+    return MISTRAL.begin in template and MISTRAL.between in template and "[CALL_ID]" not in template
+
+
 def call_markers(tokenizer: Any) -> dict[int, str]:
-    """The special tokens that begin and end a call, with their texts; empty where ordinary tokens spell them."""
+    """The special tokens that mark a call, with their texts; empty where ordinary tokens spell them."""
     form, special = tool_format(tokenizer), set(tokenizer.all_special_tokens)
     return {
         token: added.content for token, added in tokenizer.added_tokens_decoder.items()
-        if added.content in (form.begin, form.end) and (added.special or added.content in special)
+        if added.content in (form.begin, form.end, form.between) and (added.special or added.content in special)
     }  # fmt: skip
 
 
@@ -95,6 +104,11 @@ def tool_grammar(
     for place, tool in enumerate(tools):
         function = tool["function"]
         end = tokens.get(form.end, json.dumps(form.end) if form.end else "")
+        if form.between:
+            between = tokens.get(form.between, json.dumps(form.between))
+            schema = json.dumps(_parameters(function, form))
+            lines.append(f"call_{place}: {json.dumps(function['name'])} {between} %json {schema}")
+            continue
         if form == TAGGED:
             lines += tagged_calls.call_rules(f"call_{place}", function["name"], _parameters(function, form), end)
             continue
@@ -103,7 +117,8 @@ def tool_grammar(
         lines.append(f"call_{place}: {json.dumps(head)} %json {json.dumps(_parameters(function, form))} {tail}")
     lines += tagged_calls.RULES if form == TAGGED else ()
     begin = tokens.get(form.begin, json.dumps(form.begin))
-    calls = f'{begin} call ("\\n" {begin} call)*' if several and form.begin else f"{begin} call"
+    gap = "" if form.between else '"\\n"'
+    calls = f"{begin} call ({gap} {begin} call)*" if several and form.begin else f"{begin} call"
     if choice == "required":
         start = f"start: {calls}"
     elif answer is not None:
@@ -151,6 +166,8 @@ class ToolCallReader:
             if not self.in_call:
                 start = self._start_of_call()
                 kept = self.buffer[:start].rstrip("\n") if start >= 0 else self._certain_text(last)
+                if self.after_call and not kept.strip() and start < 0 and not last:
+                    break  # space that belongs to a text, if one follows
                 if kept.strip() or not self.after_call:  # no blank lines between calls
                     content, self.after_call = content + kept, False
                 self.at_start = self.at_start and not kept
@@ -166,7 +183,7 @@ class ToolCallReader:
             call = self._parse(body, self.form.end if end < 0 else "")
             if call is not None:
                 calls.append(call)
-            elif end >= 0 or not self._may_begin_call(body) or (not self.form.begin and _is_object(body)):
+            elif end >= 0 or not self._may_begin_call(body) or (not self.form.begin and _size_of_object(body)):
                 content += self.form.begin + self.buffer[: len(self.buffer) - len(rest)]
             self.buffer, self.in_call, self.at_start = rest, False, False
             self.after_call = call is not None
@@ -179,6 +196,10 @@ class ToolCallReader:
 
     def _end_of_call(self) -> int:
         """Where the end of the call stands that the buffer begins with: the first one outside its strings; else −1."""
+        if self.form.between:
+            arguments = self.buffer.partition(self.form.between)[2]
+            size = _size_of_object(arguments)
+            return -1 if size is None else len(self.buffer) - len(arguments) + size
         end = self.buffer.find(self.form.end) if self.form.end else -1
         while end >= 0 and self._is_within_argument(self.buffer[:end]):
             end = self.buffer.find(self.form.end, end + 1)
@@ -192,6 +213,9 @@ class ToolCallReader:
 
     def _parse(self, body: str, cut_end: str) -> ToolCall | None:
         """The call that stands between the tags. A part of `cut_end` may follow it."""
+        if self.form.between:
+            name, _, arguments = body.partition(self.form.between)
+            return None if _size_of_object(arguments) is None else ToolCall(name.strip(), arguments.strip())
         if self.form != TAGGED:
             return _parse(body, cut_end)
         whole, end, rest = body.rpartition(tagged_calls.END)
@@ -200,6 +224,9 @@ class ToolCallReader:
 
     def _may_begin_call(self, body: str) -> bool:
         """True for what is left of a call that is cut off."""
+        if self.form.between:
+            _, between, arguments = body.partition(self.form.between)
+            return not between or "{".startswith(arguments.lstrip()[:1])
         begin, body = tagged_calls.BEGIN if self.form == TAGGED else '{"name"', body.lstrip()
         return begin.startswith(body) or body.startswith(begin)
 
@@ -257,13 +284,12 @@ def _object_members(text: str) -> tuple[dict[str, tuple[Any, str]], int]:
     return members, place + 1
 
 
-def _is_object(text: str) -> bool:
-    """True if a whole JSON object begins the text."""
+def _size_of_object(text: str) -> int | None:
+    """Where the JSON object ends that begins the text; None if it begins with none."""
     try:
-        _object_members(text)
+        return _object_members(text)[1]
     except (ValueError, RecursionError):
-        return False
-    return True
+        return None
 
 
 def _refuse_constant(name: str) -> Any:
