@@ -17,6 +17,7 @@ Score = dict[str, bool | float]
 
 # A sign is none after what it would be taken from: 10-5 ends in 5. Commas part thousands, or numbers.
 NUMBER_PATTERN = re.compile(r"((?<![\w.,)])[-−])?\$?((?:\d{1,3}(?:,\d{3})+(?![\d])|\d+)(?:\.\d+)?|\.\d+)", re.ASCII)
+NUMBERED_HEADING = re.compile(r"[.)][*_]*[ \t]+[*_]*[^\W\d_]")  # what follows the number in "#### 1. Add them"
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
 
 
@@ -49,12 +50,12 @@ def exact_answer(row: Mapping[str, Any], text: str) -> Score:
 
 def last_number(text: str) -> Decimal | None:
     """The first number directly after "####", else the last number of the text; None without one."""
-    numbers = [(match.start(), _to_decimal(match)) for match in NUMBER_PATTERN.finditer(text)]
+    numbers = {match.start(): match for match in NUMBER_PATTERN.finditer(text)}
     for marker in re.finditer(r"####[\s*_]*", text):  # a heading of Markdown looks the same, but has words after it
-        for start, value in numbers:
-            if start == marker.end():
-                return value
-    return numbers[-1][1] if numbers else None
+        number = numbers.get(marker.end())
+        if number is not None and not NUMBERED_HEADING.match(text, number.end()):
+            return _to_decimal(number)
+    return _to_decimal([*numbers.values()][-1]) if numbers else None
 
 
 def _to_decimal(match: re.Match[str]) -> Decimal:
