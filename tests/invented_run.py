@@ -55,7 +55,8 @@ def _record(task: int, category: str, system: str, chance: float | None, words: 
     told = chance is not None
     return {
         "task": str(task + 80), "category": category, "turn": 0, "system": system, "prompt_tokens": 30,
-        "tokens": list(range(len(words))), "pieces": pieces if told else ["".join(pieces)], "finish_reason": "length",
+        "tokens": list(range(len(words))), "new_tokens": len(words), "finish_reason": "length",
+        "pieces": pieces if told else ["".join(pieces)],
         "seconds": sum(call["seconds"] for call in calls) * (1.02 if told else 1.2),
         "prefill_seconds": calls[0]["seconds"], "calls": calls if told else None, "draft_calls": 0, "problems": [],
         "score": {"correct": dice.random() < 0.4} if category == "qa" else None,

@@ -135,6 +135,9 @@ def test_what_a_model_wrote_stays_text():
 
 def test_the_replay_has_every_token_and_ends_when_the_text_was_done():
     records = invented_records()
+    for record in records:
+        if record["calls"] is None:
+            record["new_tokens"] += 3  # a server counts its tokens itself
     data = read(records).data
     assert [system["name"] for system in data["systems"]] == list(SYSTEMS)
     by = {(r["task"], r["system"]): r for r in records}
@@ -142,6 +145,7 @@ def test_the_replay_has_every_token_and_ends_when_the_text_was_done():
     for task in data["tasks"]:
         for number, answer in task["by"].items():
             record = by[task["task"], data["systems"][int(number)]["name"]]
+            assert answer["tokens"] == record["new_tokens"]
             assert "".join(answer["pieces"]) == "".join(record["pieces"])
             if record["calls"] is None:
                 assert answer["calls"] is None

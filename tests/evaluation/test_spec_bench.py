@@ -62,6 +62,12 @@ def test_a_task_without_a_number_keeps_its_name_and_a_silent_baseline_has_no_acc
     assert answer["choices"][0]["decoding_steps"] == [None]
 
 
+def test_tokens_are_those_that_a_server_counts():
+    [record] = invented_records(1, systems={"endpoint:b": None})
+    [answer] = spec_bench_answers([record | {"new_tokens": len(record["tokens"]) + 3}], "endpoint:b")
+    assert answer["choices"][0]["new_tokens"] == [len(record["tokens"]) + 3]
+
+
 def test_what_was_measured_again_counts_once():
     [record] = invented_records(1, systems={"plain": 0.0})
     [answer] = spec_bench_answers([record, record | {"seconds": 9.0}], "plain")

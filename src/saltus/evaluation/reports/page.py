@@ -167,7 +167,7 @@ def _replay_record(record: Mapping[str, Any]) -> dict[str, Any]:
     """
     calls = record["calls"]
     whole = {
-        "tokens": len(record["tokens"]), "seconds": round(record["seconds"], 4), "problems": list(record["problems"]),
+        "tokens": record["new_tokens"], "seconds": round(record["seconds"], 4), "problems": list(record["problems"]),
         "finish": record["finish_reason"],
     }  # fmt: skip
     if not calls:

@@ -39,7 +39,7 @@ def _answer(task: str, turns: Sequence[Mapping[str, Any]], model: str) -> dict[s
                 "index": 0,
                 "turns": ["".join(turn["pieces"]).strip() for turn in turns],
                 "decoding_steps": [None if turn["calls"] is None else len(turn["calls"]) for turn in turns],
-                "new_tokens": [len(turn["tokens"]) for turn in turns],
+                "new_tokens": [turn["new_tokens"] for turn in turns],
                 "wall_time": [turn["seconds"] for turn in turns],
                 "accept_lengths": [call["decided"] for turn in turns for call in turn["calls"] or ()],
             }
