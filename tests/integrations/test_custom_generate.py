@@ -6,11 +6,16 @@ import pytest
 import torch
 from transformers import TextStreamer
 from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor, TopKLogitsWarper
-from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import (
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 import saltus
 from architectures import tiny
-from conftest import tiny_llama
+from conftest import byte_tokenizer, tiny_llama
 from saltus.core.sampling import Sampling
 from saltus.integrations import transformers_generate
 from saltus.integrations.transformers_generate import _sampling
@@ -141,6 +146,16 @@ def test_stopping_criteria_are_asked_token_by_token(model, writers, method):
     expected = model.generate(TEXT, **settings)
     assert TEXT.shape[1] < expected.shape[1] < TEXT.shape[1] + 40
     assert model.generate(TEXT, custom_generate=writers[method], **settings).tolist() == expected.tolist()
+
+
+def test_stop_strings_are_a_stopping_criterion(model, writers):
+    tokenizer = byte_tokenizer()
+    whole = model.generate(TEXT, max_new_tokens=12, do_sample=False)
+    stop = StopStringCriteria(tokenizer, [tokenizer.decode(whole[0, 12:14])])
+    settings = {"max_new_tokens": 12, "do_sample": False, "stopping_criteria": StoppingCriteriaList([stop])}
+    written = model.generate(TEXT, custom_generate=writers["lookup"], **settings)
+    assert torch.equal(written, model.generate(TEXT, **settings))
+    assert written.shape[1] < whole.shape[1]
 
 
 def test_a_length_among_the_criteria_counts(model, writers):
