@@ -158,6 +158,16 @@ def test_stop_strings_are_a_stopping_criterion(model, writers):
     assert written.shape[1] < whole.shape[1]
 
 
+def test_positions_are_those_of_the_mask_or_refused(model, writers):
+    positions = (MASK.cumsum(-1) - 1).masked_fill(MASK == 0, 1)
+    settings = {"attention_mask": MASK, "max_new_tokens": 4, "do_sample": False}
+    written = model.generate(PADDED, position_ids=positions, custom_generate=writers["plain"], **settings)
+    assert torch.equal(written, model.generate(PADDED, **settings))
+    for others in (positions + 3, positions * 2, positions.expand(3, 3, -1)):
+        with pytest.raises(ValueError, match="leave position_ids out"):
+            model.generate(PADDED, position_ids=others, custom_generate=writers["plain"], **settings)
+
+
 def test_a_length_among_the_criteria_counts(model, writers):
     settings = {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(17)]), "do_sample": False}
     found = model.generate(TEXT, custom_generate=writers["lookup"], max_new_tokens=40, **settings)

@@ -130,6 +130,7 @@ def custom_generate(
     ) -> Tensor | GenerateDecoderOnlyOutput:
         _check_supported(generation_config, kwargs)
         mask = kwargs.get("attention_mask")
+        _check_positions(kwargs.get("position_ids"), mask, input_ids)
         prompts = [row if mask is None else row[mask[i].bool()] for i, row in enumerate(input_ids)]
         if not all(map(len, prompts)):
             raise ValueError("a row of input_ids has no tokens; give it one, such as the begin token")
@@ -203,6 +204,18 @@ def _check_supported(config: Any, kwargs: Mapping[str, Any]) -> None:
         cache = kwargs.get(name)
         if cache is not None and cache.get_seq_length():
             raise ValueError(f"custom_generate keeps a KV cache of its own; leave {name} out, pass the whole text")
+
+
+def _check_positions(position_ids: Tensor | None, mask: Tensor | None, input_ids: Tensor) -> None:
+    """Raise ValueError for other positions than those that count the tokens of each row, as Saltus does."""
+    read = torch.ones_like(input_ids) if mask is None else mask.long()
+    counted = read.cumsum(-1) - 1
+    if position_ids is not None and (
+        position_ids.ndim > 2
+        or position_ids.shape[-1] != counted.shape[-1]
+        or bool(((position_ids != counted) & (read != 0)).any())
+    ):
+        raise ValueError("custom_generate counts positions by the attention mask; leave position_ids out")
 
 
 def _least(count: int, processor: Any) -> dict[str, Any]:
