@@ -327,6 +327,9 @@ def test_a_run_keeps_when_and_at_which_commit_it_was_measured(engine, tmp_path):
         open_records(tmp_path, plan(), TASKS, later)
     with pytest.raises(ValueError, match="begun with a number of cores of None, and this is 2"):
         open_records(tmp_path, plan(), TASKS, {**NOW, "machine": {"cores": 2}})
+    for name in ("torch", "transformers", "saltus"):
+        with pytest.raises(ValueError, match=f"begun with {name} None, and this is 7"):
+            open_records(tmp_path, plan(), TASKS, {**NOW, "machine": {name: "7.0"}})
     notebook.append(run.measure_task(2))
     assert open_records(tmp_path, plan(), TASKS, later).run_info == NOW
 

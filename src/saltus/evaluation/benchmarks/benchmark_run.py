@@ -242,6 +242,8 @@ def _conditions(begun: Mapping[str, Any], run_info: Mapping[str, Any]) -> Iterat
         ("with a number of cores of", "cores"),
         ("on", "gpu"),
         ("with torch", "torch"),
+        ("with transformers", "transformers"),
+        ("with saltus", "saltus"),
     ):
         was, now = (machine.get(name) for machine in machines)
         yield what, was, now
