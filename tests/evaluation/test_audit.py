@@ -203,6 +203,12 @@ def test_two_servers_are_compared_from_the_command_line(tmp_path):
     assert {side["name"] for side in kept["sides"]} == {"with speculation", "without"}
 
 
+def test_a_server_that_lists_no_model_is_refused_with_the_cure(monkeypatch):
+    monkeypatch.setattr("saltus.evaluation.audit.features.get_json", lambda side, route: {"data": []})
+    with pytest.raises(ValueError, match=r"/v1/models lists no model; name it with --model$"):
+        connect(Side("with speculation", "http://localhost:8000"))
+
+
 def test_a_wrong_command_line_is_refused_with_the_cure():
     assert "--off" in complaint("check", "--server", "http://localhost:9")
     assert "does not answer" in complaint("check", "--server", "http://localhost:9", "--off", "{}", env={"X": "1"})

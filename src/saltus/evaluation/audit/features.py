@@ -48,7 +48,7 @@ def connect(side: Side) -> Side:
         try:
             side = replace(side, model=str(listed["data"][0]["id"]))
         except (KeyError, IndexError, TypeError):
-            raise ValueError(f"{side.url}/v1/models lists no model; name it with --served-model") from None
+            raise ValueError(f"{side.url}/v1/models lists no model; name it with --model") from None
     try:
         answer(side, Ask(PROBE, max_tokens=1))
         return side
