@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import saltus
 from saltus.cli.app import app
+from saltus.cli.bench import _remove_results
 from saltus.core.sampling import Sampling
 from saltus.engine.prompts import Prompt
 from saltus.evaluation.benchmarks.benchmark_run import Benchmark, open_records
@@ -408,8 +409,24 @@ def test_bench_again_measures_nothing_twice(asked, tmp_path):
     before = (out / "records.jsonl").read_bytes()
     assert "3 of 3 tasks were measured before" in saltus_(*asked, "--out", out).stderr
     assert (out / "records.jsonl").read_bytes() == before
-    saltus_(*asked, "--out", out, "--fresh")
+    (out / "notes.png").write_bytes(b"")
+    saltus_(*asked, "--out", out, "--fresh", "--methods", "plain")
     assert (out / "records.jsonl").read_bytes() != before
+    assert (out / "notes.png").exists()
+    assert not (out / "speed-up.svg").exists()  # nothing is compared with plain decoding now
+
+
+def test_fresh_removes_the_files_of_the_run_before_and_no_others(tmp_path):
+    ours = ["results.md", "results.json", "page.html", "text.svg", "model_answer/endpoint-a-b.jsonl"]
+    others = ["notes.png", "model_answer/vicuna.jsonl"]
+    (tmp_path / "model_answer").mkdir()
+    for name in (*ours, *others):
+        (tmp_path / name).write_text('{"methods": {"plain": {}, "endpoint:a/b": {}}}')
+    _remove_results(tmp_path)
+    assert [name for name in (*ours, *others) if (tmp_path / name).exists()] == others
+    (tmp_path / "results.json").write_text("damaged")
+    _remove_results(tmp_path)
+    assert not (tmp_path / "results.json").exists()
 
 
 @pytest.mark.slow

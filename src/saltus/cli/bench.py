@@ -200,6 +200,8 @@ def run(
         settings[AUTO] = engine.decoder.chosen_method(AUTO)
         print_note(f"auto is {settings[AUTO]} here")
     records = open_records(out, _run_plan(engine, suite, run, settings), tasks, run_info(engine, settings), fresh)
+    if out and fresh:
+        _remove_results(out)
     whole = _measure(run, records)
     if whole and not records.answers:
         raise ValueError(f"no task fits into the model's context; of the first, {records.skipped[0]['skipped']}")
@@ -352,8 +354,7 @@ def _write(results: dict[str, Any], records: list[dict[str, Any]], folder: Path)
             lines = "".join(
                 dumps(answer) + "\n" for answer in spec_bench_answers(records, system, results["model"]["name"])
             )
-            name = system.replace("/", "-").replace(":", "-")
-            (folder / "model_answer" / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+            (folder / _answer_file(system)).write_text(lines, encoding="utf-8")
     try:
         from saltus.evaluation.reports.benchmark_plots import write_figures
         from saltus.evaluation.reports.page import render_page
@@ -364,6 +365,26 @@ def _write(results: dict[str, Any], records: list[dict[str, Any]], folder: Path)
         print_note(f'written: {folder / "results.json"}; for figures and the page: pip install ".[bench]" in the clone')
     else:
         print_note(f"written: {folder / 'page.html'}, results.json, records.jsonl and figures")
+
+
+def _answer_file(system: str) -> str:
+    name = system.replace("/", "-").replace(":", "-")
+    return f"model_answer/{name}.jsonl"
+
+
+def _remove_results(folder: Path) -> None:
+    """Remove the files that `_write` has written there; systems and figures of the next run may be fewer."""
+    from json import loads
+
+    from saltus.evaluation.reports.benchmark_plots import FIGURES
+
+    try:
+        systems = list(loads((folder / "results.json").read_text(encoding="utf-8"))["methods"])
+    except (OSError, ValueError, KeyError, TypeError):
+        systems = []
+    figures = [f"{name}.{kind}" for name in FIGURES for kind in ("svg", "png")]
+    for name in ("results.md", "results.json", "page.html", *figures, *map(_answer_file, systems)):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _has_problems(results: Mapping[str, Any]) -> bool:

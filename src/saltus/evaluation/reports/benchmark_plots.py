@@ -11,6 +11,7 @@ from saltus.evaluation.reports.label_placement import place_labels
 from saltus.evaluation.reports.palette import ALARM, BACKGROUND, BAND, INK, LINE, MUTED, Colour, assign_colours
 from saltus.evaluation.reports.text_figure import draw_coloured_text
 
+FIGURES = ("speed-up", "calls", "acceptance", "text")
 WIDTH, NARROW_WIDTH = 720, 620  # pixels, a hundred an inch
 STYLE: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "saltus", "text.parse_math": False, "font.size": 10,
@@ -42,11 +43,10 @@ def draw_figures(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]
     """The matplotlib figures by name, without those that the run has no data for."""
     import matplotlib
 
-    drawings = {"speed-up": _plot_speedup, "calls": _plot_calls, "acceptance": _plot_acceptance}
     with matplotlib.rc_context(STYLE):
-        drawn = {name: drawing(results) for name, drawing in drawings.items()}
-        drawn["text"] = draw_coloured_text(results, records, WIDTH)
-    return {name: figure for name, figure in drawn.items() if figure is not None}
+        drawn = [_plot_speedup(results), _plot_calls(results), _plot_acceptance(results)]
+        drawn.append(draw_coloured_text(results, records, WIDTH))
+    return {name: figure for name, figure in zip(FIGURES, drawn, strict=True) if figure is not None}
 
 
 def render(figure: Any, kind: str) -> bytes:
