@@ -190,12 +190,16 @@ def _download(name: str, commit: str, sizes: dict[str, int], progress: ProgressC
 
     hub_id, _, revision = name.partition("@")
     cache, again = Path(constants.HF_HUB_CACHE), "run it again, it goes on where it stopped"
-    kept = {file: try_to_load_from_cache(hub_id, file, revision=commit) for file in sizes}
-    found_sizes = {file: Path(path).stat().st_size for file, path in kept.items() if isinstance(path, str)}
-    damaged = any(size != sizes[file] for file, size in found_sizes.items())
+    found = {file: try_to_load_from_cache(hub_id, file, revision=commit) for file in sizes}
+    kept = {file: Path(path) for file, path in found.items() if isinstance(path, str)}
+    damaged = [file for file, path in kept.items() if path.stat().st_size != sizes[file]]
     try:
         with as_source_errors(cache, name, "HF_HOME"):
-            missing = sum(size for file, size in sizes.items() if damaged or file not in found_sizes)
+            for file in damaged:
+                path = kept.pop(file)
+                path.resolve().unlink()  # what it links to
+                path.unlink(missing_ok=True)
+            missing = sum(size for file, size in sizes.items() if file not in kept)
             require_disk_space(cache, missing, name, "HF_HOME")
             folder = Path(
                 snapshot_download(
@@ -203,7 +207,6 @@ def _download(name: str, commit: str, sizes: dict[str, int], progress: ProgressC
                     revision=revision or None,
                     allow_patterns=list(sizes),
                     tqdm_class=_progress_bar_class(name, sum(sizes.values()), progress),
-                    force_download=damaged,
                 )
             )
     except SourceError:
