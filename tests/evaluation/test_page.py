@@ -208,6 +208,12 @@ def test_the_facts_of_the_run_are_told():
         assert fact in words
 
 
+def test_the_page_says_that_a_server_may_reuse_its_cache():
+    without = {name: chance for name, chance in SYSTEMS.items() if not name.startswith("endpoint:")}
+    assert "cache_salt" in " ".join(read(invented_records(2)).words)
+    assert "cache_salt" not in " ".join(read(invented_records(2, systems=without)).words)
+
+
 def test_without_matplotlib_the_page_says_how_to_get_figures(monkeypatch):
     import sys
 
