@@ -48,7 +48,7 @@ checkpoint_steps = 4
 
 def head_task(target, corpus: HiddenStateCorpus, window: int = 3) -> MtpTrainingTask:
     """A task whose head has random weights of some size."""
-    settings = WindowSettings(batch_size=3, windows_per_text=5, discount=0.8, validation_fraction=0.25)
+    settings = WindowSettings(batch_size=3, windows_per_text=5, discount=0.8, validation_fraction=0.0)
     made = MtpTrainingTask(target, corpus, MtpShape(target.config.hidden_size, window), 90, settings, "tiny")
     generator = np.random.default_rng(5)
     with torch.no_grad():
