@@ -33,7 +33,6 @@ from saltus.methods.assd.training.any_subset import (
     LeftToRightTrainingTask,
     XlnetTrainingTask,
     pack_holes,
-    sample_similar_lengths,
 )
 from saltus.methods.assd.training.holes import HoleSettings, random_holes, span_holes
 from saltus.methods.assd.training.infill_texts import read_programs
@@ -43,6 +42,7 @@ from saltus.methods.assd.xlnet import XlnetNetwork
 from saltus.methods.shared.logit_correction import PairwiseCorrection, corrected_logits
 from saltus.training.data.packed_forward import packed_logits, prepare_model
 from saltus.training.data.seeded_generator import seeded_generator
+from saltus.training.data.similar_lengths import sample_similar_lengths
 from saltus.training.recipe import find_recipe, read_recipe
 from tiny_server import serving
 

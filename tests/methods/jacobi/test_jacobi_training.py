@@ -286,6 +286,23 @@ def test_the_anchor_is_the_divergence_from_the_initial_model():
     assert drift > 1e-3
 
 
+def test_texts_of_all_lengths_are_trained_on_equally_often(monkeypatch):
+    task = JacobiTrainingTask(tiny("Llama"), trajectories(20), GatedLoraSettings(4, 4.0), NOISES[0],
+                              window_settings=replace(WINDOW_SETTINGS, batch_size=6, max_length=200))  # fmt: skip
+    used: list[int] = []
+
+    def recorded(texts: list[Trajectory], iterates: list[list[int]]) -> torch.Tensor:
+        used.extend(one.seed for one in texts)
+        return torch.zeros(())
+
+    monkeypatch.setattr(task, "batch_loss", recorded)
+    for step in range(100):
+        task.loss(step)
+    counts = [used.count(one.seed) for one in task.training_trajectories]
+    assert sum(counts) == 600
+    assert min(counts) > 0.6 * np.mean(counts)
+
+
 def test_a_model_is_frozen_beside_its_adapter():
     model = tiny("Llama")
     task = make_task(model)

@@ -136,7 +136,7 @@ def assert_same_as_one_by_one(task: AdapterTrainingTask) -> None:
         for name, gradient in gradients(task, alone).items():
             largest = float(gradient.abs().max())
             assert largest > 0 or (task.distillation.form == "independent" and name.startswith("auxiliary.map"))
-            torch.testing.assert_close(packed[name], gradient, rtol=0, atol=1e-5 * largest)  # some layers use float32
+            torch.testing.assert_close(packed[name], gradient, rtol=0, atol=2e-5 * largest)  # some layers use float32
 
 
 @pytest.mark.parametrize("name", ["Lfm2", "Qwen3_5", "FalconH1", "Mamba2"])
@@ -224,6 +224,21 @@ def test_texts_without_a_prompt_are_held_out_one_by_one():
         dataset = WindowDataset(corpus, settings, WINDOW, True)
         assert dataset.validation_table[:, 0].tolist() == [180, 390, 540]
         assert len(dataset.training_table) == 17
+
+
+def test_texts_of_all_lengths_are_trained_on_equally_often(tmp_path):
+    """Also the shortest and the longest."""
+    lengths = np.arange(12, 32)
+    table = np.column_stack([lengths.cumsum() - lengths, 0 * lengths + 2, lengths, 0 * lengths])
+    tokens = torch.from_numpy(text(int(lengths.sum())))
+    corpus = TextCorpus(tokens, torch.zeros(1, len(tokens), 2), table, (1.0,), "", "token-order")
+    dataset = WindowDataset(corpus, replace(WINDOW_SETTINGS, batch_size=8, validation_fraction=0.0), WINDOW, True)
+    counts = dict.fromkeys(dataset.training_table[:, 0].tolist(), 0)
+    for step in range(100):
+        for begin in dataset.training_batch(step).corpus_rows[:, 0].tolist():
+            counts[begin] += 1
+    assert sum(counts.values()) == 800
+    assert min(counts.values()) > 25  # 42 are expected
 
 
 @each_start
@@ -419,7 +434,9 @@ def school(folder: Path, work: Path, form: str, temperature: float) -> tuple[Ada
         window_settings,
         "tiny",
     )
-    task.window_dataset.validation_table = task.window_dataset.training_table
+    dataset = task.window_dataset  # of so few texts none can be spared
+    dataset.training_table = np.concatenate([dataset.training_table, dataset.validation_table])
+    dataset.validation_table = dataset.training_table
     return task, train(task.module, task.loss, SCHEDULE, work / "run.pt", {"form": form})
 
 

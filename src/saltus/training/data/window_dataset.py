@@ -16,6 +16,7 @@ from torch import Tensor
 from saltus.core.noise import Noise
 from saltus.core.picking import Coupling
 from saltus.training.data.seeded_generator import seeded_generator
+from saltus.training.data.similar_lengths import sample_similar_lengths
 from saltus.training.data.uniform_intervals import UniformIntervals, sample_uniforms
 from saltus.training.data.window_packing import gather_windows, valid_prefix
 
@@ -146,10 +147,7 @@ class WindowDataset:
                 "there are fewer than two texts to learn from and to hold out; collect more, or longer ones"
             )
         held_out = self._select_validation(whole_texts) if self.held_out is None else self.held_out[long_enough]
-        self.validation_table, training = texts[held_out], texts[~held_out]
-        self.training_table = training[
-            np.argsort(training[:, 2], kind="stable")
-        ]  # a batch has texts of similar lengths
+        self.validation_table, self.training_table = texts[held_out], texts[~held_out]
         if self.own_temperature_only:
             self._temperature_indices(texts[texts[:, 3] > 0, 3])
 
@@ -167,10 +165,10 @@ class WindowDataset:
 
     def training_batch(self, step: int) -> Batch:
         """The batch of a training step."""
-        generator, count = seeded_generator(self.settings.seed, "batch", step), self.batch_size
-        first = int(generator.integers(len(self.training_table) - count + 1))
+        generator = seeded_generator(self.settings.seed, "batch", step)
+        chosen = sample_similar_lengths(self.training_table[:, 2], self.batch_size, generator)
         return self.make_batch(
-            self.training_table[first : first + count],
+            self.training_table[chosen],
             generator,
             self.settings.windows_per_text,
             self.settings.greedy_fraction,

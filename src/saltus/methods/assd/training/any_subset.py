@@ -22,11 +22,11 @@ from saltus.methods.assd.network import ANY_SUBSET
 from saltus.methods.assd.training.holes import HoleSettings
 from saltus.training.data.packed_forward import pack_causal, packed_logits, prepare_model, without_dropout
 from saltus.training.data.seeded_generator import seeded_generator
+from saltus.training.data.similar_lengths import sample_similar_lengths
 from saltus.training.data.window_packing import PackedBatch, pack_rows
 from saltus.training.training_task import TrainingTask
 
 PADDING_MULTIPLE = 16  # of a batch's length: oneDNN compiles its kernels anew for every shape, for a second or more
-LENGTH_JITTER = 24  # tokens of noise on lengths before texts are sorted by length
 
 
 def pack_holes(
@@ -228,15 +228,3 @@ def lattice_ranks(ranks: Int[Tensor, "batch padded"]) -> Int[Tensor, "batch padd
     """The same holes, decided in lattice order."""
     holes = ranks > 0
     return torch.where(holes, holes.cumsum(1), ranks)
-
-
-def sample_similar_lengths(
-    lengths: Int[np.ndarray, "texts"], count: int, generator: np.random.Generator
-) -> Int[np.ndarray, "count"]:
-    """Indices of texts with similar lengths, so that a batch has little padding; every text is equally likely.
-
-    The texts are neighbours in the order of their jittered lengths, which wraps around.
-    """
-    order = np.argsort(lengths + generator.uniform(0, LENGTH_JITTER, len(lengths)))
-    first = int(generator.integers(len(lengths)))
-    return order[(first + np.arange(count)) % len(lengths)]

@@ -27,6 +27,7 @@ from saltus.models.gated_lora import Adapter, GatedLoraSettings, new_adapter
 from saltus.training import losses
 from saltus.training.data.packed_forward import pack_causal, packed_logits, prepare_model
 from saltus.training.data.seeded_generator import seeded_generator
+from saltus.training.data.similar_lengths import sample_similar_lengths
 from saltus.training.data.uniform_intervals import pick_tokens
 from saltus.training.data.window_dataset import WindowSettings, select_validation
 from saltus.training.losses import token_loss
@@ -91,11 +92,7 @@ class JacobiTrainingTask(TrainingTask):
         prompts = [trajectory.prompt for trajectory in texts]
         held_out = select_validation(prompts, self.window_settings.validation_fraction, self.window_settings.seed)
         self.validation_trajectories = [trajectory for trajectory, out in zip(texts, held_out, strict=True) if out]
-        training = [trajectory for trajectory, out in zip(texts, held_out, strict=True) if not out]
-        # sorted, so that texts of a batch have similar lengths
-        self.training_trajectories = sorted(
-            training, key=lambda trajectory: len(trajectory.prompt) + len(trajectory.completion)
-        )
+        self.training_trajectories = [trajectory for trajectory, out in zip(texts, held_out, strict=True) if not out]
         prepare_model(self.model)
         if self.gating is None:
             self.reference_model = copy.deepcopy(self.model) if self.anchor == "distributions" else None
@@ -126,8 +123,8 @@ class JacobiTrainingTask(TrainingTask):
         """The mean over the rows that attend to wrong tokens, plus that over the text."""
         generator = seeded_generator(self.window_settings.seed, "blocks", step)
         count = min(self.window_settings.batch_size, len(self.training_trajectories))
-        first = int(generator.integers(len(self.training_trajectories) - count + 1))
-        texts, share = self.training_trajectories[first : first + count], self.processes.share(count)
+        chosen, share = sample_similar_lengths(self._lengths, count, generator), self.processes.share(count)
+        texts = [self.training_trajectories[number] for number in chosen]
         iterates = [self.noise.choose_iterates(trajectory.iterates_by_block(), generator) for trajectory in texts]
         return self.batch_loss(texts[share], iterates[share])
 
@@ -167,6 +164,10 @@ class JacobiTrainingTask(TrainingTask):
                 rows // length * packed.context_length + rows % length,
             )
         return losses.kl_divergence(reference_logits, logits)
+
+    @cached_property
+    def _lengths(self) -> np.ndarray:
+        return np.array([len(one.prompt) + len(one.completion) for one in self.training_trajectories])
 
     @cached_property
     def _blocks_per_text(self) -> float:
