@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 from test_cli import complaint, lines, saltus_
+from test_token_texts import llama_2_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from conftest import END, byte_tokenizer, space_tokenizer
@@ -165,10 +166,10 @@ def test_a_text_after_a_prompt_has_no_space_that_only_a_text_s_beginning_has(
     assert tokenizer.decode(row["prompt"] + row["completion"], skip_special_tokens=True).endswith(" matthe")
 
 
-@pytest.mark.parametrize("begin", ["", "<s>"])
-def test_a_completion_of_a_data_set_has_none_either(begin):
-    """Also after a begin token, behind which the prompt read again has another space."""
-    tokenizer = space_tokenizer()
+@pytest.mark.parametrize(("make_tokenizer", "begin"), [(space_tokenizer, ""), (llama_2_tokenizer, "<s>")])
+def test_a_completion_of_a_data_set_has_none_either(make_tokenizer, begin):
+    """Also where the prompt read again is another: Llama 2's own tokenizer puts a space behind a begin token, too."""
+    tokenizer = make_tokenizer()
     tokenizer.chat_template = begin + "{{ messages[0]['content'] }}"
     given = Mock(spec=Engine, tokenizer=tokenizer, target=Mock(end_tokens=frozenset([2])))
     given.encode = lambda prompt: encode_prompt(tokenizer, prompt, PromptSettings(), "spaces")

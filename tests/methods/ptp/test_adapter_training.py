@@ -228,11 +228,12 @@ def test_texts_without_a_prompt_are_held_out_one_by_one():
 
 def test_texts_of_all_lengths_are_trained_on_equally_often(tmp_path):
     """Also the shortest and the longest."""
-    lengths = np.arange(12, 32)
+    lengths = 12 + 30 * np.arange(20)
     table = np.column_stack([lengths.cumsum() - lengths, 0 * lengths + 2, lengths, 0 * lengths])
     tokens = torch.from_numpy(text(int(lengths.sum())))
     corpus = TextCorpus(tokens, torch.zeros(1, len(tokens), 2), table, (1.0,), "", "token-order")
-    dataset = WindowDataset(corpus, replace(WINDOW_SETTINGS, batch_size=8, validation_fraction=0.0), WINDOW, True)
+    settings = replace(WINDOW_SETTINGS, batch_size=8, validation_fraction=0.0, max_length=1000)
+    dataset = WindowDataset(corpus, settings, WINDOW, True)
     counts = dict.fromkeys(dataset.training_table[:, 0].tolist(), 0)
     for step in range(100):
         for begin in dataset.training_batch(step).corpus_rows[:, 0].tolist():
