@@ -56,13 +56,14 @@ class ContinuationTree:
         return ForwardInputs(continuation(self.context, 1), tuple(self.tokens), tuple(self.parents))
 
     def add_scores(self, outputs: ForwardOutputs, scores: Sequence[ContinuationScore]) -> None:
-        """Add log-softmax values (float32) of a call to the scores of its continuations."""
+        """Add log-softmax values (float32, summed in float64) of a call to the scores of its continuations."""
         logits = outputs.logits.float()
-        best, total = logits.argmax(-1), logits.logsumexp(-1)
+        # row by row, so that a score does not depend on the other rows of the call
+        best, total = logits.argmax(-1), torch.stack([row.logsumexp(-1) for row in logits])
         for owner, rows, tokens in self.continuations:
             at, token = torch.tensor([rows, tokens], device=logits.device)
             score = scores[owner]
-            score.log_likelihood += float((logits[at, token] - total[at]).sum())
+            score.log_likelihood += float((logits[at, token] - total[at]).double().sum())
             score.is_greedy &= bool((best[at] == token).all())
 
 
