@@ -65,6 +65,7 @@ SPAN = LINE | {
         ("#### 1. Add the numbers\n5+13=18\n\n#### 18", "18"),
         ("#### **1)** Add the numbers\n5+13=18", "18"),
         ("#### 18.\n\n7 is a prime.", "18"),
+        ("#### 18. The dogs weigh 3 kg\n", "18"),
         ("It costs 1,234,567.50 in all.", "1234567.5"),
         ("first 1,2,3", "3"),
         ("10-5", "5"),

@@ -17,7 +17,8 @@ Score = dict[str, bool | float]
 
 # A sign is none after what it would be taken from: 10-5 ends in 5. Commas part thousands, or numbers.
 NUMBER_PATTERN = re.compile(r"((?<![\w.,)])[-−])?\$?((?:\d{1,3}(?:,\d{3})+(?![\d])|\d+)(?:\.\d+)?|\.\d+)", re.ASCII)
-NUMBERED_HEADING = re.compile(r"[.)][*_]*[ \t]+[*_]*[^\W\d_]")  # what follows the number in "#### 1. Add them"
+# What follows the number in "#### 1. Add them", a heading of later lines.
+NUMBERED_HEADING = re.compile(r"[.)][*_]*[ \t]+[*_]*[^\W\d_].*\n\s*\S")
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
 
 
