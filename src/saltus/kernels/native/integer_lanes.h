@@ -44,6 +44,24 @@ CONSTANT some_integers dot(some_integers sum, some_integers w, some_integers x) 
 #define MAX_HEIGHT 4
 #define PAIRS_OF_PRODUCTS  // sums of two products in 16 bits, of which a few are added there
 #endif
+#elif defined __SSE4_1__
+#define VECTOR_OUTPUTS 4
+typedef __m128 some_floats;
+typedef __m128i some_integers;
+#define VECTOR(operation) _mm_##operation
+#define WHOLE(operation) _mm_##operation##_si128
+CONSTANT some_floats load_halves(const uint8_t *p) {
+  const __m128i bits = _mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i *)p)), size = _mm_and_si128(bits, _mm_set1_epi32(0x7fff));
+  const __m128 number = _mm_mul_ps(_mm_castsi128_ps(_mm_slli_epi32(size, 13)), _mm_set1_ps(0x1p112f));
+  const __m128i special = _mm_and_si128(_mm_cmpgt_epi32(size, _mm_set1_epi32(0x7bff)), _mm_set1_epi32(0x7f800000));
+  const __m128i sign = _mm_slli_epi32(_mm_xor_si128(bits, size), 16);
+  return _mm_or_ps(number, _mm_castsi128_ps(_mm_or_si128(special, sign)));
+}
+CONSTANT some_integers widen_bytes(const uint8_t *p) { return _mm_cvtepu8_epi32(_mm_loadu_si32(p)); }
+CONSTANT some_integers widen_signed_bytes(const uint8_t *p) { return _mm_cvtepi8_epi32(_mm_loadu_si32(p)); }
+CONSTANT some_integers load_table(const uint8_t *p) { return _mm_loadu_si128((const __m128i *)p); }
+#define MAX_HEIGHT 4
+#define PAIRS_OF_PRODUCTS  // as above
 #elif defined __ARM_FEATURE_DOTPROD && defined __FLT16_MAX__
 #include <arm_neon.h>
 #define VECTOR_OUTPUTS 4
@@ -82,7 +100,11 @@ CONSTANT some_floats all_floats(float x) { return VECTOR(set1_ps)(x); }
 CONSTANT some_floats to_floats(some_integers a) { return VECTOR(cvtepi32_ps)(a); }
 CONSTANT some_floats multiply(some_floats a, some_floats b) { return VECTOR(mul_ps)(a, b); }
 CONSTANT some_floats subtract(some_floats a, some_floats b) { return VECTOR(sub_ps)(a, b); }
+#ifdef __FMA__
 CONSTANT some_floats fuse(some_floats a, some_floats b, some_floats c) { return VECTOR(fmadd_ps)(a, b, c); }
+#else
+CONSTANT some_floats fuse(some_floats a, some_floats b, some_floats c) { return fused_four(a, b, c); }
+#endif
 CONSTANT some_floats load_floats(const float *p) { return VECTOR(loadu_ps)(p); }
 CONSTANT void store_floats(float *p, some_floats a) { VECTOR(storeu_ps)(p, a); }
 CONSTANT some_integers times_power(some_integers a, const int power) { return VECTOR(slli_epi32)(a, __builtin_ctz(power)); }

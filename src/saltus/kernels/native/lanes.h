@@ -87,12 +87,36 @@ static inline void restore_subnormals(unsigned before) {
 #define FETCH_PACKED(address) __builtin_prefetch(address)
 #endif
 
+#if defined __SSE2__ && !defined __FMA__
+// a · b + c of two numbers, rounded once, by a processor that cannot: the product is exact in float64, and so is the error of
+// the sum there. Of the two numbers around it the sum becomes the odd one, so that rounding to float32 afterwards rounds as if
+// it had been exact (Boldo & Melquiond 2008).
+static inline __m128 fused_two(__m128 a, __m128 b, __m128 c) {
+  const __m128d product = _mm_mul_pd(_mm_cvtps_pd(a), _mm_cvtps_pd(b)), added = _mm_cvtps_pd(c), none = _mm_setzero_pd();
+  const __m128d sum = _mm_add_pd(product, added), part = _mm_sub_pd(sum, product);
+  const __m128d error = _mm_add_pd(_mm_sub_pd(product, _mm_sub_pd(sum, part)), _mm_sub_pd(added, part));
+  const __m128i one = _mm_set1_epi64x(1), is_even = _mm_sub_epi64(_mm_and_si128(_mm_castpd_si128(sum), one), one);
+  const __m128i is_rounded = _mm_castpd_si128(_mm_or_pd(_mm_cmplt_pd(error, none), _mm_cmpgt_pd(error, none)));
+  const __m128i signs = _mm_srai_epi32(_mm_castpd_si128(_mm_xor_pd(error, sum)), 31);
+  const __m128i step = _mm_or_si128(_mm_shuffle_epi32(signs, 0xf5), one);  // away from 0 by an error of the same sign: 1, else −1
+  const __m128i odd = _mm_add_epi64(_mm_castpd_si128(sum), _mm_and_si128(step, _mm_and_si128(is_even, is_rounded)));
+  return _mm_cvtpd_ps(_mm_castsi128_pd(odd));
+}
+static inline __m128 fused_four(__m128 a, __m128 b, __m128 c) {
+  return _mm_movelh_ps(fused_two(a, b, c), fused_two(_mm_movehl_ps(a, a), _mm_movehl_ps(b, b), _mm_movehl_ps(c, c)));
+}
+#endif
+
 // a · b + c, rounded once: the same on every processor.
 static inline lanes fused(lanes a, lanes b, lanes c) {
 #ifdef __AVX512F__
   return (lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined __FMA__
   return (lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined __SSE2__
+  union { lanes all; __m128 parts[LANES / 4]; } x = {a}, y = {b}, z = {c};
+  for (int i = 0; i < LANES / 4; i++) z.parts[i] = fused_four(x.parts[i], y.parts[i], z.parts[i]);
+  return z.all;
 #else
   for (int l = 0; l < LANES; l++) c[l] = __builtin_fmaf(a[l], b[l], c[l]);
   return c;

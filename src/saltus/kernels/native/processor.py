@@ -21,7 +21,8 @@ COMPILER_FLAGS = [
 ]
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 INSTRUCTION_SETS = {  # by SALTUS_ISA: what the compiler is told, and what the processor must have
-    "generic": (["-march=x86-64-v2"], "sse4_2"),
+    "generic": (["-march=x86-64"], "sse2"),
+    "sse4": (["-march=x86-64-v2"], "sse4_2"),
     "avx2": (["-march=x86-64-v3"], "avx2"),
     "avx-vnni": (["-march=x86-64-v3", "-mavxvnni"], "avx_vnni"),
     "avx512": (["-march=x86-64-v4"], "avx512bw"),
@@ -48,7 +49,7 @@ def lesser_flags(features: str) -> list[list[str]]:
     if os.environ.get("SALTUS_ISA"):
         return []
     common = [flag for flag in COMPILER_FLAGS if flag != "-march=native"]
-    known = [INSTRUCTION_SETS[name] for name in ("avx512", "avx2", "generic")]
+    known = [INSTRUCTION_SETS[name] for name in ("avx512", "avx2", "sse4", "generic")]
     return [[*common, *named] for named, needed in known if needed in features.split()]
 
 
