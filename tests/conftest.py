@@ -26,6 +26,7 @@ from transformers import (
     set_seed,
 )
 
+import interpreted_products
 import wide_frame
 from saltus.kernels import native
 from saltus.kernels.native import processor
@@ -48,6 +49,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     wide_frame.install()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        interpreted_products.install()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and so would its children
 
 
