@@ -71,7 +71,10 @@ def test_the_logits_are_those_of_transformers(name, formats, tmp_path):
     assert not any(isinstance(weight, PackedWeight) for weight in expanded.parameters())
     text = torch.randint(2, 300, (1, 48), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        if case_name(name) not in REPEATED:
+        if name == "gpt-oss":  # its products are rounded by a weight's place in memory, without AVX-512
+            weights, read = theirs.state_dict(), expanded.state_dict()
+            assert all(torch.equal(weights[key], read[key]) for key in weights)
+        elif case_name(name) not in REPEATED:
             assert torch.equal(theirs(text).logits, expanded(text).logits), "the same weights and settings"
         assert (
             load_model("tiny", folder, torch.float32)(text).logits - in_float32(theirs)(text).logits
