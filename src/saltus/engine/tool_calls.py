@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from saltus.engine import tagged_calls
+from saltus.engine import xml_tool_calls
 from saltus.engine.grammar import Grammar
 from saltus.engine.json_schemas import followed_schema
 
@@ -28,15 +28,15 @@ class ToolFormat:
 
     begin: str  # "" if the whole text is the call
     end: str
-    arguments: str  # their key in the object; "": they stand in tags of their own (engine/tagged_calls.py), or alone
+    arguments: str  # their key in the object; "": they stand in tags of their own (engine/xml_tool_calls.py), or alone
     between: str = ""
 
 
 HERMES = ToolFormat("<tool_call>", "</tool_call>", "arguments")  # also Qwen 2.5 and 3
 LLAMA = ToolFormat("", "", "parameters")  # Llama 3.1 and later
-TAGGED = ToolFormat("<tool_call>", "</tool_call>", "")  # Qwen3-Coder and 3.5, Nemotron 3
+QWEN3_CODER = ToolFormat("<tool_call>", "</tool_call>", "")  # Qwen3-Coder and 3.5, Nemotron 3
 MISTRAL = ToolFormat("[TOOL_CALLS]", "", "", "[ARGS]")  # Mistral's since 2025: Devstral, Ministral 3, Magistral
-TAGS = (TAGGED.begin, tagged_calls.BEGIN, tagged_calls.ARGUMENT)
+TAGS = (QWEN3_CODER.begin, xml_tool_calls.BEGIN, xml_tool_calls.ARGUMENT)
 OTHER_FORMS = (  # not read: gpt-oss, Command R, Gemma 3, Llama's in tags, GLM, OLMo, Phi
     "to=functions.", "<|START_ACTION|>", "<start_function_call>", "<function=", "<arg_key>", "<function_calls>",
     "functools[",
@@ -56,8 +56,8 @@ class ToolCall:
 def tool_format(tokenizer: Any) -> ToolFormat:
     """The form of calls that the tokenizer's chat template shows."""
     template = str(tokenizer.chat_template or "")
-    if _is_tagged(template) or _is_mistral(template):
-        return TAGGED if _is_tagged(template) else MISTRAL
+    if _is_qwen3_coder(template) or _is_mistral(template):
+        return QWEN3_CODER if _is_qwen3_coder(template) else MISTRAL
     is_llama = '"parameters"' in template and HERMES.begin not in template and not has_other_form(template)
     return LLAMA if is_llama else HERMES
 
@@ -66,11 +66,11 @@ def has_other_form(template: str) -> bool:
     """True for a chat template with calls that are not read. Its model is told of Hermes's form in words."""
     own = {HERMES.begin, HERMES.end, *([MISTRAL.begin] if _is_mistral(template) else ())}
     markers = (marker for marker in OTHER_MARKER.findall(template) if marker not in own)
-    forms = (marker for marker in OTHER_FORMS if marker != tagged_calls.BEGIN or not _is_tagged(template))
+    forms = (marker for marker in OTHER_FORMS if marker != xml_tool_calls.BEGIN or not _is_qwen3_coder(template))
     return any(marker in template for marker in forms) or any(markers)
 
 
-def _is_tagged(template: str) -> bool:
+def _is_qwen3_coder(template: str) -> bool:
     return all(tag in template for tag in TAGS)
 
 
@@ -109,13 +109,13 @@ def tool_grammar(
             schema = json.dumps(_parameters(function, form))
             lines.append(f"call_{place}: {json.dumps(function['name'])} {between} %json {schema}")
             continue
-        if form == TAGGED:
-            lines += tagged_calls.call_rules(f"call_{place}", function["name"], _parameters(function, form), end)
+        if form == QWEN3_CODER:
+            lines += xml_tool_calls.call_rules(f"call_{place}", function["name"], _parameters(function, form), end)
             continue
         head = f'{space}{json.dumps({"name": function["name"]})[:-1]}, "{form.arguments}": '
         tail = f"{json.dumps('}' + space)} {end}"
         lines.append(f"call_{place}: {json.dumps(head)} %json {json.dumps(_parameters(function, form))} {tail}")
-    lines += tagged_calls.RULES if form == TAGGED else ()
+    lines += xml_tool_calls.RULES if form == QWEN3_CODER else ()
     begin = tokens.get(form.begin, json.dumps(form.begin))
     gap = "" if form.between else '"\\n"'
     calls = f"{begin} call ({gap} {begin} call)*" if several and form.begin else f"{begin} call"
@@ -137,7 +137,7 @@ def _parameters(function: Mapping[str, Any], form: ToolFormat) -> dict[str, Any]
     strict = bool(function.get("strict"))
     try:
         schema = followed_schema({"type": "object", **(function.get("parameters") or {})}, strict)
-        if strict and form == TAGGED and (limits := tagged_calls.texts_with_limits(schema)):
+        if strict and form == QWEN3_CODER and (limits := xml_tool_calls.texts_with_limits(schema)):
             raise ValueError(f"texts of this model's calls follow no {next(iter(limits.values()))}; leave it out")
         return schema
     except ValueError as error:
@@ -207,8 +207,8 @@ class ToolCallReader:
 
     def _is_within_argument(self, body: str) -> bool:
         """True for the beginning of a call that breaks off within an argument."""
-        if self.form == TAGGED:
-            return body.lstrip().startswith(tagged_calls.BEGIN) and not tagged_calls.is_whole(body)
+        if self.form == QWEN3_CODER:
+            return body.lstrip().startswith(xml_tool_calls.BEGIN) and not xml_tool_calls.is_whole(body)
         return re.sub(r"\\.", "", body).count('"') % 2 > 0
 
     def _parse(self, body: str, cut_end: str) -> ToolCall | None:
@@ -216,10 +216,10 @@ class ToolCallReader:
         if self.form.between:
             name, _, arguments = body.partition(self.form.between)
             return None if _size_of_object(arguments) is None else ToolCall(name.strip(), arguments.strip())
-        if self.form != TAGGED:
+        if self.form != QWEN3_CODER:
             return _parse(body, cut_end)
-        whole, end, rest = body.rpartition(tagged_calls.END)
-        found = tagged_calls.read_call(whole + end, lambda name: self.schemas.get(name, {}))
+        whole, end, rest = body.rpartition(xml_tool_calls.END)
+        found = xml_tool_calls.read_call(whole + end, lambda name: self.schemas.get(name, {}))
         return None if found is None or not cut_end.startswith(rest.strip()) else ToolCall(*found)
 
     def _may_begin_call(self, body: str) -> bool:
@@ -227,7 +227,7 @@ class ToolCallReader:
         if self.form.between:
             _, between, arguments = body.partition(self.form.between)
             return not between or "{".startswith(arguments.lstrip()[:1])
-        begin, body = tagged_calls.BEGIN if self.form == TAGGED else '{"name"', body.lstrip()
+        begin, body = xml_tool_calls.BEGIN if self.form == QWEN3_CODER else '{"name"', body.lstrip()
         return begin.startswith(body) or body.startswith(begin)
 
     def _certain_text(self, last: bool) -> str:

@@ -22,11 +22,15 @@
 #define LANES 8  // compilers split wider vectors badly: four times slower
 #define FITS 8
 #endif
+// A compiler barrier: the vector is in a register here.
+#ifdef __AVX512F__
+#define IN_REGISTER(vector) __asm__("" : "+v"(vector))
+#elif defined __SSE__
+#define IN_REGISTER(vector) __asm__("" : "+x"(vector))
+#endif
 // A vector that several products share is loaded once: left to itself, gcc loads it again for each of them.
-#if defined __AVX512F__
-#define KEEP(vector) __asm__("" : "+v"(vector))
-#elif defined __AVX__
-#define KEEP(vector) __asm__("" : "+x"(vector))
+#ifdef __AVX__
+#define KEEP(vector) IN_REGISTER(vector)
 #else
 #define KEEP(vector) (void)(vector)
 #endif

@@ -6,7 +6,7 @@ import pytest
 
 from conftest import byte_tokenizer
 from saltus.engine import tool_calls
-from saltus.engine.tool_calls import HERMES, TAGGED, ToolCallReader, has_other_form, tool_format, tool_grammar
+from saltus.engine.tool_calls import HERMES, QWEN3_CODER, ToolCallReader, has_other_form, tool_format, tool_grammar
 
 SCHEMA = {
     "type": "object",
@@ -34,7 +34,7 @@ def call(name: str, **arguments: str) -> str:
 
 
 def read(text: str, size: int = 1000, last: bool = True) -> tuple[str, list[tuple[str, str]]]:
-    reader, content, calls = ToolCallReader(TAGGED, tools=TOOLS), "", []
+    reader, content, calls = ToolCallReader(QWEN3_CODER, tools=TOOLS), "", []
     for start in range(0, len(text), size):
         more, found = reader.read(text[start : start + size], last and start + size >= len(text))
         content, calls = content + more, [*calls, *((one.name, one.arguments) for one in found)]
@@ -90,7 +90,7 @@ def tokenizer():
 @pytest.fixture
 def allowed(tokenizer, monkeypatch):
     """Whether a whole text may be the model's, by choice."""
-    monkeypatch.setattr(tool_calls, "tool_format", lambda _: TAGGED)
+    monkeypatch.setattr(tool_calls, "tool_format", lambda _: QWEN3_CODER)
 
     def allowed(text: str, choice="required", tools=TOOLS) -> bool:
         tokens = [*tokenizer(text, add_special_tokens=False).input_ids, 0]
@@ -118,7 +118,7 @@ def test_calls_follow_the_schemas(allowed):
 
 
 def test_a_strict_tool_with_a_limit_that_no_call_follows_is_refused(tokenizer, monkeypatch):
-    monkeypatch.setattr(tool_calls, "tool_format", lambda _: TAGGED)
+    monkeypatch.setattr(tool_calls, "tool_format", lambda _: QWEN3_CODER)
     function = {"name": "f", "parameters": {"properties": {"a": {"type": "string", "pattern": "^x"}}}}
     tool_grammar([{"type": "function", "function": function}], "auto", True, tokenizer)
     with pytest.raises(ValueError, match=r"'f' .* follow no pattern"):
@@ -127,7 +127,7 @@ def test_a_strict_tool_with_a_limit_that_no_call_follows_is_refused(tokenizer, m
 
 def test_the_form_is_told_by_the_template(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
-    assert tool_format(tokenizer) == TAGGED
+    assert tool_format(tokenizer) == QWEN3_CODER
     assert not has_other_form(TEMPLATE)
     monkeypatch.setattr(tokenizer, "chat_template", "<tool_call>{{ tools }}</tool_call>")
     assert tool_format(tokenizer) == HERMES
