@@ -83,7 +83,7 @@ def call_markers(tokenizer: Any) -> dict[int, str]:
     form, special = tool_format(tokenizer), set(tokenizer.all_special_tokens)
     return {
         token: added.content for token, added in tokenizer.added_tokens_decoder.items()
-        if added.content in (form.begin, form.end, form.between) and (added.special or added.content in special)
+        if added.content and added.content in (form.begin, form.end, form.between) and (added.special or added.content in special)
     }  # fmt: skip
 
 
