@@ -81,9 +81,10 @@ def _is_mistral(template: str) -> bool:
 def call_markers(tokenizer: Any) -> dict[int, str]:
     """The special tokens that mark a call, with their texts; empty where ordinary tokens spell them."""
     form, special = tool_format(tokenizer), set(tokenizer.all_special_tokens)
+    markers = {form.begin, form.end, form.between} - {""}
     return {
         token: added.content for token, added in tokenizer.added_tokens_decoder.items()
-        if added.content and added.content in (form.begin, form.end, form.between) and (added.special or added.content in special)
+        if added.content in markers and (added.special or added.content in special)
     }  # fmt: skip
 
 
