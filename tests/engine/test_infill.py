@@ -351,6 +351,7 @@ def test_shares_cover_their_range_evenly():
         ("paper", 0.15, 5 / 75, 0.9, 0.99),
         ("paper-wide", 0.15, 5 / 75, 0.15, 0.99),
         ("paper-code", 0.05, 20 / 75, 0.15, 0.99),
+        ("paper-single-line", 0.01, 2500 / 468_750, 0.05, 0.25),
     ],
 )
 def test_the_mask_ratios_of_the_paper_grow_as_published(mask_ratio, initial, warm_up, low, high):

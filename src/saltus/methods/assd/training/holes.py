@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 HoleOrder = Literal["lattice", "any"]
 """Holes are decided from left to right (Eq. 4), or in a random permutation (the paper's ablation)."""
 
-MaskRatio = Literal["few", "narrow", "wide", "paper", "paper-wide", "paper-code"]
+MaskRatio = Literal["few", "narrow", "wide", "paper", "paper-wide", "paper-code", "paper-single-line"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ MASK_RATIOS: dict[MaskRatio, MaskRatioRange] = {
     "paper": MaskRatioRange(0.9, 0.99, warm_up=5 / 75),  # ASSD, D.3: text, 5,000 of 75,000 steps
     "paper-wide": MaskRatioRange(0.15, 0.99, warm_up=5 / 75),  # F.2: prompts of 1 % to 85 %
     "paper-code": MaskRatioRange(0.15, 0.99, initial=0.05, warm_up=20 / 75),  # D.7: code, 20,000 of 75,000 steps
+    # the released script that trains on for single lines: 2,500 of 468,750 steps
+    "paper-single-line": MaskRatioRange(0.05, 0.25, initial=0.01, warm_up=2500 / 468_750),
 }
 
 MAX_EXTRA_BLANKS = 24  # a hole of n tokens gets at most 24 + n blanks after them

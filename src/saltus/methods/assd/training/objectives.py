@@ -43,7 +43,8 @@ class AnySubsetSettings:
     hidden: int = 256  # attention heads have 64
     layers: int = 6
     vocabulary: int = 4096  # of a tokenizer that is made of the texts
-    mask_ratio: MaskRatio = "wide"  # fraction of a text that is holes: few, narrow, wide, paper, paper-wide, paper-code
+    # fraction of a text that is holes: few, narrow, wide; paper, paper-wide, paper-code, paper-single-line
+    mask_ratio: MaskRatio = "wide"
     span_probability: float = 0.5  # of a text whose holes are a few spans; else they are scattered
     order: HoleOrder = "lattice"  # in which holes are decided: lattice (left to right), any
     correction_steps: int = 800  # for the pairwise correction of drafts, after the model; 0: none
