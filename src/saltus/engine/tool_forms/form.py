@@ -1,0 +1,127 @@
+"""Say what a form of tool calls is: how a template shows it, how a grammar writes it, and how it is read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call in a text."""
+
+    name: str
+    arguments: str  # a JSON object, as the model wrote it
+
+
+@dataclass(frozen=True)
+class Function:
+    """What may be called."""
+
+    name: str
+    schema: Mapping[str, Any]  # of the arguments, as `followed_schema` gives it
+
+
+@dataclass(frozen=True)
+class Markers:
+    """How a grammar writes the markers of calls: special tokens by number, others as texts."""
+
+    tokens: Mapping[str, int] = field(default_factory=dict)
+
+    def __call__(self, text: str) -> str:
+        """A text in Lark's syntax, with the markers in it as tokens."""
+        parts = self._parts(text)
+        return " ".join(f"<[{self.tokens[part]}]>" if part in self.tokens else json.dumps(part) for part in parts)
+
+    def after_text(self, rule: str, text: str) -> str:
+        """The rule of any text (`TEXT`) up to the first place of this one, from its first token on if it has one."""
+        parts = self._parts(text)
+        place = next((place for place, part in enumerate(parts) if part in self.tokens), None)
+        if place is None:
+            return f"{rule}[lazy]: TEXT {self(text)}"
+        return f"{rule}: TEXT {self(''.join(parts[place:]))}"
+
+    def _parts(self, text: str) -> list[str]:
+        """The text, cut before and after each marker that is a token."""
+        if not self.tokens:
+            return [text] if text else []
+        return [part for part in re.split(f"({'|'.join(map(re.escape, self.tokens))})", text) if part]
+
+
+class Reading(NamedTuple):
+    """What stands behind the begin of a call."""
+
+    size: int  # characters that are read
+    calls: Sequence[ToolCall] | None  # None: they are text; empty: what is left of a call that is cut off
+
+
+@runtime_checkable
+class ToolForm(Protocol):
+    """A form of calls."""
+
+    @property
+    def begin(self) -> str:
+        """What a call begins with; empty if the whole text is the call."""
+        ...
+
+    @property
+    def between(self) -> str | None:
+        """What stands between a call and the begin of the next."""
+        ...
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """Texts that belong to this form alone, in a template and in a call. They may be special tokens."""
+        ...
+
+    @property
+    def quotes_texts(self) -> bool:
+        """True if arguments that are texts are JSON, so that a grammar follows their limits."""
+        ...
+
+    def is_shown_by(self, template: str) -> bool:
+        """True for a chat template whose calls are of this form."""
+        ...
+
+    def rules(self, functions: Sequence[Function], several: bool, markers: Markers) -> list[str]:
+        """The rules, in Lark's syntax, of a `call` behind its begin."""
+        ...
+
+    def read(self, text: str, schemas: Mapping[str, Mapping[str, Any]], last: bool) -> Reading | None:
+        """Read what stands behind the begin of a call; None if more of it has to arrive. After the `last` nothing does.
+
+        `schemas` are those of the functions' arguments, by name.
+        """
+        ...
+
+
+def read_to_end(
+    text: str,
+    end: str,
+    last: bool,
+    calls_of: Callable[[str, str], Sequence[ToolCall] | None],
+    breaks_off: Callable[[str], bool],
+    may_begin: Callable[[str], bool],
+) -> Reading | None:
+    """Read a call up to the first `end` outside its arguments, before which `breaks_off` is not true of it.
+
+    `calls_of` gives the calls in a body, behind which a part of its second argument may stand. A text without an end is
+    a call that is cut off if it `may_begin` one.
+    """
+    place = text.find(end)
+    while place >= 0 and breaks_off(text[:place]):
+        place = text.find(end, place + 1)
+    if place < 0:
+        if not last:
+            return None
+        calls = calls_of(text, end)
+        return Reading(len(text), () if calls is None and may_begin(text) else calls)
+    return Reading(place + len(end), calls_of(text[:place], ""))
+
+
+def one_of(functions: Sequence[Function], rule: str = "call") -> str:
+    """The rule of a call of any of the functions: `call_0` is that of the first."""
+    return f"{rule}: " + " | ".join(f"{rule}_{place}" for place in range(len(functions)))

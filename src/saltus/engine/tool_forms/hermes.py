@@ -1,0 +1,54 @@
+"""Hermes's form, also that of Qwen 2.5 and 3 and Granite 4: a JSON object between tags.
+
+    <tool_call>
+    {"name": "look", "arguments": {"animal": "cat"}}
+    </tool_call>
+
+It is the form of models whose templates show none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from saltus.engine.tool_forms.form import Function, Markers, Reading, ToolCall, one_of, read_to_end
+from saltus.engine.tool_forms.json_calls import call_of, is_within_string, may_begin_call
+
+
+@dataclass(frozen=True)
+class Hermes:
+    """A JSON object of name and arguments between two tags."""
+
+    begin: str = "<tool_call>"
+    end: str = "</tool_call>"
+    between: str = "\n"
+    quotes_texts: bool = True
+
+    @property
+    def markers(self) -> frozenset[str]:
+        return frozenset({self.begin, self.end})
+
+    def is_shown_by(self, template: str) -> bool:
+        return self.begin in template
+
+    def rules(self, functions: Sequence[Function], several: bool, markers: Markers) -> list[str]:
+        rules = [one_of(functions)]
+        for place, function in enumerate(functions):
+            head = f'\n{json.dumps({"name": function.name})[:-1]}, "arguments": '
+            body = f"{json.dumps(head)} %json {json.dumps(function.schema)} {json.dumps('}' + chr(10))}"
+            rules.append(f"call_{place}: {body} {markers(self.end)}")
+        return rules
+
+    def read(self, text: str, schemas: Mapping[str, Mapping[str, Any]], last: bool) -> Reading | None:
+        return read_to_end(text, self.end, last, _calls_of, is_within_string, may_begin_call)
+
+
+def _calls_of(body: str, cut_end: str) -> Sequence[ToolCall] | None:
+    call = call_of(body, cut_end)
+    return None if call is None else [call]
+
+
+HERMES = Hermes()

@@ -1,0 +1,148 @@
+"""Write and read arguments that stand in tags of their own: texts as they are, without quotes, and the others as JSON.
+
+So an argument's schema says what it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from saltus.engine.json_schemas import OPTIONS
+from saltus.engine.tool_forms.form import Markers
+from saltus.engine.tool_forms.json_calls import refuse_constant
+
+SPACE = re.compile(r"\s*")
+LIMITS_OF_TEXTS = ("pattern", "format", "minLength", "maxLength")
+
+
+@dataclass(frozen=True)
+class ArgumentTags:
+    """What stands around the name and the value of an argument."""
+
+    before_name: str
+    after_name: str
+    end: str
+    gap: str = ""  # behind an argument, in Lark's syntax
+
+    def rules(self, rule: str, schema: Mapping[str, Any], markers: Markers) -> tuple[str, list[str]]:
+        """What writes the arguments of a function, in Lark's syntax, and the rules for it; `shared_rules` go with them.
+
+        `schema` is that of the arguments, as `followed_schema` gives it. They stand in its order, and what is not
+        required may be left out. Limits of texts are not followed, but for those of a list.
+        """
+        properties, required = schema.get("properties"), schema.get("required") or ()
+        if not isinstance(properties, Mapping):
+            return "other*", []
+        rules, arguments = [], []
+        for place, (key, own) in enumerate(properties.items()):
+            arguments.append(f"{rule}_{place}" + ("" if key in required else "?"))
+            head = f"{markers(self.before_name)} {json.dumps(key)} {markers(self.after_name)}"
+            rules.append(f"{rule}_{place}: {head} {self._value(with_names(own, schema), markers)} {self.gap}")
+        return " ".join(arguments), rules
+
+    def shared_rules(self, markers: Markers) -> list[str]:
+        """A text may be any up to the end of its argument, and so may the arguments of a function that names none."""
+        return [
+            'NAME: /[^<>"\\n]+/',
+            markers.after_text("text", self.end),
+            f"other: {markers(self.before_name)} NAME {markers(self.after_name)} text {self.gap}",
+        ]
+
+    def _value(self, schema: Mapping[str, Any], markers: Markers) -> str:
+        """The rule of an argument behind its first tag."""
+        if (texts := _listed(schema)) is not None:
+            return f"({' | '.join(map(json.dumps, texts))}) {markers(self.end)}"
+        return "text" if takes_texts(schema) else f"%json {json.dumps(schema)} {markers(self.end)}"
+
+    def read(self, body: str, place: int) -> tuple[dict[str, str], int] | None:
+        """The arguments that begin at a place, as they are written, and where they end; None if one has no end."""
+        arguments = {}
+        while found := self._head.match(body, place):
+            start, end = found.end(), self.end.strip()
+            stop = body.find(self.end, start - 1)
+            if stop < 0 and (stop := body.find(end, start)) < 0:
+                return None
+            arguments[found[1].strip()] = body[start:stop]
+            place = SPACE.match(body, body.index(end, stop) + len(end)).end()  # pyright: ignore[reportOptionalMemberAccess]: it matches anything
+        return arguments, place
+
+    @property
+    def _head(self) -> re.Pattern[str]:
+        after = r"\s*".join(map(re.escape, self.after_name.split())) + ("\n?" if self.after_name.endswith("\n") else "")
+        return re.compile(rf"{re.escape(self.before_name)}([^{re.escape(self.after_name[0])}\n]+){after}")
+
+
+def arguments_as_json(arguments: Mapping[str, str], schema: Mapping[str, Any]) -> str:
+    """Arguments that are written without quotes as a JSON object, by their schema."""
+    properties = schema.get("properties") or {}
+    members = {key: _as_json(text, with_names(properties.get(key, {}), schema)) for key, text in arguments.items()}
+    return "{" + ", ".join(f"{json.dumps(key)}: {value}" for key, value in members.items()) + "}"
+
+
+def texts_with_limits(schema: Mapping[str, Any]) -> dict[str, str]:
+    """The arguments that are texts and have a limit that no grammar follows here, with its keyword."""
+    return {
+        key: limit
+        for key, own in (schema.get("properties") or {}).items()
+        if isinstance(own, Mapping) and takes_texts(with_names(own, schema)) and not _listed(own)
+        for limit in LIMITS_OF_TEXTS
+        if limit in own
+    }
+
+
+def takes_texts(schema: Mapping[str, Any]) -> bool:
+    """True if a string may be what a schema describes."""
+    return "string" in _types(schema)
+
+
+def with_names(own: Any, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of an argument with the options and the named schemas of the whole one."""
+    shared = {key: schema[key] for key in (OPTIONS, "$defs", "definitions") if key in schema}
+    return {**(own if isinstance(own, Mapping) else {}), **shared}
+
+
+def _listed(schema: Mapping[str, Any]) -> list[str] | None:
+    """The texts of a schema that lists them; None for another one."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if values and all(isinstance(value, str) for value in values) else None
+
+
+def _types(schema: Mapping[str, Any], depth: int = 0) -> set[str]:
+    """JSON's types that a schema may describe; all of them where it does not say."""
+    everything = {"string", "number", "boolean", "null", "object", "array"}
+    if "type" in schema:
+        named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        return {"number" if name == "integer" else name for name in named}
+    if "const" in schema or "enum" in schema:
+        return {_type_of(value) for value in (schema.get("enum") or [schema.get("const")])}
+    if (name := str(schema.get("$ref", ""))).startswith("#/") and depth < 8:
+        found: Any = schema
+        for part in name[2:].split("/"):
+            found = found.get(part, {}) if isinstance(found, Mapping) else {}
+        return _types(with_names(found, schema), depth + 1)
+    for key in ("anyOf", "oneOf"):
+        if key in schema and depth < 8:
+            return set().union(*(_types(with_names(each, schema), depth + 1) for each in schema[key]))
+    return everything
+
+
+def _type_of(value: Any) -> str:
+    kinds = ((str, "string"), (bool, "boolean"), (int | float, "number"), (list, "array"), (dict, "object"))
+    return next((name for kind, name in kinds if isinstance(value, kind)), "null")
+
+
+def _as_json(written: str, schema: Mapping[str, Any]) -> str:
+    """An argument as JSON: as it is written if it is of a type that the schema has besides texts, else a text."""
+    types = _types(schema)
+    if types != {"string"}:
+        try:
+            value = json.loads(written, parse_constant=refuse_constant)
+            if _type_of(value) in types - {"string"} or "string" not in types:
+                return written.strip()
+        except (ValueError, RecursionError):
+            pass
+    return json.dumps(written, ensure_ascii=False)
