@@ -33,7 +33,14 @@ from saltus.core.picking import (
     sample,
     uniform_interval,
 )
-from saltus.core.sampling import Sampling, greedy_tokens, log_probability, token_distribution
+from saltus.core.sampling import (
+    MAX_BIAS,
+    MAX_TEMPERATURE,
+    Sampling,
+    greedy_tokens,
+    log_probability,
+    token_distribution,
+)
 
 ALMOST_ONE = math.nextafter(1, 0)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -363,6 +370,19 @@ def test_openais_bias_and_penalties_count_the_text_without_its_prompt():
         Sampling(logit_bias=((3, float("nan")),))
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("penalty", [-MAX_BIAS, MAX_BIAS])
+def test_the_greatest_temperature_and_penalties_leave_bans_and_numbers_as_they_are(penalty):
+    sampling = Sampling(MAX_TEMPERATURE, presence_penalty=penalty, frequency_penalty=penalty, banned=(1, 2))
+    law_ = probabilities(token_distribution(torch.zeros(5), sampling, np.array([3, 3, 3]), index=3), 5)
+    assert law_[1] == law_[2] == 0 < law_[4], "a ban is one at every temperature"
+    assert (law_[3] > law_[4]) == (penalty < 0)
+    greedy = Sampling(presence_penalty=penalty, frequency_penalty=penalty)
+    assert token_distribution(torch.zeros(5), greedy, np.array([3, 3, 3]), index=3).tokens.tolist() == [
+        3 if penalty < 0 else 0
+    ]
+
+
 def test_a_forced_token_is_certain_at_its_index_and_only_there_even_if_banned():
     logits, sampling = rows(50, torch.float32, seed=0), Sampling(1.0, forced_at_index=((2, 7), (4, 9)), banned=(7,))
     assert probabilities(token_distribution(logits, sampling, index=2), 50).tolist() == np.eye(50)[7].tolist()
@@ -466,6 +486,10 @@ def test_a_row_without_any_token_left_is_an_error():
         ({"temperature": -0.1}, "temperature is -0.1, but must be 0"),
         ({"temperature": math.nan}, "temperature is nan"),
         ({"temperature": math.inf}, "temperature is inf"),
+        (
+            {"temperature": 1.1e30},
+            r"temperature is 1.1e\+30, but must be 0 \(greedy\) or a positive number of at most 1e",
+        ),
         ({"top_k": -1}, "top_k is -1"),
         ({"top_p": -0.1}, r"top_p is -0.1, but must lie in \[0, 1\]"),
         ({"top_p": 1.1}, "top_p is 1.1"),
@@ -473,6 +497,9 @@ def test_a_row_without_any_token_left_is_an_error():
         ({"min_p": -0.1}, "min_p is -0.1"),
         ({"min_p": 1.1}, "min_p is 1.1"),
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, but must lie in 1e-6…1e6"),
+        ({"presence_penalty": -1e39}, r"presence_penalty is -1e\+39, but must be a number in ±1e\+30; use 0"),
+        ({"frequency_penalty": 1e31}, r"frequency_penalty is 1e\+31, but must be a number in ±1e\+30"),
+        ({"frequency_penalty": math.nan}, "frequency_penalty is nan"),
         ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size is -1"),
         ({"min_new_tokens": -1}, "min_new_tokens is -1"),
         ({"end_tokens": (3, -1)}, "end_tokens is"),

@@ -275,6 +275,7 @@ def test_settings_with_which_trees_are_wrong_are_refused(changes, cure):
     [
         {"logit_bias": {"5": 1e31, "6": float("nan"), "7": float("-inf"), "-1": 1.0}},
         {"repetition_penalty": 1e-9},
+        {"temperature": 1e39, "top_k": -1},
         {"stop_token_ids": {-1, 4}},
     ],
 )

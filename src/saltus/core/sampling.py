@@ -24,7 +24,8 @@ from saltus.core.picking import DEFAULT_COUPLING, Coupling, Distribution, one_ho
 from saltus.core.truncation import min_p, top_k, top_p
 from saltus.kernels import native
 
-MAX_BIAS = 1e30  # of a logit; more would be infinite in float32
+MAX_BIAS = 1e30  # of a logit, and of a penalty either way; more would be infinite in float32
+MAX_TEMPERATURE = 1e30  # an infinite float32 would make NaN of the −∞ of banned tokens, which could then be picked
 MIN_TEMPERATURE = 1e-6  # below it only the likeliest token has a probability in float32, and a division may overflow
 
 
@@ -58,7 +59,8 @@ class Sampling:
             if not holds:
                 raise ValueError(f"{name} is {getattr(self, name)}, but {cure}")
 
-        check(0 <= self.temperature < math.inf, "temperature", "must be 0 (greedy) or a positive number")
+        warm = 0 <= self.temperature <= MAX_TEMPERATURE
+        check(warm, "temperature", f"must be 0 (greedy) or a positive number of at most {MAX_TEMPERATURE:g}")
         check(self.top_k >= 0, "top_k", "must be 0 (off) or a number of tokens")
         check(0 <= self.top_p <= 1, "top_p", "must lie in [0, 1]; use 1 to switch it off")
         if self.temperature < MIN_TEMPERATURE or self.top_p == 0:  # the likeliest token is left: greedy decoding
@@ -67,7 +69,8 @@ class Sampling:
         check(0 <= self.min_p <= 1, "min_p", "must lie in [0, 1]; use 0 to switch it off")
         check(1e-6 <= self.repetition_penalty <= 1e6, "repetition_penalty", "must lie in 1e-6…1e6; 1 switches it off")
         for name in ("presence_penalty", "frequency_penalty"):
-            check(math.isfinite(getattr(self, name)), name, "must be a number; use 0 to switch it off")
+            finite = abs(getattr(self, name)) <= MAX_BIAS
+            check(finite, name, f"must be a number in ±{MAX_BIAS:g}; use 0 to switch it off")
         check(all(token >= 0 for token, _ in self.logit_bias), "logit_bias", "token ids start at 0")
         low = all(bias <= MAX_BIAS for _, bias in self.logit_bias)
         check(low, "logit_bias", f"a bias must be a number of at most {MAX_BIAS:g}")

@@ -17,7 +17,7 @@ from saltus.core.distributions import TargetDistributions
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
 from saltus.core.rules import match
-from saltus.core.sampling import MAX_BIAS, Sampling
+from saltus.core.sampling import MAX_BIAS, MAX_TEMPERATURE, Sampling
 from saltus.core.tree import Tree
 
 EVERY_TOKEN = 1 << 30  # SGLang's top_k without a limit
@@ -96,7 +96,7 @@ def request_sampling(request: Any) -> Sampling:
     }
     biases = {int(token): float(bias) for token, bias in (given.logit_bias or {}).items()}
     return Sampling(
-        temperature=0.0 if given.top_k == 1 else given.temperature,
+        temperature=0.0 if given.top_k == 1 else min(given.temperature, MAX_TEMPERATURE),
         top_k=0 if given.top_k in (-1, 1) or given.top_k >= EVERY_TOKEN else given.top_k,
         top_p=given.top_p,
         min_p=given.min_p,
