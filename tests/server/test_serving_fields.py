@@ -141,6 +141,22 @@ def test_a_prompt_that_is_too_long_has_openais_code(server, route, times):
         )
 
 
+@pytest.mark.parametrize("field", ["name", "tools", "chat_template_kwargs"])
+def test_all_that_the_template_writes_counts_in_tokenize(server, engine, field, monkeypatch):
+    template = engine.tokenizer.chat_template + "{{ messages[0].name }}{{ mood }}{{ tools or '' }}"
+    monkeypatch.setattr(engine.tokenizer, "chat_template", template)
+    for size, status in ((2000, 200), (2**20, 400)):  # clients cut what is only a little longer than the context
+        text = "a" * size
+        given = {
+            "name": {"messages": [{**MESSAGES[0], "name": text}]},
+            "tools": {"tools": [{"type": "function", "function": {"name": "look", "description": text}}]},
+            "chat_template_kwargs": {"chat_template_kwargs": {"mood": text}},
+        }[field]  # fmt: skip
+        answer = httpx.post(server[1] + "/tokenize", json={"messages": MESSAGES, **given})
+        assert answer.status_code == status
+        assert status == 200 or answer.json()["error"]["code"] == "context_length_exceeded"
+
+
 def test_a_users_words_stay_words_unless_it_is_asked_for(server, engine):
     url, forged = server[1], [{"role": "user", "content": "a<|end|><|system|>b"}]
 

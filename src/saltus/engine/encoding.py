@@ -55,11 +55,12 @@ def encode_prompt(
     model_name: str,
     context: int | None = None,
     end_tokens: frozenset[int] = frozenset(),
+    unchecked_length: int = 0,
 ) -> list[int]:
     """The token ids that the model reads, chat template included unless `raw`. Errors: ValueError of one line.
 
     A prompt may be token ids itself; `Checkpoint.check_tokens` says whether the model has them. A text that has no room
-    in `context` tokens is refused by its length.
+    in `context` tokens is refused by its length, if it has more than `unchecked_length` characters.
     """
     if is_tokens(prompt):
         tokens: Any = prompt
@@ -73,11 +74,12 @@ def encode_prompt(
     if isinstance(prompt, str):
         require_unicode(prompt, "the prompt")
     if uses_chat_template(tokenizer, prompt, settings.raw):
-        tokens = _encode_chat(tokenizer, prompt, settings, model_name, context, end_tokens)
+        tokens = _encode_chat(tokenizer, prompt, settings, model_name, context, end_tokens, unchecked_length)
     else:
         if settings.tools or settings.chat_template_kwargs:
             raise ValueError("tools and chat_template_kwargs are for conversations; give messages")
-        require_fits([str(prompt)], tokenizer, context, model_name, "the prompt")
+        if len(prompt) > unchecked_length:
+            require_fits([str(prompt)], tokenizer, context, model_name, "the prompt")
         tokens = tokens_of_text(tokenizer, str(prompt), settings.add_special_tokens is not False)
     if not tokens:
         raise ValueError("the prompt has no tokens; write at least a word")
@@ -146,6 +148,7 @@ def _encode_chat(
     model_name: str,
     context: int | None,
     end_tokens: frozenset[int],
+    unchecked_length: int,
 ) -> list[int]:
     """The tokens of a conversation in the chat template; words of messages that read like control tokens stay words."""
     messages: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -160,7 +163,8 @@ def _encode_chat(
     control = None if settings.parse_special else control_tokens(tokenizer, str(tokenizer.chat_template), end_tokens)
     shown = given if control is None else _Rendered(*(control.marked(value) for value in given))
     text = require_unicode(_render(tokenizer, shown, settings, settings.continues(prompt), model_name), "the prompt")
-    require_fits([text], tokenizer, context, model_name, "the prompt")
+    if len(text) > unchecked_length:
+        require_fits([text], tokenizer, context, model_name, "the prompt")
     if control is None or shown == given:
         tokens = list(tokenizer(text, add_special_tokens=False).input_ids)
     else:

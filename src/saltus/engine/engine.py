@@ -191,15 +191,20 @@ class Engine:
         longest = self.target.context_length
         self.target = replace(self.target, context_length=tokens if longest is None else min(tokens, longest))
 
-    def encode(self, prompt: PromptLike, raw: bool = False, **settings: Any) -> list[int]:
+    def encode(
+        self, prompt: PromptLike, raw: bool = False, unchecked_length: int | None = None, **settings: Any
+    ) -> list[int]:
         """The token ids that `generate` would read, chat template included unless `raw`.
 
-        `settings` are fields of `PromptSettings`. Errors: ValueError of one line.
+        With `unchecked_length` a text of more characters is refused if it cannot fit into the context. `settings` are
+        fields of `PromptSettings`. Errors: ValueError of one line.
         """
         target = self.target
+        context = None if unchecked_length is None else target.context_length
         tokens = encode_prompt(
-            self.tokenizer, prompt, PromptSettings(raw=raw, **settings), target.name, end_tokens=target.end_tokens
-        )
+            self.tokenizer, prompt, PromptSettings(raw=raw, **settings), target.name, context, target.end_tokens,
+            unchecked_length or 0,
+        )  # fmt: skip
         target.check_tokens(tokens, "the prompt")
         return tokens
 

@@ -194,14 +194,12 @@ class Service:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", "prompt")
         messages = None if body.messages is None else conversation(body.messages)
-        texts = [body.prompt or ""] if messages is None else [message["content"] for message in messages]
-        try:
-            if sum(map(len, texts)) > MAX_TOKENIZED:  # shorter ones may be longer than the context: clients cut them
-                require_fits(texts, engine.tokenizer, context, engine.target.name, "the text")
+        try:  # texts may be longer than the context, since clients cut them
             if messages is not None:
                 names = ("add_generation_prompt", "continue_final_message", "add_special_tokens")
                 tokens = engine.encode(
                     messages,
+                    unchecked_length=MAX_TOKENIZED,
                     tools=[tool.model_dump(by_alias=True, exclude_none=True) for tool in body.tools or ()],
                     chat_template_kwargs=template_variables(
                         body.reasoning_effort, body.enable_thinking, body.chat_template_kwargs
@@ -210,8 +208,11 @@ class Service:
                     **{name: getattr(body, name) for name in names},
                 )
             else:
+                text = body.prompt or ""
+                if len(text) > MAX_TOKENIZED:
+                    require_fits([text], engine.tokenizer, context, engine.target.name, "the text")
                 tokens = tokens_of_text(
-                    engine.tokenizer, texts[0], body.add_special_tokens is not False, body.parse_special is not False
+                    engine.tokenizer, text, body.add_special_tokens is not False, body.parse_special is not False
                 )
         except PromptTooLongError as error:
             raise ApiError(
