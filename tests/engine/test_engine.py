@@ -612,6 +612,18 @@ def test_an_engine_survives_an_interruption_in_the_middle_of_a_call(engine, monk
     assert engine.generate(PROMPT, max_new_tokens=12).tokens == whole.tokens
 
 
+def test_whether_a_text_is_finished_is_known_without_a_look_at_its_calls(engine, monkeypatch):
+    """Else a text takes time by the square of its length: a server asks after each call."""
+    request = engine.text_request(PROMPT, max_new_tokens=12).request
+    reasons = []
+    for _ in run_requests(engine.decoder, [request], "plain"):
+        calls, request.calls = request.calls, None
+        reasons.append((request.finished, request.finish_reason))
+        request.calls = calls
+    assert len(request.tokens) == request.num_decided == 12
+    assert reasons == [*[(False, None)] * 11, (True, "length")]
+
+
 def test_a_stream_can_be_left(engine):
     stream = engine.stream(PROMPT, max_new_tokens=30, ignore_eos=True)
     first = next(stream)

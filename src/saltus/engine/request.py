@@ -49,6 +49,7 @@ class Request:
     calls_by_network: Counter[str] = field(default_factory=Counter, init=False)
     seconds: float = field(default=0.0, init=False)
     ended: bool = field(default=False, init=False)  # by `is_end`
+    num_decided: int = field(default=0, init=False)  # tokens of all calls
 
     @property
     def tokens(self) -> list[int]:
@@ -56,7 +57,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return self.ended or sum(len(call.tokens) for call in self.calls) >= self.max_new_tokens
+        return self.ended or self.num_decided >= self.max_new_tokens
 
     @property
     def finish_reason(self) -> str | None:
@@ -93,6 +94,7 @@ class Request:
                 num_padding,
             )
         )
+        self.num_decided += len(tokens)
         if self.logprobs:
             rows = [0, *(node + 1 for node in inputs.path(step.last_node))]
             self.log_probabilities += [

@@ -88,7 +88,7 @@ class RequestCallbacks(Protocol):
         ...
 
     def ends(self, served: ServedRequest) -> None:
-        """After its last call, unless it was dropped or failed."""
+        """After its last call, unless it failed; also after it was dropped, and then its text is not finished."""
         ...
 
     def idle(self) -> None:
