@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -144,6 +145,27 @@ def test_a_file_with_both_forms_of_an_expansion_is_read_by_the_whole_one(tmp_pat
     assert torch.equal(theirs(text).logits, ours(text).logits)
 
 
+def test_deepseeks_sigmoids_without_biases_choose_by_the_scores_alone(tmp_path):
+    theirs, file = written("deepseek2", tmp_path, [Q.F32], left_out="blk.1.exp_probs_b.bias")
+    theirs.model.layers[1].mlp.gate.e_score_correction_bias.zero_()
+    text = torch.arange(2, 40)[None]
+    assert torch.equal(theirs(text).logits, load_model("tiny", resolve(str(file)), weights="bf16")(text).logits)
+
+
+def test_latent_attention_without_experts_is_deepseek_v3_of_dense_layers(tmp_path, monkeypatch):
+    """Youtu's files count neither experts nor those that a token uses."""
+
+    def without_experts(out):
+        for key in [key for key in out.kv_data[0] if "expert" in key]:
+            del out.kv_data[0][key]
+
+    case = CASES["deepseek2"]
+    monkeypatch.setitem(CASES, "deepseek2", replace(case, settings=case.settings | {"first_k_dense_replace": 2}))
+    theirs, file = written("deepseek2", tmp_path, [Q.F32], more=without_experts)
+    text = torch.arange(2, 40)[None]
+    assert torch.equal(theirs(text).logits, load_model("tiny", resolve(str(file)), weights="bf16")(text).logits)
+
+
 # Files that cannot be served
 
 
@@ -163,6 +185,22 @@ def test_tensors_that_are_missing_or_too_many_are_one_line(name, tmp_path):
             name, tmp_path, [Q.Q8_0], more=lambda out, tensor=tensor: out.add_tensor(tensor, np.ones(32, np.float32))
         )
         assert "has a tensor" in (line := complaint(file)) or "lacks" in line
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("expert_weights_norm", True, "normalises the softmax"), ("expert_gating_func", 3, "by other scores"),
+        ("attention.temperature_scale", 0.1, "queries grow with the position"),
+    ],
+)  # fmt: skip
+def test_what_deepseeks_layers_do_not_compute_is_one_line(key, value, said, tmp_path):
+    def change(out):
+        out.kv_data[0].pop(f"deepseek2.{key}", None)
+        out.add_key_value(f"deepseek2.{key}", *typed(value))
+
+    _, file = written("deepseek2, softmax", tmp_path, [Q.Q8_0], more=change)
+    assert said in complaint(file)
 
 
 @pytest.mark.parametrize("matrices", [0, 2, 4])

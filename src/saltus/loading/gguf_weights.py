@@ -29,6 +29,12 @@ from saltus.models.packed_decoder import (
 )
 from saltus.models.packed_experts import experts_implementation, has_transposed_stacks
 
+SELECTION_BIAS = "gate.e_score_correction_bias"  # a buffer of zeros where a file has none in any layer
+
+SELECTION_BIAS = "gate.e_score_correction_bias"  # a buffer of zeros where a file has none in any layer
+
+SELECTION_BIAS = "gate.e_score_correction_bias"  # a buffer of zeros where a file has none in any layer
+
 
 def load_gguf_model(
     folder: Path,
@@ -128,7 +134,7 @@ def _compute_buffers(model: Any) -> None:
     for module in model.modules():
         computed = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
         for name, buffer in computed.items():
-            setattr(module, name, torch.empty_like(buffer, device="cpu"))
+            setattr(module, name, torch.zeros_like(buffer, device="cpu"))
         if computed:
             decoder._init_weights(module)
     decoder._init_weights(decoder)  # which computes some of its layers' buffers (Falcon-H1)
@@ -138,6 +144,12 @@ def _check_complete(
     model: Any, tensors: Mapping[str, Sequence[GgufTensor]], files: Sequence[Path], sizes: Sequence[int]
 ) -> None:
     stored = model.state_dict().keys()  # of buffers, those that are not computed
+    if not any(name.endswith(SELECTION_BIAS) for name in tensors):
+        stored = {name for name in stored if not name.endswith(SELECTION_BIAS)}
+    if not any(name.endswith(SELECTION_BIAS) for name in tensors):
+        stored = {name for name in stored if not name.endswith(SELECTION_BIAS)}
+    if not any(name.endswith(SELECTION_BIAS) for name in tensors):
+        stored = {name for name in stored if not name.endswith(SELECTION_BIAS)}
     weights = [*model.named_parameters(), *((name, buffer) for name, buffer in model.named_buffers() if name in stored)]
     expected = {name: tuple(weight.shape) for name, weight in weights}
     if wrong := sorted({*expected} ^ {*tensors}):

@@ -6,12 +6,14 @@ from saltus.models.common_layers import deepseek_mlp, latent_attention, llama_de
 from saltus.models.decoder_description import DecoderDescription
 from saltus.models.gguf_architecture import (
     SIGMOID,
+    SOFTMAX,
     GgufArchitecture,
     GgufModel,
     TensorPart,
     expert_counts,
     expert_tensors,
     llama_config,
+    num_layers,
     rope,
     shared_expert_tensors,
 )
@@ -46,7 +48,9 @@ def deepseek_expert_counts(model: GgufModel) -> dict[str, Any]:
 
 
 def gguf_config(model: GgufModel) -> dict[str, Any]:
-    """See GgufArchitecture; models without biases of scores, which are softmax there, are DeepSeek V2's."""
+    """See GgufArchitecture; models that choose experts by their softmax are DeepSeek V2's."""
+    if model.number("attention.temperature_scale", 0.0):
+        raise ValueError("its queries grow with the position, which is not supported with latent attention")
     heads, rotated, parameters = model.size("attention.head_count"), model.size("rope.dimension_count"), rope(model)
     mla = "_mla" if model.has("attention.key_length_mla") else ""  # where keys and values are the latent vectors
     dim, value_dim = model.size(f"attention.key_length{mla}"), model.size(f"attention.value_length{mla}")
@@ -55,13 +59,28 @@ def gguf_config(model: GgufModel) -> dict[str, Any]:
     settings = {
         "num_key_value_heads": heads, "head_dim": rotated, "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": dim - rotated, "v_head_dim": value_dim, "rope_parameters": parameters,
-        "kv_lora_rank": model.size("attention.kv_lora_rank"), **deepseek_expert_counts(model),
+        "kv_lora_rank": model.size("attention.kv_lora_rank"),
         "q_lora_rank": model.size("attention.q_lora_rank", 0, least=0) or None,
     }  # fmt: skip
-    if model.get("expert_gating_func", SIGMOID) == SIGMOID and any(model.layers_with("exp_probs_b.bias")):
-        return llama_config(model, "deepseek_v3", "DeepseekV3ForCausalLM", **settings)
-    method = "group_limited_greedy" if settings["n_group"] > 1 else "greedy"
-    return llama_config(model, "deepseek_v2", "DeepseekV2ForCausalLM", topk_method=method, **settings)
+    has_experts = model.size("expert_count", 0, least=0) > 0
+    counts = deepseek_expert_counts(model) if has_experts else {"first_k_dense_replace": num_layers(model)}
+    if not has_experts or _scores(model) == SIGMOID:
+        return llama_config(model, "deepseek_v3", "DeepseekV3ForCausalLM", **settings, **counts)
+    if counts["norm_topk_prob"]:
+        raise ValueError(
+            "it normalises the softmax of the chosen experts (expert_weights_norm), which is not supported"
+        )
+    method = "group_limited_greedy" if counts["n_group"] > 1 else "greedy"
+    return llama_config(model, "deepseek_v2", "DeepseekV2ForCausalLM", topk_method=method, **settings, **counts)
+
+
+def _scores(model: GgufModel) -> int:
+    """The scores that experts are chosen by; a file that does not say it has biases where they are sigmoids."""
+    has_bias = any(model.layers_with("exp_probs_b.bias"))
+    scores = model.get("expert_gating_func") or (SIGMOID if has_bias else SOFTMAX)
+    if scores not in (SOFTMAX, SIGMOID) or (has_bias and scores == SOFTMAX):
+        raise ValueError("it chooses experts by other scores than Transformers, which is not supported")
+    return scores
 
 
 EXPANSION = "self_attn.kv_b_proj.weight"
