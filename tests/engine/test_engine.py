@@ -23,6 +23,7 @@ from saltus.engine.calibration import measure_call_seconds
 from saltus.engine.checkpoints import require_same_vocabulary, resolve_device
 from saltus.engine.request import Request
 from saltus.engine.scheduler import run_requests
+from saltus.engine.text_bounds import PromptTooLongError
 from saltus.methods import available_methods
 from saltus.models import causal
 from saltus.models.cpu.attention import install_attention
@@ -249,7 +250,11 @@ def test_a_text_ends_where_the_context_does(tiny_folder):
     for method in ("plain", "lookup", "jacobi"):
         answer = engine.generate("the cat", raw=True, method=method, ignore_eos=True)
         assert (len(answer.tokens), answer.finish_reason) == (32 - length, "length")
-    assert engine.generate("a" * 32, raw=True).tokens == []
+    assert len(engine.generate("a" * 31, raw=True, ignore_eos=True).tokens) == 1
+    assert engine.generate("a" * 32, raw=True, max_new_tokens=0).tokens == []
+    for text, settings in (("a" * 32, {}), ("a" * 30, {"min_new_tokens": 3})):
+        with pytest.raises(PromptTooLongError, match=r"no room is left for (1|3) new ones; shorten it"):
+            engine.generate(text, raw=True, **settings)
 
 
 @pytest.mark.parametrize(
@@ -286,8 +291,8 @@ def test_a_drafter_rests_where_its_own_context_ends(engine, tiny_folder):
 
 def test_texts_without_room_leave_their_seats_to_others(tiny_folder):
     engine = saltus.load(str(tiny_folder(max_position_embeddings=32)), batch_size=2)
-    answers = engine.generate(["a" * 32, "b" * 32, "c"], raw=True, max_new_tokens=5, ignore_eos=True)
-    assert [len(answer.tokens) for answer in answers] == [0, 0, 5]
+    answers = engine.generate(["a" * 31, "b" * 31, "c"], raw=True, max_new_tokens=5, ignore_eos=True)
+    assert [len(answer.tokens) for answer in answers] == [1, 1, 5]
 
 
 def test_a_continuation_joins_its_prompt_and_an_answer_stands_alone(tmp_path):

@@ -280,6 +280,12 @@ class Engine:
                     f"the prompt has {len(tokens):,} tokens, but {self.target.name} reads at most {context:,};"
                     " shorten it"
                 )
+            least = min(max(min_new_tokens, 1), max_new_tokens)
+            if len(tokens) + least > context:
+                raise PromptTooLongError(
+                    f"the prompt has {len(tokens):,} tokens, but {self.target.name} reads at most {context:,}, so that"
+                    f" no room is left for {least:,} new ones; shorten it"
+                )
             max_new_tokens = min(max_new_tokens, context - len(tokens))
         if is_tokens(prompt):
             prompt = self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
