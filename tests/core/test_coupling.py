@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from scipy import stats
 from test_sampling import _fit, laws, rows
 
+from saltus.core import distributions
 from saltus.core import noise as noise_module
+from saltus.core.canvas import continuation
 from saltus.core.coupling import (
     PARALLEL_ERROR,
     SEQUENTIAL_ERROR,
@@ -21,6 +23,8 @@ from saltus.core.coupling import (
     gumbel_max_token,
     pick_token,
 )
+from saltus.core.distributions import TargetDistributions
+from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import GROUP_SIZE, GROUP_STRIDE, Noise, TokenNoise, groups_of
 from saltus.core.picking import Distribution, pick, probabilities, probability, uniform_interval
 from saltus.core.sampling import Sampling, token_distribution
@@ -342,3 +346,45 @@ def test_by_inverse_cdf_the_draft_is_the_pick_with_its_probability(coupling):
     for position in range(20):
         token = pick_token(law, Noise(0), "text", position)
         assert draft_tokens(law, Noise(0), "text", position, 3) == [(token, probability(token, law))]
+
+
+class OddTokens:
+    """A grammar of odd tokens."""
+
+    def allowed(self, text):
+        return np.arange(3_000) % 2 == 1
+
+    def num_allowed(self, text, tokens):
+        return 0
+
+    def fast_forward(self, text, max_tokens):
+        return ()
+
+
+CHANGED = {
+    "grammar": {},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+    "ngrams": {"no_repeat_ngram_size": 2},
+    "biases": {"logit_bias": ((5, 3.0), (7, -math.inf)), "banned": (9,), "banned_at_index": ((0, 11),)},
+    "forced": {"forced_at_index": ((0, 13),)},
+    "end": {"min_new_tokens": 3, "end_tokens": (2, 4)},
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", CHANGED)
+def test_changed_logits_are_searched_by_the_kernel_too(name, monkeypatch):
+    """And the winner is that of the whole distribution."""
+    sampling, constraint = Sampling(1.0, **CHANGED[name]), OddTokens() if name == "grammar" else None
+    inputs = ForwardInputs(continuation([5, 6, 7, 5, 6], 4), (7, 5), (-1, 0))
+    for seed in range(20):
+        outputs = ForwardOutputs(torch.stack([rows(3_000, torch.bfloat16, 3 * seed + node, 2.0) for node in range(3)]))
+        searched = TargetDistributions(inputs, outputs, sampling, Noise(seed), constraint)
+        whole = TargetDistributions(inputs, outputs, sampling, Noise(seed), constraint)
+        nodes = [0, 1] if name == "forced" else [-1, 0, 1]
+        expected = [pick_token(whole[node], Noise(seed), "text", whole.position(node)) for node in nodes]
+        with monkeypatch.context() as patch:
+            patch.setattr(distributions, "pick_token", None)
+            assert [searched.pick(node) for node in nodes] == expected
+        if name == "forced":
+            assert searched.pick(-1) == 13

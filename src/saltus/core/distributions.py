@@ -16,7 +16,7 @@ from saltus.core.coupling import draft_tokens, gumbel_max_token, pick_token
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
 from saltus.core.picking import Distribution, one_hot
-from saltus.core.sampling import Sampling, float_row, greedy_tokens, token_distribution
+from saltus.core.sampling import Sampling, changed_scores, float_row, greedy_tokens, token_distribution
 
 
 @dataclass
@@ -48,14 +48,22 @@ class TargetDistributions:
             found = truncated_distribution(self.outputs.candidates[node + 1], sampling)
             if found is not None:
                 return found
-        context = None
-        if sampling.uses_context:
-            path = np.array(inputs.path_tokens(node), dtype=np.int64)
-            context = np.concatenate([canvas.tokens[canvas.known_positions], path])
-        row = self.outputs.logits[node + 1]
-        if self.constraint is not None and node < inputs.num_draft_tokens:  # queries draft, and have no text to check
-            row = restricted(row, self.constraint.allowed([*canvas.new_tokens.tolist(), *inputs.path_tokens(node)]))
-        return self._from_logits(row, context, index)
+        return self._from_logits(self._allowed_logits(node), self._context(node), index)
+
+    def _context(self, node: int) -> np.ndarray | None:
+        """The text up to `node`, if the sampling reads it."""
+        if not self.sampling.uses_context:
+            return None
+        canvas, path = self.inputs.canvas, np.array(self.inputs.path_tokens(node), dtype=np.int64)
+        return np.concatenate([canvas.tokens[canvas.known_positions], path])
+
+    def _allowed_logits(self, node: int) -> Tensor:
+        """The logits after `node`, −∞ for tokens that the constraint forbids."""
+        inputs, row = self.inputs, self.outputs.logits[node + 1]
+        if self.constraint is None or node >= inputs.num_draft_tokens:  # queries draft, and have no text to check
+            return row
+        text = [*inputs.canvas.new_tokens.tolist(), *inputs.path_tokens(node)]
+        return restricted(row, self.constraint.allowed(text))
 
     def _from_logits(self, row: Tensor, context: np.ndarray | None, index: int) -> Distribution:
         if self.outputs.token_ids is None:
@@ -100,13 +108,21 @@ class TargetDistributions:
         return self._picks[node]
 
     def _gumbel_max_token(self, node: int) -> int | None:
-        """The text's own token after `node` where a kernel can find it among the raw logits."""
-        if not self.sampling.plain_gumbel_max or self.constraint is not None or self.outputs.token_ids is not None:
+        """The text's own token after `node` where a kernel can find it among the logits."""
+        sampling, row = self.sampling, self.outputs.logits[node + 1]
+        if not sampling.is_gumbel_max or self.outputs.token_ids is not None:
             return None
-        if self.outputs.picked is not None and (token := int(self.outputs.picked[node + 1])) >= 0:
-            return token
-        row = self.outputs.logits[node + 1]
-        return gumbel_max_token(row, self.sampling.temperature, self.noise, "text", self.position(node))
+        if self.constraint is None and sampling.token_independent:
+            if self.outputs.picked is not None and (token := int(self.outputs.picked[node + 1])) >= 0:
+                return token
+        else:
+            index = self.inputs.canvas.num_decided + self.depth(node)
+            if sampling.hole_end_tokens or (scores := changed_scores(
+                self._allowed_logits(node), sampling, self._context(node), index
+            )) is None:  # fmt: skip
+                return None
+            row = torch.from_numpy(scores)
+        return gumbel_max_token(row, sampling.temperature, self.noise, "text", self.position(node))
 
     def draft(self, node: int) -> tuple[int, float]:
         """The token of `pick`, with an estimate of the probability that it is the target's, too."""

@@ -102,9 +102,14 @@ class Sampling:
         return self.greedy and self.token_independent
 
     @cached_property
+    def is_gumbel_max(self) -> bool:
+        """True if the text is the argmax of the scores by temperature with Gumbel noise: see `gumbel_max_token`."""
+        return not self.greedy and self.coupling == "gumbel" and not self.truncates
+
+    @cached_property
     def plain_gumbel_max(self) -> bool:
-        """True if the text is the argmax of the raw logits by temperature and Gumbel noise: see `gumbel_max_token`."""
-        return not self.greedy and self.has_argmax and self.token_independent
+        """True if that is so, and the scores are the raw logits."""
+        return self.is_gumbel_max and self.token_independent
 
     @cached_property
     def needs_candidates(self) -> bool:
@@ -117,7 +122,7 @@ class Sampling:
 
         In a hole that ended nothing is picked.
         """
-        return (self.greedy or (self.coupling == "gumbel" and not self.truncates)) and not self._changes_logits
+        return (self.greedy or self.is_gumbel_max) and not self._changes_logits
 
     @property
     def token_independent(self) -> bool:
@@ -177,12 +182,9 @@ def token_distribution(
     Rows on a GPU are copied one by one: move a batch of them to the CPU first. Errors: ValueError for NaN or infinite
     logits.
     """
-    if index in sampling._forced:
+    scores = changed_scores(logits, sampling, context, index)
+    if scores is None:
         return one_hot(sampling._forced[index])
-    scores = penalised(float_row(logits), sampling, context, index)
-    if index in sampling._banned_at:
-        scores = scores.copy()
-        scores[sampling._banned_at[index]] = -np.inf
     best = int(scores.argmax())
     if not math.isfinite(scores[best]):
         raise ValueError(_broken_logits_message(float(scores[best]), f"at new token {index}", logits.dtype))
@@ -204,6 +206,19 @@ def token_distribution(
     if tokens is not None and not weights.all():
         tokens, weights = tokens[weights > 0], weights[weights > 0]
     return Distribution(tokens, weights, sampling.coupling)
+
+
+def changed_scores(
+    logits: Float[Tensor, "vocab"], sampling: Sampling, context: np.ndarray | None, index: int
+) -> np.ndarray | None:
+    """The logits of new token `index` after biases, penalties and bans, in float32; None if the token is forced."""
+    if index in sampling._forced:
+        return None
+    scores = penalised(float_row(logits), sampling, context, index)
+    if index in sampling._banned_at:
+        scores = scores.copy()
+        scores[sampling._banned_at[index]] = -np.inf
+    return scores
 
 
 def greedy_tokens(logits: Float[Tensor, "rows vocab"]) -> list[int]:
