@@ -40,6 +40,7 @@ class Grammar:
 
     definition: str  # in llguidance's form
     schema: str | None = None  # of JSON, where it is no more than that
+    has_reasoning: bool = False  # it begins with the reasoning before an answer
 
     def __post_init__(self) -> None:
         if len(self.definition) > MAX_LENGTH:

@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from saltus.core.constraint import Constraint
-from saltus.engine.grammar import MakesConstraint
+from saltus.engine.channel_reader import ChannelReader
+from saltus.engine.grammar import Grammar, MakesConstraint
 
 TAIL_TOKENS = 16  # of a prompt, in which a chat template may open or close the reasoning
 
@@ -95,10 +96,13 @@ class Reasoning:
         tail = self.tokenizer.decode(list(prompt[-TAIL_TOKENS:])).rstrip()
         return "inside" if tail.endswith(self.tags.begin) else "answer" if tail.endswith(self.tags.end) else "tag"
 
-    def reader(self, prompt: Sequence[int]) -> ReasoningReader | None:
+    def reader(self, prompt: Sequence[int]) -> ReasoningReader | ChannelReader | None:
         """What separates reasoning and answer; None for a text without reasoning, and if it stays in the text."""
         begin = self.begin(prompt)
-        return None if begin == "answer" or self.in_text else ReasoningReader(self.tags, begin == "inside")
+        if begin == "answer" or self.in_text:
+            return None
+        inside = begin == "inside"
+        return ChannelReader(inside) if self.tags.answer else ReasoningReader(self.tags, inside)
 
     @cached_property
     def tokens(self) -> TagTokens | None:
@@ -134,7 +138,8 @@ class Reasoning:
 
     def before(self, grammar: MakesConstraint) -> MakesConstraint:
         """A grammar that the answer after the reasoning must follow, where the tags are tokens."""
-        return grammar if self.tokens is None else AfterReasoning(grammar, self)
+        has_reasoning = isinstance(grammar, Grammar) and grammar.has_reasoning
+        return grammar if self.tokens is None or has_reasoning else AfterReasoning(grammar, self)
 
 
 class ReasoningReader:

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from saltus.engine.grammar import Grammar
 from saltus.engine.json_schemas import followed_schema
-from saltus.engine.tool_forms.form import Function, Markers, ToolCall, ToolForm
+from saltus.engine.tool_forms.call_lists import GRANITE_3, MISTRAL_LISTS
+from saltus.engine.tool_forms.call_sections import DEEPSEEK_V3, DEEPSEEK_V3_1, KIMI_K2
+from saltus.engine.tool_forms.form import Function, Markers, ToolCall, ToolForm, overlap
+from saltus.engine.tool_forms.glm import GLM
+from saltus.engine.tool_forms.gpt_oss import GPT_OSS
 from saltus.engine.tool_forms.hermes import HERMES
 from saltus.engine.tool_forms.llama import LLAMA
 from saltus.engine.tool_forms.mistral import MISTRAL
@@ -21,17 +26,15 @@ from saltus.engine.tool_forms.tagged_arguments import texts_with_limits
 
 ToolChoice = Literal["auto", "required"]
 
-FORMS: tuple[ToolForm, ...] = (
-    QWEN3_CODER,
-    MISTRAL,
-    LLAMA,
-)  # the first that a template shows; Hermes's if it shows none
-OTHER_FORMS = (  # not read: gpt-oss, Command R, Gemma 3, Llama's in tags, GLM, OLMo, Phi
+FORMS: tuple[ToolForm, ...] = (  # the first that a template shows; Hermes's if it shows none
+    GPT_OSS, QWEN3_CODER, GLM, MISTRAL, DEEPSEEK_V3_1, DEEPSEEK_V3, KIMI_K2, GRANITE_3, MISTRAL_LISTS, LLAMA,
+)  # fmt: skip
+OTHER_FORMS = (  # not read, unless the template's form has them: Command R, Gemma 3, OLMo, Phi, DeepSeek V3.2
     "to=functions.", "<|START_ACTION|>", "<start_function_call>", "<function=", "<arg_key>", "<function_calls>",
-    "functools[",
+    "functools[", "<｜DSML｜",
 )  # fmt: skip
 OTHER_MARKER = re.compile(r"""<[^<>\s'"]*(?i:tool[_▁]?calls?)[^<>\s'"]*>|\[TOOL_CALLS?\]""")
-# as those of older ones of Mistral, DeepSeek, Gemma 4, Granite, Kimi, MiniMax, Nemotron; Hermes's own is one, too
+# as those of MiniMax, older ones of Nemotron, and of the forms that are read
 
 
 def tool_format(tokenizer: Any) -> ToolForm:
@@ -74,20 +77,24 @@ def tool_grammar(
     form = tool_format(tokenizer)
     functions = [Function(tool["function"]["name"], _parameters(tool["function"], form)) for tool in tools]
     markers = Markers({text: token for token, text in call_markers(tokenizer).items()})
-    begin = markers(form.begin)
-    more = f"({markers(form.between)} {begin} call)*" if several and form.between is not None else ""
-    calls = f"{begin} call {more}"
+    begin, (opening, closing) = markers(form.begin), form.section
+    more = f"({form.between} {begin} call)*" if several and form.between is not None else ""
+    calls = f"{markers(opening)} {begin} call {more} {markers(closing)}"
+    before, before_answer = form.lead
     lines = ["TEXT: /(.|\\n)*/", *form.rules(functions, several, markers)]
     if choice == "required":
-        start = f"start: {calls}"
+        start = f"start: {before} {calls}"
     elif answer is not None:
-        start = f"start: {calls} | answer\nanswer: %json {answer}"
+        start = f"start: {before} ({calls} | {before_answer} answer)\nanswer: %json {answer}"
+    elif before_answer:
+        start = f"start: {before} ({calls} | {before_answer} TEXT)"
     elif form.begin:
-        start = f"start: {'(head call)* TEXT' if several else 'head call | TEXT'}"
-        lines.append(markers.after_text("head", form.begin))
+        call = f"call {more} {markers(closing)}" if closing else "call"
+        start = f"start: {f'(head {call})* TEXT' if several else f'head {call} | TEXT'}"
+        lines.append(markers.after_text("head", opening + form.begin))
     else:
         start = "start: call | OTHER\nOTHER: /[ \\t\\r\\n]*([^{ \\t\\r\\n](.|\\n)*)?/"
-    return Grammar.lark("\n".join([start, *lines]))
+    return replace(Grammar.lark("\n".join([start, *lines])), has_reasoning=bool(before))
 
 
 def _parameters(function: Mapping[str, Any], form: ToolForm) -> dict[str, Any]:
@@ -122,7 +129,7 @@ class ToolCallReader:
         content, calls = "", []
         while self.buffer or (last and self.in_call):
             if not self.in_call:
-                start = self._start_of_call()
+                start, marker = self._next_marker()
                 kept = self.buffer[:start].rstrip("\n") if start >= 0 else self._certain_text(last)
                 if self.after_call and not kept.strip() and start < 0 and not last:
                     break  # space that belongs to a text, if one follows
@@ -132,7 +139,10 @@ class ToolCallReader:
                 if start < 0:
                     self.buffer = "" if last else self.buffer[len(kept) :]
                     break
-                self.buffer, self.in_call = self.buffer[start + len(self.form.begin) :], True
+                self.buffer, self.in_call = self.buffer[start + len(marker) :], marker == self.form.begin
+                if not self.in_call:  # the begin or the end of a section
+                    self.after_call = True
+                    continue
             reading = self.form.read(self.buffer, self.schemas, last)
             if reading is None:
                 break
@@ -143,10 +153,16 @@ class ToolCallReader:
             self.after_call = bool(reading.calls)
         return "" if self.required else content, calls
 
-    def _start_of_call(self) -> int:
-        if self.form.begin:
-            return self.buffer.find(self.form.begin)
-        return 0 if self.at_start and self.buffer.lstrip().startswith("{") else -1
+    def _next_marker(self) -> tuple[int, str]:
+        """Where the next call or the begin or end of a section of them begins, and with what; −1 if there is none."""
+        if not self.form.begin:
+            return (0 if self.at_start and self.buffer.lstrip().startswith("{") else -1), ""
+        found = [(place, marker) for marker in self._markers if (place := self.buffer.find(marker)) >= 0]
+        return min(found, default=(-1, ""))
+
+    @property
+    def _markers(self) -> list[str]:
+        return [marker for marker in (self.form.begin, *self.form.section) if marker]
 
     def _certain_text(self, last: bool) -> str:
         """The start of the buffer that cannot belong to a call: calls begin after line breaks, which they swallow.
@@ -154,8 +170,7 @@ class ToolCallReader:
         At the end of a text the first half of a marker, such as "<", is taken for text, and more of it for a call that
         is cut off.
         """
-        begin = self.form.begin
-        partial = next((size for size in range(len(begin) - 1, 0, -1) if self.buffer.endswith(begin[:size])), 0)
-        if last and 2 * partial <= len(begin):
+        partial = max((overlap(self.buffer, marker) for marker in self._markers), default=0)
+        if last and not any(2 * overlap(self.buffer, marker) > len(marker) for marker in self._markers):
             return self.buffer
         return self.buffer[: len(self.buffer) - partial].rstrip("\n")

@@ -1,7 +1,7 @@
 """Write a conversation with tools, calls and results as a chat template reads it.
 
 Templates differ in what they refuse: system messages, roles that do not alternate, several calls at once, ids of other
-lengths. What one refuses is written otherwise, and what it does not know is written as text, in Hermes's form.
+lengths. What one refuses is written otherwise, and what it does not know is written as text, in its model's form.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from saltus.engine.message_parts import PROBE, writes_probe
 from saltus.engine.template_limits import render_chat
-from saltus.engine.tool_calls import HERMES, has_other_form
+from saltus.engine.tool_calls import HERMES, ToolCall, ToolForm, has_other_form, tool_format
 
 Message = dict[str, Any]
 
@@ -26,10 +26,9 @@ You can call functions. These are their signatures:
 <tools>
 {tools}
 </tools>
-To call a function, write a JSON object with its name and arguments between <tool_call> tags:
-<tool_call>
-{{"name": "the name", "arguments": {{"an argument": "its value"}}}}
-</tool_call>"""
+To call a function, write {how}:
+{example}"""
+EXAMPLE = ToolCall("the name", '{"an argument": "its value"}')
 ID_LENGTH = 9  # letters and digits of a call's id, where a template asks for them, as Mistral's do
 ID_LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
@@ -55,13 +54,24 @@ def readable_messages(
     field of a message that is wrong.
     """
     parsed = [_with_parsed_arguments(message, place) for place, message in enumerate(messages)]
-    knows_tools = template_knows_tools(tokenizer, str(tokenizer.chat_template))
-    first = written = parsed if knows_tools else _as_texts(messages, tools)
+    template, form = str(tokenizer.chat_template), tool_format(tokenizer)
+    knows_tools = template_knows_tools(tokenizer, template)
+    if "tool_calls" not in template or not (knows_tools or form != HERMES):
+        written = _as_texts(messages, () if knows_tools else tools, form)
+    else:
+        if form.call_id:
+            parsed = _with_ids_of(form, parsed)
+        if _reads_written_arguments(tokenizer, template):
+            parsed = list(map(_with_written_arguments, parsed))
+        if _writes_single_calls(tokenizer, template):
+            parsed = _with_single_calls(parsed)
+        written = parsed if knows_tools else _with_tools(parsed, tools, form)
+    first = written
     steps: list[Callable[[list[Message]], list[Message]]] = [
-        list, _with_short_ids, _with_single_calls, _merged, _without_system_messages,
+        list, _with_contents, _with_short_ids, _with_single_calls, _merged, _without_system_messages,
     ]  # fmt: skip
     if knows_tools:
-        steps.append(lambda _: _without_system_messages(_as_texts(messages, tools)))
+        steps.append(lambda _: _without_system_messages(_as_texts(messages, tools, form)))
     for step in steps:
         written = step(written)
         try:
@@ -72,23 +82,59 @@ def readable_messages(
     return first
 
 
-def _as_texts(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+@lru_cache(maxsize=8)
+def _reads_written_arguments(tokenizer: Any, template: str) -> bool:
+    """True if the tokenizer's chat template takes the arguments of a call as a text alone, as DeepSeek's do."""
+    return bool(template) and not _written_calls(tokenizer, [{}]) and bool(_written_calls(tokenizer, ["{}"]))
+
+
+@lru_cache(maxsize=8)
+def _writes_single_calls(tokenizer: Any, template: str) -> bool:
+    """True if the tokenizer's chat template leaves out all calls of an answer but the first, as gpt-oss's does."""
+    written = _written_calls(tokenizer, [{}, {}]) or _written_calls(tokenizer, ["{}", "{}"])
+    return f"{PROBE}0" in written and f"{PROBE}1" not in written
+
+
+def _written_calls(tokenizer: Any, arguments: Sequence[Any]) -> str:
+    """What the chat template writes of calls with these arguments; empty if it refuses them."""
+    calls = [
+        {"id": f"{number:0{ID_LENGTH}}", "type": "function", "function": {"name": f"{PROBE}{number}", "arguments": one}}
+        for number, one in enumerate(arguments)
+    ]
+    try:
+        return render_chat(
+            tokenizer, [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+        )
+    except ValueError:
+        return ""
+
+
+def _as_texts(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], form: ToolForm
+) -> list[Message]:
     """The conversation without fields for tools: they stand in a system message, calls and results in texts."""
     written: list[Message] = []
     messages = _in_order_of_calls(messages)
     for place, message in enumerate(messages):
-        text = _as_text(message)
+        text = _as_text(message, form)
         if message.get("role") == "tool" and place and messages[place - 1].get("role") == "tool":
             written[-1]["content"] += "\n" + text["content"]  # results of one answer belong together
         else:
             written.append(text)
-    if tools:
-        prompt = SYSTEM_PROMPT.format(tools="\n".join(json.dumps(tool.get("function", tool)) for tool in tools))
-        if written and written[0]["role"] == "system":
-            written[0]["content"] += f"\n\n{prompt}"
-        else:
-            written.insert(0, {"role": "system", "content": prompt})
-    return written
+    return _with_tools(written, tools, form)
+
+
+def _with_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], form: ToolForm) -> list[Message]:
+    """The conversation with the tools in its system message."""
+    if not tools:
+        return list(messages)
+    how = "a JSON object with its name and arguments between <tool_call> tags" if form == HERMES else "a call such as"
+    shown = "\n".join(json.dumps(tool.get("function", tool)) for tool in tools)
+    prompt = SYSTEM_PROMPT.format(tools=shown, how=how, example=form.write([EXAMPLE]))
+    if messages and messages[0]["role"] == "system":
+        first = {**messages[0], "content": f"{messages[0].get('content') or ''}\n\n{prompt}"}
+        return [first, *messages[1:]]
+    return [{"role": "system", "content": prompt}, *messages]
 
 
 def _in_order_of_calls(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -104,17 +150,53 @@ def _in_order_of_calls(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     return made
 
 
-def _as_text(message: Mapping[str, Any]) -> Message:
-    """A message with its calls, or the result of one, as Hermes's text."""
+def _as_text(message: Mapping[str, Any], form: ToolForm) -> Message:
+    """A message with its calls, or the result of one, as text."""
     content = str(message.get("content") or "")
     if message.get("role") == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
-    for call in message.get("tool_calls") or ():
-        name, arguments = call["function"]["name"], call["function"].get("arguments")
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        body = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {written or "{}"}}}'
-        content += ("\n" if content else "") + f"{HERMES.begin}\n{body}\n{HERMES.end}"
+    if calls := message.get("tool_calls"):
+        content += ("\n" if content else "") + form.write([_as_call(call["function"]) for call in calls])
     return {"role": message.get("role"), "content": content}
+
+
+def _as_call(function: Mapping[str, Any]) -> ToolCall:
+    """The function of a call, with its arguments as they were written."""
+    arguments = function.get("arguments")
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+    return ToolCall(function["name"], written or "{}")
+
+
+def _with_ids_of(form: ToolForm, messages: Sequence[Message]) -> list[Message]:
+    """The messages with ids of calls as the form has them, numbered in their order."""
+    made, ids, number = [], {}, 0
+    for message in messages:
+        named = dict(message)
+        calls = []
+        for call in message.get("tool_calls") or ():
+            own = form.call_id.format(name=call["function"]["name"], number=number)
+            ids[call.get("id")], number = own, number + 1
+            calls.append({**call, "id": own})
+        if calls:
+            named["tool_calls"] = calls
+        if message.get("role") == "tool":
+            named["tool_call_id"] = ids.get(message.get("tool_call_id"), message.get("tool_call_id"))
+        made.append(named)
+    return made
+
+
+def _with_written_arguments(message: Message) -> Message:
+    """The message with the arguments of its calls as JSON texts."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    functions = [{**call["function"], "arguments": _as_call(call["function"]).arguments} for call in calls]
+    return {**message, "tool_calls": [{**call, "function": one} for call, one in zip(calls, functions, strict=True)]}
+
+
+def _with_contents(messages: list[Message]) -> list[Message]:
+    """Messages with an empty text where they have none."""
+    return [message if message.get("content") is not None else {**message, "content": ""} for message in messages]
 
 
 def _with_short_ids(messages: list[Message]) -> list[Message]:
@@ -197,6 +279,7 @@ def _with_parsed_arguments(message: Mapping[str, Any], place: int) -> Message:
     """The message with the arguments of its calls as objects: templates write them as JSON themselves."""
     parsed, calls = dict(message), message.get("tool_calls")
     if calls is None:
+        parsed.pop("tool_calls", None)  # for some templates the field alone is a call
         return parsed
     if not isinstance(calls, Sequence) or isinstance(calls, str) or not all(map(_is_call, calls)):
         raise ValueError(

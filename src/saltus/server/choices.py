@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from itertools import accumulate
 from typing import Any
 
+from saltus.engine.channel_reader import ChannelReader
 from saltus.engine.engine import TextRequest
 from saltus.engine.reasoning import Reasoning, ReasoningReader
 from saltus.engine.request import CallRecord
@@ -52,7 +53,7 @@ class ChatForm(_Form):
     ) -> None:
         super().__init__(tokenizer, logprobs)
         self.tools, self.reasoning, self.shows_reasoning = tools, reasoning, shows_reasoning
-        self.readers: dict[int, tuple[ReasoningReader | None, ToolCallReader | None]] = {}  # by choice
+        self.readers: dict[int, tuple[ReasoningReader | ChannelReader | None, ToolCallReader | None]] = {}  # by choice
         self.num_calls: Counter[int] = Counter()  # by choice
 
     def choice(self, choice: Choice) -> dict[str, Any]:

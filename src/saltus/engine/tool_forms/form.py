@@ -69,7 +69,20 @@ class ToolForm(Protocol):
 
     @property
     def between(self) -> str | None:
-        """What stands between a call and the begin of the next."""
+        """What stands between a call and the begin of the next, in Lark's syntax; None if `call` holds several."""
+        ...
+
+    @property
+    def section(self) -> tuple[str, str]:
+        """What stands before the first call and behind the last one; empty where calls stand alone."""
+        ...
+
+    @property
+    def lead(self) -> tuple[str, str]:
+        """What may stand before calls, and what stands before an answer without them, in Lark's syntax.
+
+        Both are empty where an answer is text with calls in it.
+        """
         ...
 
     @property
@@ -82,12 +95,21 @@ class ToolForm(Protocol):
         """True if arguments that are texts are JSON, so that a grammar follows their limits."""
         ...
 
+    @property
+    def call_id(self) -> str:
+        """A call's id, as `str.format` writes it of its `name` and `number`; empty if any will do."""
+        ...
+
     def is_shown_by(self, template: str) -> bool:
         """True for a chat template whose calls are of this form."""
         ...
 
     def rules(self, functions: Sequence[Function], several: bool, markers: Markers) -> list[str]:
         """The rules, in Lark's syntax, of a `call` behind its begin."""
+        ...
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        """Calls as a model writes them."""
         ...
 
     def read(self, text: str, schemas: Mapping[str, Mapping[str, Any]], last: bool) -> Reading | None:
@@ -125,3 +147,8 @@ def read_to_end(
 def one_of(functions: Sequence[Function], rule: str = "call") -> str:
     """The rule of a call of any of the functions: `call_0` is that of the first."""
     return f"{rule}: " + " | ".join(f"{rule}_{place}" for place in range(len(functions)))
+
+
+def overlap(text: str, marker: str) -> int:
+    """How much of a marker stands at the end of a text."""
+    return next((size for size in range(len(marker) - 1, 0, -1) if text.endswith(marker[:size])), 0)

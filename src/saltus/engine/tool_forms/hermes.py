@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saltus.engine.tool_forms.form import Function, Markers, Reading, ToolCall, one_of, read_to_end
-from saltus.engine.tool_forms.json_calls import call_of, is_within_string, may_begin_call
+from saltus.engine.tool_forms.json_calls import call_of, is_within_string, may_begin_call, written_call
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,11 @@ class Hermes:
 
     begin: str = "<tool_call>"
     end: str = "</tool_call>"
-    between: str = "\n"
+    between: str = '"\\n"'
+    section: tuple[str, str] = ("", "")
+    lead: tuple[str, str] = ("", "")
     quotes_texts: bool = True
+    call_id: str = ""
 
     @property
     def markers(self) -> frozenset[str]:
@@ -41,6 +44,9 @@ class Hermes:
             body = f"{json.dumps(head)} %json {json.dumps(function.schema)} {json.dumps('}' + chr(10))}"
             rules.append(f"call_{place}: {body} {markers(self.end)}")
         return rules
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        return "\n".join(f"{self.begin}\n{written_call(call)}\n{self.end}" for call in calls)
 
     def read(self, text: str, schemas: Mapping[str, Mapping[str, Any]], last: bool) -> Reading | None:
         return read_to_end(text, self.end, last, _calls_of, is_within_string, may_begin_call)

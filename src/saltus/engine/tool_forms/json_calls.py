@@ -24,6 +24,11 @@ def call_of(body: str, cut_end: str = "") -> ToolCall | None:
     return ToolCall(name, written)
 
 
+def written_call(call: ToolCall, arguments: str = "arguments") -> str:
+    """A call as a JSON object, with this key for its arguments."""
+    return f'{{"name": {json.dumps(call.name, ensure_ascii=False)}, "{arguments}": {call.arguments}}}'
+
+
 def may_begin_call(body: str) -> bool:
     """True for what is left of an object that names a function first."""
     begin, body = '{"name"', body.lstrip()

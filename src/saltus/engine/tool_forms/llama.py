@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saltus.engine.tool_forms.form import Function, Markers, Reading, one_of
+from saltus.engine.tool_forms.form import Function, Markers, Reading, ToolCall, one_of
 from saltus.engine.tool_forms.hermes import HERMES
-from saltus.engine.tool_forms.json_calls import call_of, may_begin_call, size_of_object
+from saltus.engine.tool_forms.json_calls import call_of, may_begin_call, size_of_object, written_call
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,10 @@ class Llama:
     begin: str = ""
     between: None = None
     markers: frozenset[str] = frozenset()
+    section: tuple[str, str] = ("", "")
+    lead: tuple[str, str] = ("", "")
     quotes_texts: bool = True
+    call_id: str = ""
 
     def is_shown_by(self, template: str) -> bool:
         return '"parameters"' in template and HERMES.begin not in template
@@ -30,6 +33,9 @@ class Llama:
             head = f'{json.dumps({"name": function.name})[:-1]}, "parameters": '
             rules.append(f"call_{place}: {json.dumps(head)} %json {json.dumps(function.schema)} {json.dumps('}')}")
         return rules
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        return "\n".join(written_call(call, "parameters") for call in calls)
 
     def read(self, text: str, schemas: Mapping[str, Mapping[str, Any]], last: bool) -> Reading | None:
         if not last:

@@ -23,7 +23,10 @@ class Mistral:
     begin: str = "[TOOL_CALLS]"
     after_name: str = "[ARGS]"
     between: str = ""
+    section: tuple[str, str] = ("", "")
+    lead: tuple[str, str] = ("", "")
     quotes_texts: bool = True
+    call_id: str = ""
 
     @property
     def markers(self) -> frozenset[str]:
@@ -37,6 +40,9 @@ class Mistral:
             f"call_{place}: {json.dumps(one.name)} {markers(self.after_name)} %json {json.dumps(one.schema)}"
             for place, one in enumerate(functions)
         ]
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        return "".join(f"{self.begin}{call.name}{self.after_name}{call.arguments}" for call in calls)
 
     def read(self, text: str, schemas: Mapping[str, Mapping[str, Any]], last: bool) -> Reading | None:
         name, between, arguments = text.partition(self.after_name)

@@ -21,7 +21,7 @@ from saltus.engine.tool_forms.form import Function, Markers, Reading, ToolCall, 
 from saltus.engine.tool_forms.tagged_arguments import ArgumentTags, arguments_as_json
 
 BEGIN, END = "<function=", "</function>"
-ARGUMENTS = ArgumentTags("<parameter=", ">\n", "\n</parameter>\n")
+ARGUMENTS = ArgumentTags("<parameter=", (">\n",), "\n</parameter>\n")
 HEAD = re.compile(rf"\s*{BEGIN}([^>\n]+)>\s*")
 TAIL = re.compile(rf"{END}\s*")
 
@@ -32,8 +32,11 @@ class Qwen3Coder:
 
     begin: str = "<tool_call>"
     end: str = "</tool_call>"
-    between: str = "\n"
+    between: str = '"\\n"'
+    section: tuple[str, str] = ("", "")
+    lead: tuple[str, str] = ("", "")
     quotes_texts: bool = False
+    call_id: str = ""
 
     @property
     def markers(self) -> frozenset[str]:
@@ -49,6 +52,10 @@ class Qwen3Coder:
             head = json.dumps(f"\n{BEGIN}{function.name}>\n")
             rules += [f'call_{place}: {head} {arguments} "{END}\\n" {markers(self.end)}', *more]
         return rules
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        bodies = (f"{BEGIN}{call.name}>\n{ARGUMENTS.write(call.arguments)}{END}" for call in calls)
+        return "\n".join(f"{self.begin}\n{body}\n{self.end}" for body in bodies)
 
     def read(self, text: str, schemas: Mapping[str, Mapping[str, Any]], last: bool) -> Reading | None:
         def calls_of(body: str, cut_end: str) -> Sequence[ToolCall] | None:

@@ -24,7 +24,7 @@ class ArgumentTags:
     """What stands around the name and the value of an argument."""
 
     before_name: str
-    after_name: str
+    after_name: tuple[str, ...]  # parts that line breaks may separate
     end: str
     gap: str = ""  # behind an argument, in Lark's syntax
 
@@ -40,7 +40,7 @@ class ArgumentTags:
         rules, arguments = [], []
         for place, (key, own) in enumerate(properties.items()):
             arguments.append(f"{rule}_{place}" + ("" if key in required else "?"))
-            head = f"{markers(self.before_name)} {json.dumps(key)} {markers(self.after_name)}"
+            head = f"{markers(self.before_name)} {json.dumps(key)} {self._after_name(markers)}"
             rules.append(f"{rule}_{place}: {head} {self._value(with_names(own, schema), markers)} {self.gap}")
         return " ".join(arguments), rules
 
@@ -49,8 +49,11 @@ class ArgumentTags:
         return [
             'NAME: /[^<>"\\n]+/',
             markers.after_text("text", self.end),
-            f"other: {markers(self.before_name)} NAME {markers(self.after_name)} text {self.gap}",
+            f"other: {markers(self.before_name)} NAME {self._after_name(markers)} text {self.gap}",
         ]
+
+    def _after_name(self, markers: Markers) -> str:
+        return ' "\\n"? '.join(map(markers, self.after_name))
 
     def _value(self, schema: Mapping[str, Any], markers: Markers) -> str:
         """The rule of an argument behind its first tag."""
@@ -72,8 +75,18 @@ class ArgumentTags:
 
     @property
     def _head(self) -> re.Pattern[str]:
-        after = r"\s*".join(map(re.escape, self.after_name.split())) + ("\n?" if self.after_name.endswith("\n") else "")
-        return re.compile(rf"{re.escape(self.before_name)}([^{re.escape(self.after_name[0])}\n]+){after}")
+        after = r"\s*".join(re.escape(part.strip()) for part in self.after_name)
+        space = r"\n?" if self.after_name[-1].endswith("\n") else ""
+        name = rf"[^{re.escape(self.after_name[0][0])}\n]+"
+        return re.compile(f"{re.escape(self.before_name)}({name}){after}{space}")
+
+    def write(self, arguments: str) -> str:
+        """The arguments of a JSON object."""
+        return "".join(
+            f"{self.before_name}{key}{''.join(self.after_name)}"
+            f"{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}{self.end}"
+            for key, value in json.loads(arguments).items()
+        )
 
 
 def arguments_as_json(arguments: Mapping[str, str], schema: Mapping[str, Any]) -> str:

@@ -1,0 +1,67 @@
+"""The forms of Granite 3 and of Mistral's models before 2025: a marker, then a JSON list of calls.
+
+<|tool_call|>[{"name": "look", "arguments": {"animal": "cat"}}]
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from saltus.engine.tool_forms.form import Function, Markers, Reading, ToolCall, one_of
+from saltus.engine.tool_forms.json_calls import call_of, size_of_object, written_call
+
+
+@dataclass(frozen=True)
+class CallList:
+    """A JSON list of objects of name and arguments behind a marker."""
+
+    begin: str
+    shown: re.Pattern[str]  # what a template of this form has besides the marker
+    between: None = None
+    section: tuple[str, str] = ("", "")
+    lead: tuple[str, str] = ("", "")
+    quotes_texts: bool = True
+    call_id: str = ""
+
+    @property
+    def markers(self) -> frozenset[str]:
+        return frozenset({self.begin})
+
+    def is_shown_by(self, template: str) -> bool:
+        return self.begin in template and self.shown.search(template) is not None
+
+    def rules(self, functions: Sequence[Function], several: bool, markers: Markers) -> list[str]:
+        more = '(", " item)*' if several else ""
+        rules = [one_of(functions, "item"), f'call: " "? "[" item {more} "]"']
+        for place, function in enumerate(functions):
+            head = f'{json.dumps({"name": function.name})[:-1]}, "arguments": '
+            rules.append(f"item_{place}: {json.dumps(head)} %json {json.dumps(function.schema)} {json.dumps('}')}")
+        return rules
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        return f"{self.begin}[{', '.join(map(written_call, calls))}]"
+
+    def read(self, text: str, schemas: Mapping[str, Mapping[str, Any]], last: bool) -> Reading | None:
+        calls, rest = [], text.lstrip()
+        if rest[:1] not in ("", "["):
+            return Reading(len(text) - len(rest), None)
+        is_whole, rest = False, rest[1:].lstrip()
+        while not is_whole and (size := size_of_object(rest)) is not None:
+            calls.append(call_of(rest[:size]))
+            rest = rest[size:].lstrip()
+            is_whole, rest = (
+                rest.startswith("]"),
+                (rest[1:] if rest.startswith("]") else rest.removeprefix(",").lstrip()),
+            )
+        if not is_whole and not last:
+            return None
+        size = len(text) - len(rest) if is_whole else len(text)
+        return Reading(size, None if None in calls else [call for call in calls if call is not None])
+
+
+GRANITE_3 = CallList("<|tool_call|>", re.compile(r"<\|start_of_role\|>"))
+MISTRAL_LISTS = CallList("[TOOL_CALLS]", re.compile(r"\[TOOL_CALLS\] ?\["))

@@ -1,0 +1,260 @@
+"""Every form of tool calls: told by the template, read however the text is cut, and constrained to what is read."""
+
+import json
+import random
+from itertools import pairwise
+
+import pytest
+from tokenizers import AddedToken
+
+from conftest import byte_tokenizer
+from saltus.engine import tool_calls
+from saltus.engine.tool_calls import FORMS, ToolCallReader, call_markers, has_other_form, tool_format, tool_grammar
+from saltus.engine.tool_forms.call_lists import GRANITE_3, MISTRAL_LISTS
+from saltus.engine.tool_forms.call_sections import DEEPSEEK_V3, DEEPSEEK_V3_1, KIMI_K2
+from saltus.engine.tool_forms.form import ToolCall
+from saltus.engine.tool_forms.glm import GLM
+from saltus.engine.tool_forms.gpt_oss import GPT_OSS
+from saltus.engine.tool_forms.hermes import HERMES
+from saltus.engine.tool_forms.llama import LLAMA
+from saltus.engine.tool_messages import readable_messages
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "kind": {"enum": ["a", "b c"]},
+        "number": {"type": "number"},
+        "nested": {"type": "object", "properties": {"x": {"type": "array", "items": {"type": "string"}}}},
+        "flag": {"type": ["boolean", "null"]},
+    },
+    "required": ["text"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "edit", "parameters": SCHEMA}},
+    {
+        "type": "function",
+        "function": {"name": "stop.now-2", "parameters": {"properties": {}, "additionalProperties": False}},
+    },
+]
+TEMPLATES = {
+    GLM: "{{ tools }}<tool_call>name\n<arg_key>k</arg_key>\n<arg_value>v</arg_value>\n</tool_call>",
+    DEEPSEEK_V3_1: "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ n }}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>",
+    DEEPSEEK_V3: "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ n }}\n```json\n{}\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    KIMI_K2: "<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    "<|tool_calls_section_end|>",
+    GRANITE_3: "<|start_of_role|>write <|tool_call|> and a list of calls",
+    MISTRAL_LISTS: '[TOOL_CALLS][{"name": "n", "arguments": {}}]',
+}
+CALLS = [
+    ToolCall(
+        "edit", '{"text": "a \\"b\\"\\n  <x> \\\\ é 😀", "number": 1.50, "nested": {"x": ["}", "]"]}, "flag": null}'
+    ),
+    ToolCall("stop.now-2", "{}"),
+    ToolCall("edit", '{"text": "</tool_cal", "kind": "b c"}'),
+]
+OWN = [form for form in (*FORMS, HERMES) if form != GPT_OSS]  # gpt-oss's is in test_channel_reader.py
+forms = pytest.mark.parametrize("form", OWN, ids=lambda form: type(form).__name__)
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+
+def read(form, pieces, tools=TOOLS) -> tuple[str, list[ToolCall]]:
+    reader = ToolCallReader(form, tools=tools)
+    found = [reader.read(piece) for piece in pieces]
+    found.append(reader.read("", last=True))
+    return "".join(text for text, _ in found), [call for _, calls in found for call in calls]
+
+
+def same(calls, others) -> bool:
+    """Whether calls have equal names and arguments."""
+    values = [[(call.name, json.loads(call.arguments)) for call in each] for each in (calls, others)]
+    return values[0] == values[1]
+
+
+@pytest.mark.parametrize("form", TEMPLATES)
+def test_a_form_is_told_by_the_template(form):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATES[form]
+    assert tool_format(tokenizer) == form
+    assert not has_other_form(TEMPLATES[form])
+    assert has_other_form(TEMPLATES[form] + "<|START_ACTION|>")
+
+
+@forms
+def test_calls_are_read_as_they_are_written_wherever_the_text_is_cut(form):
+    calls = CALLS[:1] if form == LLAMA else CALLS
+    text = form.write(calls)
+    if form != LLAMA:
+        text = "I look. <\n\n" + text
+    expected = "" if form == LLAMA else "I look. <"
+    for place in range(len(text)):
+        content, found = read(form, [text[:place], text[place:]])
+        assert content == expected
+        assert same(found, calls)
+    for seed in range(20):
+        chance = random.Random(seed)
+        places = [0, *sorted(chance.choices(range(len(text)), k=seed)), len(text)]
+        pieces = [text[start:end] for start, end in pairwise(places)]
+        assert read(form, pieces) == read(form, [text])
+    assert read(form, [*text]) == read(form, [text])
+
+
+@forms
+def test_numbers_stay_as_they_are_written(form):
+    text = form.write([ToolCall("edit", '{"number": 1}')]).replace("1", "0.10", 1)
+    if "0.10" not in text or form == KIMI_K2:
+        text = form.write([ToolCall("edit", '{"number": 0.10}')])
+    assert "0.10" in read(form, [text])[1][0].arguments
+
+
+@forms
+def test_a_call_that_is_cut_off_is_neither_call_nor_text(form):
+    if form == LLAMA:
+        pytest.skip("its text has to begin with the call")
+    first, both = form.write(CALLS[:1]), form.write(CALLS[:2])
+    for length in range(len(form.begin) + len(form.section[0]), len(both)):
+        content, found = read(form, ["Well.\n" + both[:length]])
+        rest = content.removeprefix("Well.").strip()  # the first half of a marker is text
+        assert any(marker[: len(marker) // 2].startswith(rest) for marker in (form.begin, *form.section)), content
+        assert [call.name for call in found] == [call.name for call in CALLS[: len(found)]]
+        assert len(found) >= (length >= len(first) and form.begin != "<|tool_call|>")
+
+
+@forms
+def test_text_without_calls_stays_as_it_is(form):
+    for text in ("plain <b> text\n\nwith [lines] {\n", "{}", "\n", "a <", "[", "x <t", "a [T"):
+        assert read(form, [*text]) == (text, [])
+    if form.begin:
+        text = f"{form.begin} is a marker."
+        assert read(form, [*text]) in ((text, []), ("", []))
+
+
+@pytest.fixture(params=[False, True], ids=["spelled", "special"])
+def tokenizer(request):
+    """A tokenizer by bytes, perhaps with the markers of all forms as special tokens."""
+    made = byte_tokenizer()
+    if request.param:
+        markers = sorted(set().union(*(form.markers for form in OWN)) - {"<function=", "<parameter="})
+        made.add_tokens([AddedToken(one, special=True, normalized=False) for one in markers], special_tokens=True)
+    return made
+
+
+@pytest.fixture
+def allowed(tokenizer, monkeypatch):
+    """Whether a whole text may be the model's."""
+
+    def allowed(form, text: str, choice="required", several=True, tools=TOOLS) -> bool:
+        monkeypatch.setattr(tool_calls, "tool_format", lambda _: form)
+        tokens = [*tokenizer(text, add_special_tokens=False).input_ids, 0]
+        constraint = tool_grammar(tools, choice, several, tokenizer).constraint(tokenizer, frozenset([0]))
+        return constraint.num_allowed([], tokens) == len(tokens)
+
+    return allowed
+
+
+@forms
+def test_calls_follow_the_schemas(form, allowed):
+    one, two = form.write(CALLS[:1]), form.write(CALLS)
+    if form == LLAMA:
+        assert allowed(form, one)
+        return
+    assert allowed(form, one)
+    assert allowed(form, one, several=False)
+    assert allowed(form, two)
+    assert not allowed(form, two, several=False)
+    assert not allowed(form, "Well. " + one)
+    for text in (f"Well.\n{one}", f"Well.\n{two}", "No call.", one):
+        assert allowed(form, text, "auto"), text
+    assert not allowed(form, two, "auto", several=False)
+    for wrong in (
+        ToolCall("other", "{}"), ToolCall("edit", "{}"), ToolCall("edit", '{"text": "a", "kind": "d"}'),
+        ToolCall("edit", '{"text": "a", "more": 1}'), ToolCall("edit", '{"text": "a", "number": "b"}'),
+    ):  # fmt: skip
+        assert not allowed(form, form.write([wrong])), wrong
+        assert not allowed(form, f"Well. {form.write([wrong])}", "auto"), wrong
+
+
+@forms
+def test_what_the_grammar_admits_is_read_back(form, tokenizer, monkeypatch):
+    monkeypatch.setattr(tool_calls, "tool_format", lambda _: form)
+    special = {token: added.content for token, added in tokenizer.added_tokens_decoder.items()}
+    constraint = tool_grammar(TOOLS, "required", True, tokenizer).constraint(tokenizer, frozenset([0]))
+    texts = 0
+    for seed in range(12):
+        chance, tokens = random.Random(seed), []
+        while len(tokens) < 300 and 0 not in tokens:
+            choices = [token for token, may in enumerate(constraint.allowed(tokens)) if may]
+            ends = [token for token in choices if token == 0 or chr(min(token, 126)) in '"}]' or token in special]
+            tokens.append(chance.choice(ends if ends and chance.random() < 0.2 else choices))
+        if 0 not in tokens:
+            continue
+        text = tokenizer.decode(tokens[:-1], skip_special_tokens=False)
+        content, calls = read(form, [text])
+        assert not content.strip(), text
+        assert calls, text
+        texts += 1
+        for call in calls:
+            assert json.loads(call.arguments).keys() <= SCHEMA["properties"].keys()
+            assert ("text" in json.loads(call.arguments)) == (call.name == "edit"), text
+        content, again = read(form, [form.write(calls)])
+        assert same(again, calls), text
+    assert texts
+
+
+@pytest.mark.parametrize("form", TEMPLATES)
+def test_special_tokens_that_mark_calls_are_shown(form):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATES[form]
+    tokenizer.add_tokens([AddedToken(one, special=True) for one in sorted(form.markers)], special_tokens=True)
+    assert set(call_markers(tokenizer).values()) == form.markers
+
+
+ASKED = [{"role": "user", "content": "?"}]
+ANSWER = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "call_a", "type": "function", "function": {"name": "edit", "arguments": '{"text": "a"}'}}],
+}
+RESULT = {"role": "tool", "tool_call_id": "call_a", "content": "done"}
+
+
+def test_arguments_are_texts_and_tools_in_a_system_message_where_a_template_reads_no_others():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (  # as DeepSeek's
+        "{% for m in messages %}{% if m['tool_calls'] %}<｜tool▁calls▁begin｜>{% for t in m['tool_calls'] %}"
+        "{{ '<｜tool▁call▁begin｜>' + t['function']['name'] + '<｜tool▁sep｜>' + t['function']['arguments'] }}"
+        "<｜tool▁call▁end｜>{% endfor %}<｜tool▁calls▁end｜>{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    system, _, answer, result = readable_messages([*ASKED, ANSWER, RESULT], TOOLS, tokenizer)
+    assert DEEPSEEK_V3_1.write([ToolCall("the name", '{"an argument": "its value"}')]) in system["content"]
+    assert json.loads(answer["tool_calls"][0]["function"]["arguments"]) == {"text": "a"}
+    assert result == RESULT
+    text = tokenizer.apply_chat_template(readable_messages([*ASKED, ANSWER, RESULT], TOOLS, tokenizer), tokenize=False)
+    assert read(DEEPSEEK_V3_1, [text])[1][-1] == ToolCall("edit", '{"text": "a"}')
+
+
+def test_ids_are_those_of_the_form():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{{ tools }}<|tool_calls_section_end|>{% for m in messages %}{{ m['content'] }}"
+        "{% for t in m['tool_calls'] or [] %}<|tool_calls_section_begin|><|tool_call_begin|>{{ t['id'] }}"
+        "<|tool_call_argument_begin|>"
+        "{{ t['function']['arguments'] | tojson }}<|tool_call_end|>{% endfor %}{% endfor %}"
+    )
+    found = readable_messages([*ASKED, ANSWER, RESULT, ANSWER, RESULT], TOOLS, tokenizer)
+    assert [message["tool_calls"][0]["id"] for message in found[1::2]] == ["functions.edit:0", "functions.edit:1"]
+    assert [message["tool_call_id"] for message in found[2::2]] == ["functions.edit:0", "functions.edit:1"]
+
+
+def test_calls_are_texts_of_the_own_form_where_a_template_does_not_write_them():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (  # as Granite 3's
+        "<|start_of_role|>{{ tools }} <|tool_call|>"
+        "{% for m in messages %}{{ m['role'] + ':' + m['content'] }}{% endfor %}"
+    )
+    _, answer, result = readable_messages([*ASKED, ANSWER, RESULT], TOOLS, tokenizer)
+    assert answer["content"] == '<|tool_call|>[{"name": "edit", "arguments": {"text": "a"}}]'
+    assert result["role"] == "user"
