@@ -11,6 +11,7 @@ from saltus.core.rules import match
 from saltus.core.sampling import Sampling
 from saltus.core.tree import each_branch
 from saltus.kernels import native
+from saltus.methods import lookup
 from saltus.methods.lookup import END_OF_REFERENCE, LIMITS, LONG_REPEAT, Lookup, RepeatIndex, branches, votes
 from saltus.methods.shared.repeat_paths import repeat_paths
 from saltus.testing import toy_decoding, toy_network
@@ -62,6 +63,20 @@ def test_reading_a_text_bit_by_bit_is_reading_it_at_once(text: list[int], data):
     parts.read(np.array(text))
     assert parts.tokens == whole.tokens
     assert parts.repeats() == whole.repeats()
+
+
+@given(texts, st.integers(0, 20))
+def test_many_tokens_are_indexed_as_one_by_one(text: list[int], first: int):
+    found = []
+    for many in (1, 1_000):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lookup, "MANY_TOKENS", many)
+            index = RepeatIndex(8, 5)
+            index.add_reference(text[:first])
+            index.read(np.array(text[first:], dtype=np.int64))
+            index.read(np.array([*text[first:], 1, 2, 1], dtype=np.int64))
+            found.append((index.tokens, index.chains))
+    assert found[0] == found[1]
 
 
 def test_a_step_indexes_new_tokens_alone_and_a_bounded_number_of_places_is_used():

@@ -29,6 +29,8 @@ SURE_REPEAT = 32  # after a repeat of so many tokens the text goes on as there i
 MAX_SURE_MATCHES = 4  # latest sure repeats that are used: the others hardly change the drafts, and take time
 LONG_REPEAT = 3  # repeats of so many tokens are indexed apart from single tokens, and so are found further back
 INDEXED = 1, LONG_REPEAT
+TOKEN_BITS = 21  # of a token id in the number of an n-gram: LONG_REPEAT of them in 63 bits
+MANY_TOKENS = 128  # so many at once are sorted, which takes a quarter of the time
 LIMITS = SURE_REPEAT, MAX_SURE_MATCHES, MIN_PATH_PROBABILITY  # of the kernel
 
 Repeat = tuple[int, int]
@@ -176,7 +178,7 @@ class RepeatIndex:
         self.tokens = array("q")
         # by size of the n-gram: for each position where the n-gram before it ended before, −1 for nowhere
         self._before = tuple(array("q") for _ in INDEXED)
-        self._latest: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in INDEXED)  # where each ended last
+        self._latest: tuple[dict[int, int], ...] = tuple({} for _ in INDEXED)  # where each n-gram ended last
         self.start = 0  # of the text, after the references
 
     def add_reference(self, tokens: Sequence[int]) -> None:
@@ -190,21 +192,49 @@ class RepeatIndex:
         self._append(text[len(self.tokens) - self.start :].tolist())
 
     def _append(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            end = len(self.tokens)
-            for size, before, latest in zip(INDEXED, self._before, self._latest, strict=True):
-                ngram = tuple(self.tokens[end - size : end]) if size <= end else ()
-                before.append(latest.get(ngram, -1))
-                if ngram:
+        first = len(self.tokens)
+        self.tokens.extend(tokens)
+        for size, before, latest in zip(INDEXED, self._before, self._latest, strict=True):
+            if len(tokens) >= MANY_TOKENS:
+                self._index_many(first, size, before, latest)
+                continue
+            for end in range(first, len(self.tokens)):
+                before.append(latest.get(ngram := self._ngram(end, size), -1))
+                if ngram >= 0:
                     latest[ngram] = end
-            self.tokens.append(token)
+
+    def _index_many(self, first: int, size: int, before: array, latest: dict[int, int]) -> None:
+        """Index the n-grams before position `first` and all after it, by sorting them."""
+        ends = np.arange(max(first, size), len(self.tokens))
+        tokens = np.frombuffer(self.tokens, dtype=np.int64)
+        ngrams = np.zeros(len(ends), dtype=np.int64)
+        for distance in range(size, 0, -1):
+            ngrams = ngrams << TOKEN_BITS | tokens[ends - distance] + 1
+        order = np.argsort(ngrams, kind="stable")
+        repeated = np.zeros(len(ends), dtype=bool)
+        repeated[1:] = ngrams[order[1:]] == ngrams[order[:-1]]
+        found = np.full(len(ends), -1)
+        found[order[repeated]] = ends[order[np.flatnonzero(repeated) - 1]]
+        if latest:
+            for place in order[~repeated].tolist():
+                found[place] = latest.get(int(ngrams[place]), -1)
+        before.extend([-1] * (int(len(self.tokens) - len(ends)) - first))
+        before.frombytes(found.tobytes())
+        latest.update(zip(ngrams.tolist(), ends.tolist(), strict=True))
+
+    def _ngram(self, end: int, size: int) -> int:
+        """A number of the `size` tokens before a position, −1 if there are fewer."""
+        ngram = 0 if size <= end else -1
+        for token in self.tokens[end - size : end] if size <= end else ():
+            ngram = ngram << TOKEN_BITS | token + 1
+        return ngram
 
     @property
     def chains(self) -> list[tuple[array, int]]:
         """By size of the n-gram: where each position's n-gram ended before, and where that of the text's end did."""
         end = len(self.tokens)
         return [
-            (before, latest.get(tuple(self.tokens[end - size :]), -1) if size <= end else -1)
+            (before, latest.get(self._ngram(end, size), -1))
             for size, before, latest in zip(INDEXED, self._before, self._latest, strict=True)
         ]
 
