@@ -238,10 +238,12 @@ def test_a_curve_rounds_alike_wherever_its_argument_stands(dtype, size, name):
     torch.testing.assert_close(whole, curve(x), rtol=2 * STEPS[dtype], atol=2.0**-24)
 
 
-def test_arguments_by_name_and_in_place_are_those_of_torch():
+def test_arguments_by_name_in_place_and_without_numbers_are_those_of_torch():
     x, y, weight, out = normal(3, 20), normal(3, 20), normal(8, 20), torch.empty(3, 20)
     calls = {
         "linear": lambda: F.linear(input=x, weight=weight),
+        "linear without outputs": lambda: F.linear(x, weight[:0]),
+        "linear without inputs": lambda: F.linear(x[:, :0], weight[:, :0]),
         "matmul": lambda: torch.matmul(x, other=weight.T),
         "bmm": lambda: torch.bmm(x[None], mat2=weight.T[None]),
         "mul": lambda: torch.mul(x, other=y),

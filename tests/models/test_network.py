@@ -128,6 +128,8 @@ def test_routers_that_transformers_keeps_in_float32_run_on_kernels(name, tmp_pat
         ("Gemma4 of shared keys", {"use_double_wide_mlp": True}),
         ("Gemma4", {"hidden_size_per_layer_input": 0}),
         ("Gemma4", GEMMA4_EXPERTS),
+        ("DeepseekV3", {"n_shared_experts": 0}),
+        ("Qwen2Moe", {"shared_expert_intermediate_size": 0}),
         ("Gemma3n", {"altup_num_inputs": 4, "activation_sparsity_pattern": [0.95, 0.3, 0.0, 0.5]}),
         ("Gemma3n", {"altup_num_inputs": 3, "altup_active_idx": 2, "hidden_size": 60}),
         ("Gemma3n", {"altup_num_inputs": 1, "altup_correct_scale": False, "vocab_size_per_layer_input": VOCAB // 2}),
@@ -393,6 +395,21 @@ def test_models_with_states_are_served(name):
         network = make_network(tiny(name), "mine", exact)
         assert network.compute_path == "native"
         assert network.batch_invariant
+
+
+def test_a_state_and_experts_without_a_shared_one_are_served():
+    model, tokens = tiny("GraniteMoeHybrid", shared_intermediate_size=0), text(LENGTH)
+    assert off(chain(CausalNetwork(model), tokens), own_logits(model, tokens)).max() < BOUNDS[torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("Gemma3n", {"laurel_rank": 0}), ("DeepseekV3", {"q_lora_rank": 0})],
+)
+def test_weights_without_numbers_are_refused(name, changes):
+    with pytest.raises(ValueError, match="of 0 x 48 numbers") as error:
+        make_network(tiny(name, **changes), "mine")
+    assert "\n" not in str(error.value)
 
 
 def test_position_biases_are_refused():

@@ -136,6 +136,7 @@ def _can_use_kernel(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bo
         and is_kernel_weight(weight)
         and weight.ndim == 2
         and x.numel() > 0
+        and weight.numel() > 0
         and x.shape[-1] == weight.shape[1]
         and (bias is None or (bias.dtype == x.dtype and bias.shape == weight.shape[:1]))
     )

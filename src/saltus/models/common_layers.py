@@ -135,7 +135,8 @@ def deepseek_mixture(config: Any, layer: int, **changes: Any) -> Experts:
         "groups": config.n_group, "top_groups": config.topk_group, "best_of_group": 2,
     }  # fmt: skip
     if "shared" not in changes:
-        settings["shared"] = llama_mlp(config, layer, "mlp.shared_experts")
+        count = getattr(config, "num_shared_experts", None) or getattr(config, "n_shared_experts", None)
+        settings["shared"] = llama_mlp(config, layer, "mlp.shared_experts") if count else None
     return mixture(config, layer, **settings | changes)
 
 

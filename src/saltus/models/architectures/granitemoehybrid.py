@@ -17,7 +17,7 @@ def describe(config: Any) -> DecoderDescription:
     for number, (kind, layer) in enumerate(zip(config.layer_types, plain.layers, strict=True)):
         path, size = f"layers.{number}", config.shared_intermediate_size
         fused = f"{path}.shared_mlp.input_linear"
-        mlp = MLP(
+        mlp = None if not size else MLP(
             Weight(fused, 0, size), Weight(fused, size, 2 * size), Weight(f"{path}.shared_mlp.output_linear"),
             activation(config.hidden_act),
         )  # fmt: skip

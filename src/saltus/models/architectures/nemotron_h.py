@@ -41,7 +41,7 @@ def experts(config: Any, number: int, path: str) -> Experts:
     return deepseek_mixture(
         config, number, router=f"{path}.gate", experts=f"{path}.experts", has_gate=False,
         activation=activation(config.mlp_hidden_act), selection_bias=f"{path}.gate.e_score_correction_bias",
-        shared=mlp(config, f"{path}.shared_experts"),
+        shared=mlp(config, f"{path}.shared_experts") if config.moe_shared_expert_intermediate_size else None,
     )  # fmt: skip
 
 

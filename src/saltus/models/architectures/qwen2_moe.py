@@ -18,11 +18,11 @@ CLASSES = {"Qwen2MoeForCausalLM"}
 
 
 def experts(config: Any, layer: int, **changes: Any) -> Experts:
-    """A mixture with a shared expert that has a gate, changed in places."""
-    shared = llama_mlp(config, layer, "mlp.shared_expert")
-    return mixture(
-        config, layer, shared=shared, shared_gate=Weight(f"layers.{layer}.mlp.shared_expert_gate"), **changes
-    )
+    """A mixture, perhaps with a shared expert that has a gate, changed in places."""
+    if config.shared_expert_intermediate_size:
+        changes["shared"] = llama_mlp(config, layer, "mlp.shared_expert")
+        changes["shared_gate"] = Weight(f"layers.{layer}.mlp.shared_expert_gate")
+    return mixture(config, layer, **changes)
 
 
 def describe(config: Any) -> DecoderDescription:

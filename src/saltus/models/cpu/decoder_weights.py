@@ -51,7 +51,11 @@ class Resolver:
         return getattr(self.module(parent), name).detach()
 
     def matrix(self, weight: Weight) -> Matrix:
+        """Errors: ValueError for one without numbers, which kernels would divide by."""
         module = self.module(weight.path)
+        if 0 in module.weight.shape:
+            sides = " x ".join(map(str, module.weight.shape))
+            raise ValueError(f"a decoder's {weight.path} has a weight of {sides} numbers; fetch it again")
         bias = getattr(module, "bias", None)
         if weight.stop is None:
             return Matrix(module.weight, bias)

@@ -30,7 +30,7 @@ def experts_struct(layer: Experts, weights: Resolver, hidden: int, norm: dict[st
         router_weight = weights.keep((router_weight.float() * scale).contiguous())
     experts, down = len(router_weight), _stack(module, "down_proj", layer.is_transposed)
     width = down.shape[2]
-    _check(layer, experts)
+    _check(layer, experts, width)
     assert router_weight.shape == (experts, hidden)
     assert down.shape == (experts, hidden, width)
     struct = native.Experts(
@@ -60,11 +60,11 @@ def experts_struct(layer: Experts, weights: Resolver, hidden: int, norm: dict[st
     return struct
 
 
-def _check(layer: Experts, experts: int) -> None:
+def _check(layer: Experts, experts: int, width: int) -> None:
     """The kernel relies on it."""
     check_sizes(
         experts_per_token=layer.top_k, expert_groups=layer.groups, top_expert_groups=layer.top_groups,
-        best_of_group=layer.best_of_group,
+        best_of_group=layer.best_of_group, experts=experts, expert_width=width,
     )  # fmt: skip
     members = experts // layer.groups
     if experts % layer.groups or layer.top_groups > layer.groups or layer.best_of_group > members:
