@@ -50,7 +50,7 @@ SIZES = {
 }  # fmt: skip
 ARCHITECTURES = {
     "llama": {}, "llama, tied": {"tie_word_embeddings": True}, "mistral": {"sliding_window": 8}, "qwen2": {},
-    "qwen3": {},
+    "qwen3": {}, "qwen3, biases": {"attention_bias": True}, "llama, biases": {"attention_bias": True, "mlp_bias": True},
 }  # fmt: skip
 
 
@@ -103,14 +103,14 @@ def write(model, file: Path, formats: list[Q], **more) -> None:
         block, key, part = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.*)\.(weight|bias)", name).groups()
         target = (f"blk.{block}." if block else "") + f"{names[key]}.{part}"
         values = weight.detach().float().numpy()
-        if weight.ndim == 1:
-            out.add_tensor(target, np.ascontiguousarray(values))
-            continue
-        format, at = formats[at % len(formats)], at + 1
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(names[key])
         turned = kind == "llama" and heads
         if turned:
             values = values.reshape(heads, 2, len(values) // heads // 2, -1).swapaxes(1, 2).reshape(values.shape)
+        if weight.ndim == 1:
+            out.add_tensor(target, np.ascontiguousarray(values))
+            continue
+        format, at = formats[at % len(formats)], at + 1
         blocks = as_blocks(np.ascontiguousarray(values), format)
         out.add_tensor(target, blocks, raw_dtype=None if format in (Q.F32, Q.F16) else format)
         made = dequantize(blocks, format)

@@ -106,6 +106,7 @@ def _read_config(folder: Path, tensors: Mapping[str, Sequence[GgufTensor]]) -> D
         config = read_decoder_config(fields)
         if config.model_type in LLAMA_TYPES:
             config = make_decoder_config(fields)
+            config.attention_output_bias = "model.layers.0.self_attn.o_proj.bias" in tensors
         check_layer_count(config.num_hidden_layers, tensors)
     except (ValueError, TypeError) as error:
         raise SourceError(f"{file} is damaged: {first_line(error)}") from None

@@ -173,6 +173,7 @@ def _attention(config: DecoderConfig) -> nn.Module:
     part: Any = nn.Module()
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     hidden, biased = config.hidden_size, config.attention_bias
+    output_biased = getattr(config, "attention_output_bias", False)
     part.head_dim, part.scaling = config.head_dim, config.head_dim**-0.5
     part.q_proj, part.k_proj = (
         UninitializedLinear(hidden, queries, bias=biased),
@@ -180,7 +181,7 @@ def _attention(config: DecoderConfig) -> nn.Module:
     )
     part.v_proj, part.o_proj = (
         UninitializedLinear(hidden, keys, bias=biased),
-        UninitializedLinear(queries, hidden, bias=False),
+        UninitializedLinear(queries, hidden, bias=output_biased),
     )
     if config.model_type == "qwen3":
         part.q_norm, part.k_norm = (RMSNorm(config.head_dim, config.rms_norm_eps) for _ in range(2))
@@ -190,12 +191,12 @@ def _attention(config: DecoderConfig) -> nn.Module:
 def _layer(config: DecoderConfig) -> nn.Module:
     layer: Any = nn.Module()
     layer.self_attn, mlp = _attention(config), nn.Module()
-    hidden, wide = config.hidden_size, config.intermediate_size
+    hidden, wide, biased = config.hidden_size, config.intermediate_size, getattr(config, "mlp_bias", False)
     mlp.gate_proj, mlp.up_proj = (
-        UninitializedLinear(hidden, wide, bias=False),
-        UninitializedLinear(hidden, wide, bias=False),
+        UninitializedLinear(hidden, wide, bias=biased),
+        UninitializedLinear(hidden, wide, bias=biased),
     )
-    mlp.down_proj = UninitializedLinear(wide, hidden, bias=False)
+    mlp.down_proj = UninitializedLinear(wide, hidden, bias=biased)
     layer.mlp = mlp
     layer.input_layernorm, layer.post_attention_layernorm = (RMSNorm(hidden, config.rms_norm_eps) for _ in range(2))
     return layer
