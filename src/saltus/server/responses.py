@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
+from copy import copy
 from typing import Any
 
 from pydantic import BaseModel
@@ -16,6 +17,7 @@ from saltus.server.events import KEEP_ALIVE, event_text
 from saltus.server.protocol import (
     ResponseCall,
     ResponseCallOutput,
+    ResponseMessage,
     ResponseReasoning,
     ResponsesRequest,
 )
@@ -32,34 +34,48 @@ def response_messages(body: ResponsesRequest) -> list[dict[str, Any]]:
         messages.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
-    thought = ""
+    thoughts: list[str] = []  # before the next message
     for item in body.input:
         if isinstance(item, ResponseReasoning):
-            thought = "".join(part.text for part in item.content or item.summary)
+            thoughts.append("".join(part.text for part in item.content or item.summary))
             continue
-        said: dict[str, Any] = {"role": "assistant", "content": ""}
-        if thought:
-            said["reasoning_content"] = thought
-            thought = ""
-        if isinstance(item, ResponseCall):
-            function = {"name": item.name, "arguments": item.arguments}
-            call = {"id": item.call_id, "type": "function", "function": function}
-            if messages and messages[-1].get("role") == "assistant":  # calls of one answer belong together
-                messages[-1].setdefault("tool_calls", []).append(call)
-            else:
-                messages.append({**said, "tool_calls": [call]})
-        elif isinstance(item, ResponseCallOutput):
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": joined_text(item.output)})
-        else:
-            role = ROLES.get(item.role, item.role)
-            messages.append(
-                {**(said if role == "assistant" else {}), "role": role, "content": joined_text(item.content)}
-            )
+        message = _message(item)
+        if thoughts:
+            thinking = message if message["role"] == "assistant" else {"role": "assistant", "content": ""}
+            thinking["reasoning_content"], thoughts = "\n".join(thoughts), []
+            if thinking is not message:  # an answer that was cut off
+                _add_message(messages, thinking)
+        _add_message(messages, message)
     return messages
 
 
+def _message(item: ResponseCall | ResponseCallOutput | ResponseMessage) -> dict[str, Any]:
+    """A message that is an item of the input."""
+    if isinstance(item, ResponseCall):
+        function = {"name": item.name, "arguments": item.arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+    if isinstance(item, ResponseCallOutput):
+        return {"role": "tool", "tool_call_id": item.call_id, "content": joined_text(item.output)}
+    return {"role": ROLES.get(item.role, item.role), "content": joined_text(item.content)}
+
+
+def _add_message(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
+    """Add a message to a conversation. Calls of one answer, its reasoning, and a text behind calls are one message."""
+    last = messages[-1] if messages else {}
+    is_one = message["role"] == last.get("role") == "assistant" and ("tool_calls" in last or not message["content"])
+    if not is_one:
+        messages.append(message)
+        return
+    if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
+        last["tool_calls"] = calls
+    for name in ("content", "reasoning_content"):
+        if message.get(name):
+            last[name] = "\n".join(text for text in (last.get(name), message[name]) if text)
+
+
 class ResponseAnswer(Answer):
-    """An answer with a message, calls of functions, or both."""
+    """An answer with messages, calls of functions, or both."""
 
     prefix = "resp_"
     body: ResponsesRequest
@@ -78,7 +94,7 @@ class ResponseAnswer(Answer):
         self.reasoning_reader = reasoning and reasoning.reader(requests[0].request.prompt)
         self.items: list[dict[str, Any]] = []  # of the output
         self.thought: dict[str, Any] | None = None  # the reasoning among them
-        self.message: dict[str, Any] | None = None  # among them
+        self.message: dict[str, Any] | None = None  # the one that is being written, the last of them
 
     async def whole(self) -> dict[str, Any]:
         async for _ in self.arriving():
@@ -115,17 +131,31 @@ class ResponseAnswer(Answer):
         if self.reasoning_reader is not None:
             thought, text = self.reasoning_reader.read(text, last)
             yield from self._add_reasoning(thought, last or bool(text))
-        content, calls = (text, []) if self.reader is None else self.reader.read(text, last)
-        if content or (last and not calls and all(item is self.thought for item in self.items)):
-            yield from self._add_text(content)
-        for call in calls:
-            yield from self._add_call(call)
-        if last and self.message is not None:
-            part, place = self.message["content"][0], self._place()
-            yield "output_text.done", {**place, "text": part["text"], "logprobs": []}
-            yield "content_part.done", {**place, "part": part}
-            self.message["status"] = "completed" if self.choices[0].finish_reason == "stop" else "incomplete"
-            yield "output_item.done", {"output_index": place["output_index"], "item": self.message}
+        for content, calls in self._read(text, last):
+            if content:
+                yield from self._add_text(content)
+            for call in calls:
+                yield from self._finish_message("completed")
+                yield from self._add_call(call)
+        if last and all(item is self.thought for item in self.items):
+            yield from self._add_text("")
+        if last:
+            yield from self._finish_message("completed" if self.choices[0].finish_reason == "stop" else "incomplete")
+
+    def _read(self, text: str, last: bool) -> Iterator[tuple[str, list[ToolCall]]]:
+        """Texts and calls in their order, whatever the pieces are in which an answer arrives."""
+        if self.reader is None:
+            yield text, []
+            return
+        reader = copy(self.reader)
+        content, calls = reader.read(text, last)
+        if content and calls and len(text) > 1:  # which of them is first?
+            half = len(text) // 2
+            yield from self._read(text[:half], False)
+            yield from self._read(text[half:], last)
+        else:
+            self.reader = reader
+            yield content, calls
 
     def _add_reasoning(self, text: str, last: bool) -> Iterator[tuple[str, dict[str, Any]]]:
         """Put reasoning into its item, which comes first; `last` completes it."""
@@ -159,6 +189,16 @@ class ResponseAnswer(Answer):
             self.message["content"][0]["text"] += text
             yield "output_text.delta", {**self._place(), "delta": text, "logprobs": []}
 
+    def _finish_message(self, status: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Complete the message that is being written, if there is one: a text behind calls is another one."""
+        if (message := self.message) is None:
+            return
+        part, place = message["content"][0], self._place()
+        yield "output_text.done", {**place, "text": part["text"], "logprobs": []}
+        yield "content_part.done", {**place, "part": part}
+        message["status"], self.message = status, None
+        yield "output_item.done", {"output_index": place["output_index"], "item": message}
+
     def _add_call(self, call: ToolCall) -> Iterator[tuple[str, dict[str, Any]]]:
         item = {
             "id": self._item_id("fc"), "type": "function_call", "call_id": self._item_id("call"), "name": call.name,
@@ -176,9 +216,9 @@ class ResponseAnswer(Answer):
         return f"{kind}_{len(self.items)}{self.id.removeprefix(self.prefix)}"
 
     def _place(self) -> dict[str, Any]:
-        """Where the message's text is."""
+        """Where the text of the message is, which is the last item."""
         assert self.message is not None
-        return {"item_id": self.message["id"], "output_index": self.items.index(self.message), "content_index": 0}
+        return {"item_id": self.message["id"], "output_index": len(self.items) - 1, "content_index": 0}
 
     def _response(self, status: str | None = None) -> dict[str, Any]:
         """The response as far as it has arrived; without a status it is finished."""
@@ -206,7 +246,7 @@ class ResponseAnswer(Answer):
             "tool_choice": _dumped(body.tool_choice) or "auto",
             "tools": [{"parameters": {}, "strict": True, **_dumped(tool)} for tool in body.tools or ()],
             "top_p": body.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "usage": self._usage() if finished else None,
         }
         if finished and body.include_metrics:
