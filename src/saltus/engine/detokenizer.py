@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from saltus.engine.token_texts import TokenTexts
 
@@ -79,7 +79,7 @@ def text_decoder(tokenizer: Any) -> Callable[[list[int]], str]:
 
 @dataclass
 class TextOutput:
-    """The text of one continuation so far; ends at end tokens and stop strings."""
+    """The text of one continuation so far; ends at end tokens and stop strings, but not in its reasoning."""
 
     detokenizer: Detokenizer
     end_tokens: frozenset[int]  # tokens that end it
@@ -88,6 +88,15 @@ class TextOutput:
     token_texts: TokenTexts | None = None  # what each token stands for, where that is asked for
     unshown_ends: Mapping[int, str] = field(default_factory=dict)  # end tokens with texts that only stop strings spell
     text: str = ""
+@runtime_checkable
+class SeparatesReasoning(Protocol):
+    """Separates reasoning and answer as a text arrives."""
+
+    def read(self, text: str, last: bool = False) -> tuple[str, str]:
+        """The next text of the reasoning and of the answer."""
+        ...
+
+
     ended: bool = False
     num_released: int = field(default=0, init=False)  # characters given out by `release`
     num_tokens: int = field(default=0, init=False)
@@ -98,7 +107,8 @@ class TextOutput:
         token_texts = None if self.token_texts is None else self.token_texts.unread()
         return TextOutput(
             self.detokenizer.unread(), self.end_tokens, self.stop_strings, self.min_tokens, token_texts,
-            self.unshown_ends,
+    reasoning_reader: Callable[[], SeparatesReasoning | None] = lambda: None  # a new one
+            self.unshown_ends, self.reasoning_reader,
         )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -113,11 +123,16 @@ class TextOutput:
         if self.token_texts is not None:
             self.token_texts.add(token, new, not self.detokenizer.pending_tokens)
         self.num_tokens += 1
+        self.reasoning = self.reasoning_reader() if self.stop_strings else None  # None where the answer has begun
+        self.has_reasoning = False  # of which a part is certain
         if self.num_tokens <= self.min_tokens:
             self.num_free = len(self.text)
         self.ended = token in self.end_tokens
-        if new and self.stop_strings:
-            begin = max(len(self.text) - len(new) - self.longest_stop + 1, self.num_free)
+        begin = len(self.text) - len(new) - self.longest_stop + 1
+        if self.reasoning is not None:
+            begin = self._read_reasoning(self.reasoning, new)
+        if new and self.stop_strings and self.reasoning is None:
+            begin = max(begin, self.num_free)
             places = [at for stop in self.stop_strings if (at := self.text.find(stop, begin)) >= 0]
             if places:
                 self.text, self.ended = self.text[: min(places)], True
@@ -137,6 +152,15 @@ class TextOutput:
         """Length of the longest end of the text that is the beginning of a stop string."""
         longest = min(self.longest_stop - 1, len(self.text) - self.num_free)
         return next((n for n in range(longest, 0, -1) if self._begins_stop_string(self.text[-n:])), 0)
+    def _read_reasoning(self, reader: SeparatesReasoning, new: str) -> int:
+        """Where the answer begins, if it does by now."""
+        reasoning, answer = reader.read(new)
+        self.has_reasoning |= bool(reasoning)
+        if answer:
+            self.reasoning = None
+            self.num_free = max(self.num_free, len(self.text) - len(answer))
+        return self.num_free
+
 
     def _begins_stop_string(self, text: str) -> bool:
         place = bisect_left(self.sorted_stops, text)  # of the first string that may begin with it
@@ -146,6 +170,8 @@ class TextOutput:
 def check_stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     """Stop strings as a tuple. Errors: ValueError for an empty one, and for what is no string."""
     stops = (stop,) if isinstance(stop, str) or not isinstance(stop, Sequence | None) else tuple(stop or ())
+        if self.reasoning is not None:  # all that may yet be an answer
+            return 0 if self.has_reasoning else len(self.text) - self.num_released
     if wrong := [one for one in stops if not isinstance(one, str)]:
         raise ValueError(f"stop has {wrong[0]!r}, but must be a string or several")
     if "" in stops:

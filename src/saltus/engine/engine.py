@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Unpack, overload
 
 from saltus.core.constraint import Constraint
@@ -13,7 +14,13 @@ from saltus.engine.checkpoints import Checkpoint
 from saltus.engine.decoder import (
     Decoder,
 )
-from saltus.engine.detokenizer import Detokenizer, TextOutput, check_stop_strings, shown_special_tokens
+from saltus.engine.detokenizer import (
+    Detokenizer,
+    SeparatesReasoning,
+    TextOutput,
+    check_stop_strings,
+    shown_special_tokens,
+)
 from saltus.engine.encoding import (
     PromptSettings,
     encode_prompt,
@@ -229,6 +236,7 @@ class Engine:
         stop_token_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
         shown_tokens: Sequence[int] = (),
+        reasoning_reader: Callable[[Sequence[int]], SeparatesReasoning | None] = lambda prompt: None,
         raw: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -242,7 +250,8 @@ class Engine:
 
         With a `suffix` a model with fill-in-the-middle tokens writes what stands between the prompt and the suffix;
         `files` (name, text) are other files that it reads before. `shown_tokens` are special tokens whose texts belong
-        to the text.
+        to the text. `reasoning_reader` makes what reads the reasoning of a text after a prompt; stop strings are looked
+        for behind it.
         Errors: ValueError of one line.
         """
         for name, value in (("max_new_tokens", max_new_tokens), ("min_new_tokens", min_new_tokens), ("seed", seed)):
@@ -298,7 +307,9 @@ class Engine:
         detokenizer = Detokenizer(self.tokenizer, continues, stopping | ends, shown)
         wants_logprobs = logprobs or top_logprobs > 0
         token_texts = TokenTexts(self.tokenizer, shown) if wants_logprobs else None
-        output = TextOutput(detokenizer, stopping, stops, min_new_tokens, token_texts, unshown)
+        output = TextOutput(
+            detokenizer, stopping, stops, min_new_tokens, token_texts, unshown, partial(reasoning_reader, tokens)
+        )
         if min_new_tokens:
             sampling |= {"min_new_tokens": min_new_tokens, "end_tokens": tuple(sorted(stopping))}
         request = Request(

@@ -112,13 +112,15 @@ def text_requests(
     if grammar is not None and reasoning is not None:
         grammar = reasoning.before(grammar)
     try:
+    of_reasoning: dict[str, Any] = {}
+    if reasoning is not None:
+        of_reasoning = {"shown_tokens": reasoning.shown_tokens, "reasoning_reader": reasoning.reader}
         first = engine.text_request(
             prompt, max_new_tokens=max(context or 2**31, body.min_tokens) if max_tokens is None else max_tokens,
             min_new_tokens=body.min_tokens, seed=seeds[0], stop=body.stop, stop_token_ids=body.stop_token_ids or (),
             skip_special_tokens=body.skip_special_tokens, logprobs=wants_logprobs, top_logprobs=top_logprobs,
             ignore_eos=body.ignore_eos, grammar=grammar,
-            shown_tokens=() if reasoning is None else reasoning.shown_tokens,
-            **prompt_settings, **settings,
+            **prompt_settings, **settings, **of_reasoning,
         )  # fmt: skip
     except PromptTooLongError as error:
         message = f"{error} (this model's maximum context length is {context:,} tokens)"
