@@ -28,9 +28,17 @@ def pieces(ids, tokenizer=BYTES, context=()) -> list[str]:
 
 @given(characters)
 def test_any_text_comes_back_from_its_tokens(text):
-    text += "."  # the lost character may stand in a text, but not wait at its end
-    ids = BYTES(text).input_ids
-    assert "".join(pieces(ids)) == text
+    for tokenizer in (BYTES, SPACES):
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        assert "".join(pieces(ids, tokenizer)) == tokenizer.decode(ids)
+    assert BYTES.decode(BYTES(text).input_ids) == text
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, SPACES], ids=["bytes", "spaces"])
+def test_a_replacement_character_that_is_written_as_one_does_not_wait(tokenizer):
+    ids = [tokenizer("a").input_ids[-1], *tokenizer("\ufffd", add_special_tokens=False).input_ids[-3:]]
+    assert "".join(pieces(ids, tokenizer)) == "a\ufffd"
+    assert "".join(pieces(ids[:-1], tokenizer)) == "a"
 
 
 @given(tokens)

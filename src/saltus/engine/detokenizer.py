@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from saltus.engine.token_texts import TokenTexts
+from saltus.engine.token_texts import TokenTexts, token_bytes
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # how tokenizers show a character that is not whole
 CONTEXT_TOKENS = 8  # tokens of the prompt that decide whether a space precedes the continuation
@@ -50,7 +50,8 @@ class Detokenizer:
             return self.shown.get(token, "")
         self.pending_tokens.append(token)
         text = self._decode(self.context_tokens + self.pending_tokens)
-        whole = text if len(self.pending_tokens) > MAX_PENDING_TOKENS else text.rstrip(REPLACEMENT)
+        is_whole = len(self.pending_tokens) > MAX_PENDING_TOKENS or self._has_whole_characters(text)
+        whole = text if is_whole else text.rstrip(REPLACEMENT)
         if len(whole) < len(text) and not (whole.startswith(self.emitted_text) and len(whole) > len(self.emitted_text)):
             return ""
         if whole.startswith(self.emitted_text):
@@ -62,6 +63,16 @@ class Detokenizer:
             self.context_tokens, self.pending_tokens = self.pending_tokens, []
             self.context_text = self.emitted_text = self._decode(self.context_tokens)
         return new
+
+    def _has_whole_characters(self, text: str) -> bool:
+        """False if a text may end in half a character. A model may also write U+FFFD itself, which is a whole one."""
+        if not text.endswith(REPLACEMENT):
+            return True
+        try:
+            content = token_bytes(self.tokenizer, self.pending_tokens)
+            return content is not None and bool(content.decode())
+        except UnicodeDecodeError:
+            return False
 
     def _decode(self, tokens: list[int]) -> str:
         return self._text_of(tokens) if tokens else ""
@@ -77,6 +88,15 @@ def text_decoder(tokenizer: Any) -> Callable[[list[int]], str]:
     return partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
+@runtime_checkable
+class SeparatesReasoning(Protocol):
+    """Separates reasoning and answer as a text arrives."""
+
+    def read(self, text: str, last: bool = False) -> tuple[str, str]:
+        """The next text of the reasoning and of the answer."""
+        ...
+
+
 @dataclass
 class TextOutput:
     """The text of one continuation so far; ends at end tokens and stop strings, but not in its reasoning."""
@@ -87,16 +107,8 @@ class TextOutput:
     min_tokens: int = 0  # stop strings are looked for in the text of the tokens after these
     token_texts: TokenTexts | None = None  # what each token stands for, where that is asked for
     unshown_ends: Mapping[int, str] = field(default_factory=dict)  # end tokens with texts that only stop strings spell
+    reasoning_reader: Callable[[], SeparatesReasoning | None] = lambda: None  # a new one
     text: str = ""
-@runtime_checkable
-class SeparatesReasoning(Protocol):
-    """Separates reasoning and answer as a text arrives."""
-
-    def read(self, text: str, last: bool = False) -> tuple[str, str]:
-        """The next text of the reasoning and of the answer."""
-        ...
-
-
     ended: bool = False
     num_released: int = field(default=0, init=False)  # characters given out by `release`
     num_tokens: int = field(default=0, init=False)
@@ -107,11 +119,12 @@ class SeparatesReasoning(Protocol):
         token_texts = None if self.token_texts is None else self.token_texts.unread()
         return TextOutput(
             self.detokenizer.unread(), self.end_tokens, self.stop_strings, self.min_tokens, token_texts,
-    reasoning_reader: Callable[[], SeparatesReasoning | None] = lambda: None  # a new one
             self.unshown_ends, self.reasoning_reader,
         )  # fmt: skip
 
     def __post_init__(self) -> None:
+        self.reasoning = self.reasoning_reader() if self.stop_strings else None  # None where the answer has begun
+        self.has_reasoning = False  # of which a part is certain
         self.sorted_stops = sorted(self.stop_strings)
         self.longest_stop = max(map(len, self.stop_strings), default=1)
 
@@ -123,8 +136,6 @@ class SeparatesReasoning(Protocol):
         if self.token_texts is not None:
             self.token_texts.add(token, new, not self.detokenizer.pending_tokens)
         self.num_tokens += 1
-        self.reasoning = self.reasoning_reader() if self.stop_strings else None  # None where the answer has begun
-        self.has_reasoning = False  # of which a part is certain
         if self.num_tokens <= self.min_tokens:
             self.num_free = len(self.text)
         self.ended = token in self.end_tokens
@@ -141,17 +152,6 @@ class SeparatesReasoning(Protocol):
             self.text = self.text.removesuffix(self.unshown_ends[token])
         return self.ended
 
-    def release(self, final: bool = False) -> str:
-        """The text not yet released, except a tail that may begin a stop string (unless `final`)."""
-        held = 0 if final or self.ended else self._held_back_length()
-        new = self.text[self.num_released : len(self.text) - held]
-        self.num_released += len(new)
-        return new
-
-    def _held_back_length(self) -> int:
-        """Length of the longest end of the text that is the beginning of a stop string."""
-        longest = min(self.longest_stop - 1, len(self.text) - self.num_free)
-        return next((n for n in range(longest, 0, -1) if self._begins_stop_string(self.text[-n:])), 0)
     def _read_reasoning(self, reader: SeparatesReasoning, new: str) -> int:
         """Where the answer begins, if it does by now."""
         reasoning, answer = reader.read(new)
@@ -161,6 +161,19 @@ class SeparatesReasoning(Protocol):
             self.num_free = max(self.num_free, len(self.text) - len(answer))
         return self.num_free
 
+    def release(self, final: bool = False) -> str:
+        """The text not yet released, except a tail that may begin a stop string (unless `final`)."""
+        held = 0 if final or self.ended else self._held_back_length()
+        new = self.text[self.num_released : len(self.text) - held]
+        self.num_released += len(new)
+        return new
+
+    def _held_back_length(self) -> int:
+        """Length of the longest end of the text that is the beginning of a stop string."""
+        if self.reasoning is not None:  # all that may yet be an answer
+            return 0 if self.has_reasoning else len(self.text) - self.num_released
+        longest = min(self.longest_stop - 1, len(self.text) - self.num_free)
+        return next((n for n in range(longest, 0, -1) if self._begins_stop_string(self.text[-n:])), 0)
 
     def _begins_stop_string(self, text: str) -> bool:
         place = bisect_left(self.sorted_stops, text)  # of the first string that may begin with it
@@ -170,8 +183,6 @@ class SeparatesReasoning(Protocol):
 def check_stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     """Stop strings as a tuple. Errors: ValueError for an empty one, and for what is no string."""
     stops = (stop,) if isinstance(stop, str) or not isinstance(stop, Sequence | None) else tuple(stop or ())
-        if self.reasoning is not None:  # all that may yet be an answer
-            return 0 if self.has_reasoning else len(self.text) - self.num_released
     if wrong := [one for one in stops if not isinstance(one, str)]:
         raise ValueError(f"stop has {wrong[0]!r}, but must be a string or several")
     if "" in stops:

@@ -88,6 +88,13 @@ def _cut(group: Sequence[TokenText], end: int, num_characters: int) -> list[Toke
     return made
 
 
+def token_bytes(tokenizer: Any, tokens: Sequence[int]) -> bytes | None:
+    """The bytes of tokens, special ones left out; None if the text of one depends on others."""
+    known = _vocabulary(tokenizer)
+    contents = [b"" if known.is_special(token) else known.content(token) for token in tokens]
+    return None if None in contents else b"".join(content or b"" for content in contents)
+
+
 def token_name(tokenizer: Any, token: int, drops_space: bool = False, prefix: str = "") -> tuple[str, bytes]:
     """How a token is written by itself, and its bytes; empty for a special one, which is no text.
 
