@@ -19,7 +19,7 @@ ANSWER = "An answer."  # that stands in the chat template where its end is looke
 RESERVED = frozenset({
     "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "padding",
     "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
-    "sanitize_control_tokens", "messages",
+    "sanitize_control_tokens", "messages", "tokenizer",
 })  # fmt: skip
 
 log = logging.getLogger("saltus")

@@ -273,7 +273,7 @@ def check_chat_template(text: str) -> None:
     _limited_compiler()(text)
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **settings: Any) -> str:
+def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], /, **settings: Any) -> str:
     """A conversation as the tokenizer's chat template writes it. Errors: ValueError of one line.
 
     `settings` are those of the tokenizer's `apply_chat_template`.
