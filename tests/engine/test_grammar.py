@@ -3,6 +3,7 @@
 import json
 import re
 
+import llguidance
 import numpy as np
 import pytest
 import torch
@@ -221,3 +222,14 @@ def test_a_short_grammar_of_a_long_text_takes_little_work(engine):
 def test_a_grammar_needs_an_end(engine):
     with pytest.raises(ValueError, match="contradict"):
         engine.generate(PROMPT, grammar=GRAMMARS["choice"][0], ignore_eos=True)
+    with pytest.raises(ValueError, match="no token ends it; give stop_token_ids"):
+        GRAMMARS["choice"][0].constraint(engine.tokenizer, frozenset({297}))
+
+
+def test_other_end_tokens_do_not_have_the_vocabulary_read_again(engine, monkeypatch):
+    grammar, made, make = Grammar.regex("a*"), [], llguidance.LLTokenizer
+    grammar.constraint(engine.tokenizer, frozenset({0, 5}))
+    monkeypatch.setattr(llguidance, "LLTokenizer", lambda *given, **more: made.append(make(*given, **more)) or made[-1])
+    constraint = grammar.constraint(engine.tokenizer, frozenset({0, 6}))
+    assert [tokenizer.eos_tokens for tokenizer in made] == [[0, 6]]
+    assert constraint.allowed([])[[0, 5, 6]].tolist() == [True, False, True]

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from copy import copy
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
@@ -189,11 +190,20 @@ def _grammar_tokenizer(tokenizer: Any, end_tokens: frozenset[int]) -> Any:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError("grammars need a tokenizer of the tokenizers library (tokenizer.json); this model has another")
-    ends = sorted(end_tokens)
-    known = LLTokenizer(backend.to_str(), n_vocab=len(tokenizer), eos_token=ends)
+    definition, size = backend.to_str(), len(tokenizer)
+    known = LLTokenizer(definition, n_vocab=size)
+    ends, plain = sorted(end_tokens), copy(_plain_text(tokenizer))
+    plain.eos_token_id = ends[0]
+    return LLTokenizer(TokenizerWrapper(plain), n_vocab=len(tokenizer), eos_token=ends)
+
+
+@lru_cache(maxsize=4)
+def _plain_text(tokenizer: Any) -> _PlainText:
+    """What the tokenizers of all end tokens share: to read a vocabulary takes seconds."""
+    from llguidance import LLTokenizer
+
     special = [token for token in range(known.vocab_size) if known.is_special_token(token)]
-    plain = LLTokenizer(with_renamed_tokens(backend.to_str(), special), n_vocab=len(tokenizer), eos_token=ends)
-    return LLTokenizer(TokenizerWrapper(_PlainText(known, plain, special)), n_vocab=len(tokenizer), eos_token=ends)
+    return _PlainText(known, LLTokenizer(with_renamed_tokens(definition, special), n_vocab=size), special)
 
 
 class _PlainText:
