@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from copy import copy
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
@@ -187,11 +187,6 @@ def _grammar_tokenizer(tokenizer: Any, end_tokens: frozenset[int]) -> Any:
     from llguidance import LLTokenizer
     from llguidance._tokenizer import TokenizerWrapper
 
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise ValueError("grammars need a tokenizer of the tokenizers library (tokenizer.json); this model has another")
-    definition, size = backend.to_str(), len(tokenizer)
-    known = LLTokenizer(definition, n_vocab=size)
     ends, plain = sorted(end_tokens), copy(_plain_text(tokenizer))
     plain.eos_token_id = ends[0]
     return LLTokenizer(TokenizerWrapper(plain), n_vocab=len(tokenizer), eos_token=ends)
@@ -202,6 +197,11 @@ def _plain_text(tokenizer: Any) -> _PlainText:
     """What the tokenizers of all end tokens share: to read a vocabulary takes seconds."""
     from llguidance import LLTokenizer
 
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError("grammars need a tokenizer of the tokenizers library (tokenizer.json); this model has another")
+    definition, size = backend.to_str(), len(tokenizer)
+    known = LLTokenizer(definition, n_vocab=size)
     special = [token for token in range(known.vocab_size) if known.is_special_token(token)]
     return _PlainText(known, LLTokenizer(with_renamed_tokens(definition, special), n_vocab=size), special)
 
