@@ -143,6 +143,8 @@ def test_a_body_that_does_not_come_is_let_go_when_the_server_stops(connection, s
         ("127.0.0.1", "127.0.0.1", True),
         ("127.0.0.1", "[::1]:8000", True),
         ("127.0.0.1", "app.localhost", True),
+        ("127.0.0.1", "host.docker.internal:8000", True),
+        ("127.0.0.1", "other.internal", False),
         ("127.0.0.1", "evil.example:8000", False),
         ("127.0.0.1", "127.0.0.1.evil.example", False),
         ("127.0.0.1", "localhost.evil.example", False),

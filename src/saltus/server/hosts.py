@@ -11,6 +11,7 @@ from collections.abc import Collection
 from ipaddress import ip_address
 
 ANY_HOST = "*"
+LOCAL_NAMES = ("localhost", "host.docker.internal", "host.containers.internal")  # the last two in containers
 ALL_ADDRESSES = ("0.0.0.0", "::", "")  # to listen on all of them
 
 
@@ -22,13 +23,14 @@ def allowed_hosts(address: str, more: Collection[str] = ()) -> frozenset[str]:
 
 
 def is_allowed(host: str, names: Collection[str]) -> bool:
-    """Whether a Host header names the server: by one of `names`, as localhost, or by an address.
+    """Whether a Host header names the server: by one of `names`, as this machine, or by an address.
 
-    A page whose host is an address was loaded from there, so addresses do no harm.
+    A page whose host is an address was loaded from there, so addresses do no harm. Nor do names of this machine: no
+    site has a name in `.localhost` or `.internal`.
     """
     name = host.lower().strip()
     name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
-    if name == "localhost" or name.endswith(".localhost") or name in names or ANY_HOST in names:
+    if name in LOCAL_NAMES or name.endswith(".localhost") or name in names or ANY_HOST in names:
         return True
     try:
         ip_address(name)
