@@ -140,8 +140,8 @@ class Service:
         if body.echo and body.logprobs is not None:
             self._check_scores_prompts(body)
         settings = {
-            "prompt_field": "prompt", "raw": True, "suffix": body.suffix, "add_special_tokens": body.add_special_tokens,
-            "grammar": await prepare(body.grammar, self.engine),
+            "prompt_field": "prompt", "raw": True, "suffix": body.suffix or None,
+            "add_special_tokens": body.add_special_tokens, "grammar": await prepare(body.grammar, self.engine),
         }  # fmt: skip
         requests: list[TextRequest] = []
         echoed: list[list[str]] = []
@@ -245,7 +245,7 @@ class Service:
         """Refuse log-probabilities of an echoed prompt where there are none. Errors: ApiError 400."""
         if self.engine.network.any_subset:
             raise ApiError(400, "this model gives no log-probabilities of a prompt; leave out echo or logprobs", "echo")
-        if body.suffix is not None:
+        if body.suffix:
             raise ApiError(400, "a suffix and log-probabilities of an echoed prompt exclude each other", "suffix")
 
     def check_model(self, model: str | None) -> None:
