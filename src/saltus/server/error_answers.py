@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,6 +48,11 @@ async def _invalid_request(_: Request, error: Exception) -> Response:
         message = str(first["ctx"]["error"])
     elif first["type"] == "json_invalid":
         message, names = f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}", []
+    elif first["type"] == "missing" and names:
+        message = f"{'.'.join(names)} is missing; add it"
+    elif first["type"] == "too_short":
+        least = first["ctx"]["min_length"]
+        message = f"{'.'.join(names)} has {first['ctx']['actual_length']} items, but needs {least} or more; add some"
     elif not names:
         message, names = "the body must be a JSON object of content type application/json", []
     else:
@@ -86,6 +92,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
         message = f"{request.url.path} is not for {request.method}; use {allowed}"
     if error.status_code == 400 and isinstance(error.__cause__, RecursionError | ValueError):  # FastAPI read the body
         message = "the body is not JSON in UTF-8, or it is nested too deeply"
+        if "digits" in str(error.__cause__):  # Python reads no longer ones
+            message = f"a number in the body has more than {sys.get_int_max_str_digits():,} digits; shorten it"
     return JSONResponse(ApiError(error.status_code, message).body(), error.status_code, error.headers)
 
 
