@@ -62,6 +62,8 @@ def test_a_prompt_is_read_anew_where_the_request_says_so(server):
         ({"seed": -2}, {"seed": 2**63 - 2}),
         ({"seed": 2**63 - 1}, {"seed": 2**63 - 1}),
         ({"repeat_penalty": 1.5}, {"repetition_penalty": 1.5}),
+        ({"repeat_penalty": 1.5, "repeat_last_n": -1}, {"repetition_penalty": 1.5}),
+        ({"repeat_penalty": 1.5, "presence_penalty": 2, "penalty_last_n": 0}, {}),
         ({"min_tokens": 5, "stop_token_ids": [*range(5, 280)]},
          {"min_new_tokens": 5, "stop_token_ids": [*range(5, 280)]}),
         ({"skip_special_tokens": False, "logit_bias": {"2": 100}},
@@ -101,6 +103,7 @@ NEUTRAL = {
     "request_id": "r", "return_token_ids": False, "ignore_eos": False, "logits_processors": None, "bad_words": [],
     # OpenAI's
     "verbosity": "medium", "modalities": ["text"], "audio": None, "frequency_penalty": 0, "user": "u",
+    "functions": [], "web_search_options": {}, "suffix": None,
 }  # fmt: skip
 
 
@@ -139,6 +142,17 @@ def test_a_prompt_that_is_too_long_has_openais_code(server, route, times):
             "context_length_exceeded",
             next(iter(given)),
         )
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_has_openais_code(server):
+    for length, fields, status in (
+        (512, {"max_tokens": 0, "echo": True}, 200), (512, {"max_tokens": 5}, 400), (512, {"max_tokens": None}, 400),
+        (510, {"max_tokens": None, "min_tokens": 3}, 400), (510, {"max_tokens": None, "min_tokens": 2}, 200),
+    ):  # fmt: skip
+        answer = httpx.post(server[1] + COMPLETION, json={"prompt": [20] * length, **fields})
+        assert answer.status_code == status, answer.text
+        error = answer.json().get("error", {"code": "context_length_exceeded", "param": "prompt"})
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
 
 
 @pytest.mark.parametrize("field", ["name", "tools", "chat_template_kwargs"])
@@ -260,13 +274,41 @@ def test_an_answer_has_the_fields_that_the_clients_types_ask_for(server):
     assert httpx.head(server[1] + "/health").status_code == 200
 
 
-def test_an_empty_suffix_is_none_where_there_is_no_hole_to_fill(server):
+def test_no_limit_is_what_the_context_holds(server, engine):
+    for route, name in ((CHAT, "max_tokens"), (CHAT, "max_completion_tokens"), (COMPLETION, "max_tokens"),
+                        (RESPONSE, "max_output_tokens")):  # fmt: skip
+        given = {"messages": MESSAGES, "prompt": PROMPT, "input": PROMPT}
+        field = {CHAT: "messages", COMPLETION: "prompt", RESPONSE: "input"}[route]
+        asked = {field: given[field], "ignore_eos": True, "seed": 3, "speculative": False}
+        answer = httpx.post(server[1] + route, json={**asked, name: -1}, timeout=60).json()
+        assert answer["usage"]["total_tokens"] == 512
+
+
+def test_a_response_repeats_its_truncation(server):
+    assert post(server, RESPONSE, truncation="auto")["truncation"] == "auto"
+    assert post(server, RESPONSE, top_logprobs=0)["truncation"] == "disabled"
+
+
+def test_a_format_without_a_schema_is_any_object(server):
+    form = {"type": "json_schema", "json_schema": {"name": "x"}}
+    found = [
+        text_of(post(server, CHAT, response_format=form, max_tokens=60)) for form in (form, {"type": "json_object"})
+    ]
+    assert found[0] == found[1]
+
+
+def test_an_empty_suffix_is_none(server, engine, monkeypatch):
+    seen, request = [], engine.text_request
+    monkeypatch.setattr(
+        engine, "text_request", lambda *a, **given: [seen.append(given["suffix"]), request(*a, **given)][1]
+    )
     asked = {"prompt": "the cat", "max_tokens": 4, "seed": 1}
     answers = [
         httpx.post(server[1] + "/v1/completions", json=body).json()["choices"][0]["text"]
         for body in (asked, asked | {"suffix": ""})
     ]
     assert answers[0] == answers[1]
+    assert seen == [None, None]
 
 
 def test_thinking_may_be_switched_by_a_field_of_its_own():

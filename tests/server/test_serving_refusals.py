@@ -16,7 +16,10 @@ from tiny_server import JSON, MESSAGES, PROMPT, alone, client, engine, server, s
 @pytest.mark.parametrize(
     ("changed", "field"),
     [
-        ({"functions": []}, "functions"),
+        ({"functions": [{"name": "look"}]}, "functions"),
+        ({"web_search_options": {"search_context_size": "low"}}, "web_search_options"),
+        ({"repeat_last_n": 64, "repeat_penalty": 1.1}, "repeat_last_n"),
+        ({"penalty_last_n": 64, "presence_penalty": 1}, "penalty_last_n"),
         ({"temperature": 3}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"frequency_penalty": 5}, "frequency_penalty"),
@@ -42,6 +45,7 @@ from tiny_server import JSON, MESSAGES, PROMPT, alone, client, engine, server, s
         ({"stop_token_ids": [5] * 1025}, "stop_token_ids"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": [5]}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tokenizer": 1}}, "chat_template_kwargs"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt"),
         ({"reasoning_effort": "enormous"}, "reasoning_effort"),
         ({"reasoning_format": "xml"}, "reasoning_format"),
@@ -55,7 +59,7 @@ from tiny_server import JSON, MESSAGES, PROMPT, alone, client, engine, server, s
         ({"n": 0}, "n"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"top_logprobs": 30, "logprobs": True}, "top_logprobs"),
-        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
@@ -78,6 +82,9 @@ def test_what_cannot_be_done_is_refused_by_name(server, changed, field):
             {"messages": [{"role": "user", "content": {"type": "text"}}]},
             "messages.0.content: Input should be a valid s",
         ),
+        ({"messages": None}, "messages is missing; add it"),
+        ({"messages": [{"content": "a"}]}, "messages.0.role is missing; add it"),
+        ({"messages": []}, "messages has 0 items, but needs 1 or more; add some"),
         ({"messages": [5]}, "messages.0: Input should be a valid object"),
         ({"response_format": {}}, "response_format: the field 'type' is missing"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs has several forms; give one"),
@@ -91,6 +98,18 @@ def test_a_refusal_says_what_is_wrong_in_words_of_json(server, changed, message)
     if "tools" in changed:
         error = httpx.post(server[1] + "/v1/responses", json={"input": "a", **changed}).json()["error"]
         assert error["message"].startswith(message), error
+
+
+def test_a_number_that_is_too_long_is_named(server):
+    body = b'{"messages": [], "seed": ' + b"1" * 5000 + b"}"
+    error = httpx.post(server[1] + "/v1/chat/completions", content=body, headers=JSON).json()["error"]
+    assert error["message"] == "a number in the body has more than 4,300 digits; shorten it"
+
+
+def test_what_a_response_has_no_log_probabilities_for_is_refused(server):
+    for field, given in (("include", ["message.output_text.logprobs"]), ("top_logprobs", 3)):
+        error = httpx.post(server[1] + "/v1/responses", json={"input": "a", field: given}).json()["error"]
+        assert (error["param"], "leave it out" in error["message"]) == (field, True)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[" * 100_000, b"null", b'{"messages": 5}', b"\xff\xfe"])

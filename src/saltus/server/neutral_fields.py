@@ -1,4 +1,4 @@
-"""Fields that clients of vLLM, llama.cpp and OpenAI send whether they matter or not: dropped where they change nothing.
+"""Fields that clients send whether they matter or not: ignored, or only some values of them.
 
 With any other value they are fields that the server does not know.
 """
@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 IGNORED = frozenset({
-    # llama.cpp: timing, and how samplers are ordered or report
+    # llama.cpp: timing, the order of samplers, which is always the same here, and what an answer has besides its text
     "id_slot", "n_indent", "n_keep", "n_discard", "n_probs", "min_keep", "samplers", "t_max_predict_ms",
     "t_max_prompt_ms", "timings_per_token", "return_progress", "return_tokens", "extra_context", "backend_sampling",
-    "post_sampling_probs", "penalty_last_n", "repeat_last_n", "penalize_nl", "sampler_seq",
+    "post_sampling_probs", "penalize_nl", "sampler_seq",
     # what matters only with one of the fields below
     "dynatemp_exponent", "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
     "dry_sequence_breakers", "mirostat_tau", "mirostat_eta",
@@ -21,7 +21,7 @@ IGNORED = frozenset({
     # OpenAI: hints
     "verbosity", "prompt_cache_retention", "prompt_cache_options",
 })  # fmt: skip
-"""Whatever their value is, they need not change a text."""
+"""They do nothing here, whatever their value is."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     # llama.cpp
     "dynatemp_range": (0,), "typical_p": (1,), "typ_p": (1,), "tfs_z": (1,), "xtc_probability": (0,),
@@ -32,7 +32,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "logits_processors": ([],), "return_tokens_as_token_ids": (False,), "return_token_ids": (False,),
     "truncate_prompt_tokens": (0, -1), "documents": ([],), "mm_processor_kwargs": ({},),
     # OpenAI
-    "modalities": (["text"],),
+    "modalities": (["text"],), "functions": ([],), "web_search_options": ({},), "top_logprobs": (0,),
 }  # fmt: skip
 """Values with which a field changes nothing."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from saltus.engine.decoder import MAX_DRAFT_TOKENS
 from saltus.server.fields import Fields, Items, JsonObject
@@ -28,7 +28,9 @@ from saltus.server.structured import (
 MAX_CHOICES = 128
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 RANDOM_SEED = -1  # of vLLM and llama.cpp
+NO_LIMIT = -1  # of new tokens, in llama.cpp and others
 MAX_TOP_LOGPROBS = 20
+LOGPROBS = "message.output_text.logprobs"  # that a response would include
 MAX_STOPS, MAX_STOP_LENGTH = 64, 256  # stop strings, and characters of each
 MAX_STOP_TOKENS = 1024
 MAX_METHOD_LENGTH = 256  # characters of methods joined by +
@@ -41,6 +43,14 @@ StopString = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
 TokenIds = Annotated[Items[int], Field(max_length=MAX_TOKENS)]
 StopTokenIds = Annotated[Items[int], Field(max_length=MAX_STOP_TOKENS)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def _without_no_limit(given: Any) -> Any:
+    return None if given == NO_LIMIT else given
+
+
+NewTokens = Annotated[int | None, BeforeValidator(_without_no_limit)]
+"""The limit of new tokens; None: as many as the model's context holds."""
 
 
 def _of_few_biases(given: Any) -> Any:
@@ -94,6 +104,8 @@ class SamplingFields(Fields):
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0)
     repeat_penalty: float | None = Field(None, gt=0)  # llama.cpp's name for the same
+    repeat_last_n: int | None = Field(None, ge=-1)  # llama.cpp's: the tokens that penalties look at; −1: all, 0: none
+    penalty_last_n: int | None = Field(None, ge=-1)  # the same
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_of_few_biases)] = None
@@ -204,8 +216,8 @@ class ChatCompletionRequest(SharedFields, ToolFields, ChatFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[Items[Message], BeforeValidator(_of_few_items)] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: NewTokens = Field(None, ge=1)
+    max_completion_tokens: NewTokens = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     prediction: Prediction | None = None
@@ -224,7 +236,7 @@ class CompletionRequest(SharedFields):
         | TokenIds
         | Annotated[Items[TokenIds], Field(max_length=MAX_ITEMS)]
     )
-    max_tokens: int | None = Field(16, ge=0)
+    max_tokens: NewTokens = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool = False
     suffix: str | None = None  # what follows the answer, for models with fill-in-the-middle tokens
@@ -359,17 +371,24 @@ class ResponsesRequest(SamplingFields, ChatFields):
         BeforeValidator(_of_few_items),
     ] = Field(min_length=1)
     instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: NewTokens = Field(None, ge=1)
     text: ResponseText | None = None
     tools: Items[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | ResponseNamedTool | ResponseAllowedTools | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningSettings | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None  # auto: as disabled, and an input that is too long an error
     background: Literal[False] | None = None
     # accepted and ignored
     include: Items[str] | None = None
     stream_options: StreamOptions | None = None
+
+    @field_validator("include")
+    @classmethod
+    def _without_logprobs(cls, names: list[str] | None) -> list[str] | None:
+        if names and LOGPROBS in names:
+            raise ValueError(f"{LOGPROBS} are not given here; leave it out of include, or use chat completions")
+        return names
 
     @model_validator(mode="after")
     def _check(self) -> ResponsesRequest:

@@ -38,7 +38,7 @@ class JsonSchema(Fields):
 
     name: str = "answer"
     description: str | None = None
-    definition: JsonObject = Field(alias="schema")
+    definition: JsonObject = Field(default_factory=lambda: {"type": "object"}, alias="schema")
     strict: bool | None = None
 
 

@@ -27,6 +27,7 @@ from saltus.server.protocol import (
 )
 
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
+NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 ROLES = {"developer": "system", "function": "tool"}  # as chat templates name them
 
 
@@ -111,10 +112,10 @@ def text_requests(
         raise ApiError(400, message, "min_tokens")
     if grammar is not None and reasoning is not None:
         grammar = reasoning.before(grammar)
-    try:
     of_reasoning: dict[str, Any] = {}
     if reasoning is not None:
         of_reasoning = {"shown_tokens": reasoning.shown_tokens, "reasoning_reader": reasoning.reader}
+    try:
         first = engine.text_request(
             prompt, max_new_tokens=max(context or 2**31, body.min_tokens) if max_tokens is None else max_tokens,
             min_new_tokens=body.min_tokens, seed=seeds[0], stop=body.stop, stop_token_ids=body.stop_token_ids or (),
@@ -169,15 +170,26 @@ def check_logit_bias(engine: Engine, body: SamplingFields) -> None:
 
 
 def sampling_settings(body: SamplingFields) -> dict[str, Any]:
-    """Sampling settings of the request, as keyword arguments of the engine."""
+    """Sampling settings of the request, as keyword arguments of the engine. Errors: ApiError 400."""
+    penalties = {
+        "repetition_penalty": float(body.repetition_penalty or body.repeat_penalty or 1.0),
+        "presence_penalty": float(body.presence_penalty or 0.0),
+        "frequency_penalty": float(body.frequency_penalty or 0.0),
+    }
+    for name in ("repeat_last_n", "penalty_last_n"):
+        last = getattr(body, name)
+        if last == 0:
+            penalties = {}
+        elif (last or 0) > 0 and penalties not in ({}, NO_PENALTIES):
+            message = f"{name} is {last}, but penalties look at all tokens here; give -1, or 0 to switch them off"
+            raise ApiError(400, message, name)
     return {
         "temperature": DEFAULT_TEMPERATURE if body.temperature is None else float(body.temperature),
         "top_p": 1.0 if body.top_p is None else float(body.top_p),
         "top_k": max(body.top_k or 0, 0),
         "min_p": float(body.min_p or 0.0),
-        "repetition_penalty": float(body.repetition_penalty or body.repeat_penalty or 1.0),
-        "presence_penalty": float(body.presence_penalty or 0.0),
-        "frequency_penalty": float(body.frequency_penalty or 0.0),
+        **NO_PENALTIES,
+        **penalties,
         "logit_bias": tuple((token, float(bias)) for token, bias in (body.logit_bias or {}).items()),
     }
 
