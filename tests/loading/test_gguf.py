@@ -239,6 +239,7 @@ def test_the_first_bytes_make_a_gguf_file_whatever_its_name(tmp_path, name):
 ROPE_METADATA = {
     "linear without a factor": ({"type": "linear"}, "default", 128),
     "linear": ({"type": "linear", "factor": 4.0}, "linear", 512),
+    "linear without a type": ({"factor": 4.0}, "linear", 512),
     "the old name of the factor": ({"scale_linear": 2.0}, "linear", 256),
     "yarn without a factor": ({"type": "yarn"}, "default", 128),
     "yarn without a length": ({"type": "yarn", "factor": 4.0}, "yarn", 512),

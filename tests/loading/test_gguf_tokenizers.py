@@ -219,6 +219,9 @@ def test_words_that_look_like_ends_are_no_ends():
     types = [3] * len(tokens)
     within = tokens.index("<|end|>")  # gpt-oss, which has the other two, ends a message by it, not its answer
     assert set(end_tokens(metadata | {"tokenizer.ggml.token_type": types})) == {*range(len(TURN_ENDS))} - {within}
+    for kind, found in ((3, [1, 0]), (4, 1)):  # Qwen's base and chat models end texts by one, turns by the other
+        qwen = {"tokens": ["<|endoftext|>", "<|im_end|>"], "token_type": [kind] * 2, "eos_token_id": 1}
+        assert end_tokens({f"tokenizer.ggml.{key}": value for key, value in qwen.items()}) == found
     others = {
         "tokenizer.ggml.tokens": [token for token in tokens if token != "<|call|>"],
         "tokenizer.ggml.eos_token_id": 3,

@@ -21,6 +21,7 @@ TURN_ENDS = {
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>",
     "<|tool_response>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>",
 }  # fmt: skip
+TEXT_ENDS = {"<|endoftext|>", "<|end_of_text|>", "[EOS]", "<eos>"}  # likewise, but where they are control tokens alone
 KEEPS_SPACE = {"<unk>", "<s>", "<|endoftext|>"}  # of Phi-3's special tokens; the others take the spaces behind them
 
 # How byte-level tokenizers split a text before merging.
@@ -172,8 +173,9 @@ def end_tokens(metadata: dict[str, Any]) -> int | list[int] | None:
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     tokens = metadata["tokenizer.ggml.tokens"]
     types = metadata.get("tokenizer.ggml.token_type") or ()
-    added = [number for number, type in enumerate(types) if type in (CONTROL_TOKEN_TYPE, USER_TOKEN_TYPE)]
-    ends = [token for token in named if token is not None] + [each for each in added if tokens[each] in TURN_ENDS]
+    known = {CONTROL_TOKEN_TYPE: TURN_ENDS | TEXT_ENDS, USER_TOKEN_TYPE: TURN_ENDS}
+    added = [number for number, type in enumerate(types) if tokens[number] in known.get(type, ())]
+    ends = [token for token in named if token is not None] + added
     if {"<|return|>", "<|call|>"} <= {tokens[each] for each in ends}:  # gpt-oss, whose answers have several messages
         ends = [each for each in ends if tokens[each] != "<|end|>"]
     ends = list(dict.fromkeys(ends))

@@ -216,7 +216,7 @@ def rope(model: GgufModel, base: str = "rope.freq_base", default_base: float = 1
             "short_factor": model.read_numbers(SHORT_FACTORS),
         }
     factor = model.get("rope.scaling.factor") or model.get("rope.scale_linear") or 1.0
-    kind = model.word("rope.scaling.type", "linear" if model.get("rope.scale_linear") else "none")
+    kind = model.word("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn"):
         raise ValueError(f"it scales positions by {kind!r}; supported are none, linear and yarn")
     if kind == "none" or factor == 1:
