@@ -25,6 +25,7 @@ THREE_DIMENSIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_sectio
 WHOLE = {
     "Gemma3": ("Gemma3ForCausalLM", {**TEXT, "head_dim": 16}, PATCHES, {"mm_tokens_per_image": 4}),
     "Mistral3": ("MistralForCausalLM", {**TEXT, "model_type": "mistral"}, {**PATCHES, "model_type": "pixtral"}, {}),
+    "SmolVLM": ("LlamaForCausalLM", {**TEXT, "model_type": "llama", "pad_token_id": 2}, PATCHES, {}),
     "Qwen3VL": ("Qwen3ForCausalLM", {**TEXT, "head_dim": 16}, BLOCKS, {}),
     "Qwen2_5_VL": ("Qwen2ForCausalLM", {**TEXT, "rope_parameters": THREE_DIMENSIONS}, BLOCKS, {}),
     "Qwen3VLMoe": (

@@ -24,6 +24,7 @@ SAME_LAYERS = {"mimo": "qwen2"}  # of texts alone, by types of models that Trans
 TEXT_PART_NAMES = {  # in models that read more than text, by pattern
     r"^(?:model\.)?language_model\.(?:model\.)?(?!lm_head)": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
+    r"^model\.text_model\.": "model.",  # Idefics 3, SmolVLM
 }
 MAX_WEIGHTS_PER_BYTE = 8  # of quantised files
 MAX_OTHER_WEIGHTS = 1 << 26  # that a model computes, such as masks and angles
