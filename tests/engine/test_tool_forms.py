@@ -83,6 +83,7 @@ def test_a_form_is_told_by_the_template(form):
     assert has_other_form(TEMPLATES[form] + "<|START_ACTION|>")
 
 
+@pytest.mark.slow
 @forms
 def test_calls_are_read_as_they_are_written_wherever_the_text_is_cut(form):
     calls = CALLS[:1] if form == LLAMA else CALLS
@@ -177,6 +178,7 @@ def test_calls_follow_the_schemas(form, allowed):
         assert not allowed(form, f"Well. {form.write([wrong])}", "auto"), wrong
 
 
+@pytest.mark.slow
 @forms
 def test_what_the_grammar_admits_is_read_back(form, tokenizer, monkeypatch):
     monkeypatch.setattr(tool_calls, "tool_format", lambda _: form)
