@@ -95,6 +95,31 @@ def test_a_constraint_depends_on_the_text_alone(engine):
     assert constraint.allowed([*tokens, min(end)]) is None
 
 
+def test_a_wrong_guess_that_the_grammar_cannot_follow_ends_no_text(engine):
+    """By bans: after "a" only "x" may follow, in a guess that the text does not take, and "ax" was written before."""
+    grammar = Grammar.regex("[a-h](x|[ab]x|[c-w]{3,9})")
+    settings = {"raw": True, "grammar": grammar, "temperature": 1.0, "no_repeat_ngram_size": 2, "max_new_tokens": 12}
+    for prompt in ("ax ax ax ax", "bxbx"):
+        for seed in range(3):
+            plain = engine.generate(prompt, method="plain", seed=seed, **settings)
+            assert engine.generate(prompt, method="jacobi", seed=seed, **settings).tokens == plain.tokens
+
+
+@pytest.mark.parametrize("method", ["plain", "lookup", "jacobi"])
+def test_tokens_that_the_tokenizer_lacks_end_drafts_and_no_text(engine, method):
+    """Published models have more of them than their tokenizers: rows that fill the embeddings up."""
+    assert len(engine.tokenizer) < 297 < engine.target.num_token_ids
+    settings = {"grammar": GRAMMARS["regex"][0], "max_new_tokens": 20}
+    expected = engine.generate([297, 298, 299] * 3, method="plain", **settings)
+    assert engine.generate([297, 298, 299] * 3, method=method, **settings).tokens == expected.tokens
+    stopped = engine.generate([297, 298, 299] * 3, method=method, stop_token_ids=[297], **settings)
+    assert stopped.tokens == expected.tokens
+    known = engine.tokenizer("1", add_special_tokens=False).input_ids
+    constraint = settings["grammar"].constraint(engine.tokenizer, engine.target.end_tokens)
+    assert constraint.num_allowed([], [*known, 299, *known]) == 1
+    assert constraint.num_allowed([], [299]) == 0
+
+
 class _OnlyAscending:
     """The next token is greater than the last; 7 is forced after 5."""
 
@@ -222,6 +247,8 @@ def test_a_short_grammar_of_a_long_text_takes_little_work(engine):
 def test_a_grammar_needs_an_end(engine):
     with pytest.raises(ValueError, match="contradict"):
         engine.generate(PROMPT, grammar=GRAMMARS["choice"][0], ignore_eos=True)
+    with pytest.raises(ValueError, match="no token ends it; give stop_token_ids"):
+        GRAMMARS["choice"][0].constraint(engine.tokenizer, frozenset({297}))
 
 
 def test_other_end_tokens_do_not_have_the_vocabulary_read_again(engine, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -88,8 +89,11 @@ class Grammar:
 
     def constraint(self, tokenizer: Any, end_tokens: frozenset[int], prompt: Sequence[int] = ()) -> Constraint:
         """The constraint on one text. Errors: ValueError of one line for a grammar that cannot be used."""
-        compiled = _compile(self.definition, tokenizer, end_tokens)
-        return GrammarConstraint(compiled.deep_copy(), _grammar_tokenizer(tokenizer, end_tokens), end_tokens)
+        ends = frozenset(token for token in end_tokens if token < len(tokenizer))  # a model may have more tokens
+        if not ends:
+            raise ValueError("a text with a grammar has to end, but no token ends it; give stop_token_ids")
+        compiled = _compile(self.definition, tokenizer, ends)
+        return GrammarConstraint(compiled.deep_copy(), _grammar_tokenizer(tokenizer, ends), ends)
 
 
 class GrammarConstraint:
@@ -124,7 +128,8 @@ class GrammarConstraint:
             return len(tokens)
         if not self._go_to(text):
             return 0
-        count = self.matcher.validate_tokens([int(token) for token in tokens])
+        known = itertools.takewhile(lambda token: token < self.tokenizer.vocab_size, map(int, tokens))
+        count = self.matcher.validate_tokens(list(known))  # any other token is an error, which would end the text
         if self.matcher.is_stopped() and len(tokens):  # llguidance knows no end behind a text that is complete
             count = int(tokens[0] in self.end_tokens)
         return len(tokens) if self._has_ended(tokens[:count]) else count
