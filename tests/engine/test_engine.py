@@ -531,6 +531,23 @@ def test_token_ids_are_a_prompt(engine):
     assert engine.encode(tokens) == tokens
 
 
+@pytest.mark.parametrize(
+    ("method", "rule"), [*((method, "match") for method in METHODS), ("jacobi", "reject"), ("small_model", "reject")]
+)
+def test_a_draft_that_no_token_may_follow_ends_no_text(engine, method, rule):
+    """Drafters draft on after a token that ends the text, where bans may leave none."""
+    options = {**engine.decoder.options}
+    options["small_model"] = {**options["small_model"], "min_probability": 0.0}
+    drafting = engine.copy_with(options=options, rule=rule)
+    bans = tuple((token, float("-inf")) for token in range(300) if token not in (0, 5, 6, 7))
+    for seed, size in [(0, 1), (2, 1), (4, 1), (4, 2)]:
+        settings = {"temperature": 1.0, "seed": seed, "no_repeat_ngram_size": size, "logit_bias": bans, "raw": True}
+        found = drafting.generate("the cat", method=method, max_new_tokens=20, **settings)
+        assert (found.finish_reason, found.tokens[-1]) == ("stop", 0)
+        plain = engine.generate("the cat", method="plain", max_new_tokens=20, **settings)
+        assert found.tokens == plain.tokens or rule == "reject"
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "settings",

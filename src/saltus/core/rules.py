@@ -24,7 +24,12 @@ def match(inputs: ForwardInputs, distributions: TargetDistributions) -> tuple[np
     """
     tokens, node, is_complete = followed_tokens(distributions)
     for _ in inputs.canvas.open_positions[len(tokens) :] if not is_complete else ():
-        token = distributions.pick(node)
+        try:
+            token = distributions.pick(node)
+        except ValueError:  # no token may follow: the text ended before, or the next call finds that it cannot go on
+            if not tokens:
+                raise
+            return np.array(tokens, dtype=np.int64), inputs.parents[node]
         tokens.append(token)
         child = next((i for i in inputs.children(node) if inputs.tokens[i] == token), None)
         if child is None:
@@ -43,7 +48,12 @@ def reject(inputs: ForwardInputs, distributions: TargetDistributions) -> tuple[n
     """
     node, tokens = -1, []
     for position in inputs.canvas.open_positions:
-        target = distributions[node]
+        try:
+            target = distributions[node]
+        except ValueError:  # as in `match`
+            if not tokens:
+                raise
+            return np.array(tokens, dtype=np.int64), inputs.parents[node]
         for sibling, child in enumerate(inputs.children(node)):
             token = inputs.tokens[child]
             draft = (inputs.draft_distributions[child] if inputs.draft_distributions else None) or one_hot(token)

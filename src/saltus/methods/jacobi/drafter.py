@@ -99,8 +99,8 @@ class JacobiDrafter:
         if last is not None:
             iterate.start_at(last.canvas.num_decided)
             nodes = self.nodes_of_iterate(last)
-            inputs = [last.inputs.tokens[i] for i in nodes]
             answers, probabilities = self.corrections(last, nodes)
+            inputs = [last.inputs.tokens[i] for i in nodes[: len(answers)]]
             answers = self.window.keep_frozen(last.canvas.num_decided, inputs, answers)
             corrected = iterate.correct(inputs, answers, probabilities)
             iterate.start_at(canvas.num_decided)
@@ -140,14 +140,28 @@ class JacobiDrafter:
         return nodes_of_next_iterate(last, self.iterate.tokens)
 
     def corrections(self, last: Step, nodes: Sequence[int]) -> tuple[list[int], list[float]]:
-        """The next guesses, after the decided text and after each node, and their probabilities if they are known."""
-        return [self.correction(last, node) for node in [-1, *nodes]], []
+        """The next guesses, after the decided text and after each node, and their probabilities if they are known.
 
-    def correction(self, last: Step, node: int) -> int:
-        """The next guess after a node: the text's pick; the mode under `reject`, which needs the uniforms."""
-        if self.rule is not reject:
-            return last.distributions.pick(node)
-        distribution = last.distributions[node]
+        They end before a node after which no token may follow.
+        """
+        answers: list[int] = []
+        for node in [-1, *nodes]:
+            if (token := self.correction(last, node)) is None:
+                break
+            answers.append(token)
+        return answers, []
+
+    def correction(self, last: Step, node: int) -> int | None:
+        """The next guess after a node: the text's pick; the mode under `reject`, which needs the uniforms.
+
+        None after a wrong guess that no token may follow, by a grammar or bans: the text does not go there.
+        """
+        try:
+            if self.rule is not reject:
+                return last.distributions.pick(node)
+            distribution = last.distributions[node]
+        except ValueError:
+            return None
         best = int(distribution.weights.argmax())
         return best if distribution.tokens is None else int(distribution.tokens[best])
 
@@ -176,12 +190,14 @@ class AdapterJacobiDrafter(JacobiDrafter):
         """The adapter's guesses; they end before a row with NaN logits: a broken adapter drafts nothing."""
         if not self.adapter_corrected:
             return super().corrections(last, nodes)
-        tokens, probabilities = [self.correction(last, -1)], [1.0]
+        (tokens, _), probabilities = super().corrections(last, []), [1.0]
         for node in nodes:
             best, top_probability = most_likely(last.outputs.logits[node + 1])
             if math.isnan(top_probability):
                 break
             token = best if last.distributions.sampling.plain_argmax else self.correction(last, node)
+            if token is None:
+                break
             tokens.append(token)
             probabilities.append(top_probability if token == best else probability(token, last.distributions[node]))
         return tokens, probabilities

@@ -36,7 +36,7 @@ def draft_autoregressively(
     Under `match` drafts are picked with the text's own random numbers, so that they agree with the target's tokens
     wherever the distributions agree; under `reject` with fresh ones, and the rule gets the draft distributions. Hidden
     states are an input of the first call only, whose outputs may be known already. A network that returns no logits, or
-    none that are finite, ends the branch.
+    none that are finite, ends the branch, and so do bans that leave no token.
     """
     canvas = inputs.canvas
     stream = f"{source}/{canvas.num_decided}"  # new in each step: random numbers are never used twice
@@ -50,13 +50,16 @@ def draft_autoregressively(
         if not len(outputs.logits) or not math.isfinite(float(outputs.logits[0].max())):
             break  # a draft model that is broken cannot break the text
         answers, others = TargetDistributions(inputs, outputs, sampling, noise), []
-        if rule is reject:
-            distribution = answers[-1]
-            token = pick_token(distribution, noise, stream, inputs.canvas.open_positions[0])
-            stated = distribution.peak  # must not depend on the token
-            distributions.append(distribution)
-        else:
-            (token, stated), *others = _favoured(answers, top_k)
+        try:
+            if rule is reject:
+                distribution = answers[-1]
+                token = pick_token(distribution, noise, stream, inputs.canvas.open_positions[0])
+                stated = distribution.peak  # must not depend on the token
+                distributions.append(distribution)
+            else:
+                (token, stated), *others = _favoured(answers, top_k)
+        except ValueError:  # all tokens are banned, as after one that would end the text
+            break
         if sampling.greedy:
             stated = most_likely(outputs.logits[0])[1]
         siblings += [Branch([*tokens, other], [*probabilities, chance], source) for other, chance in others]

@@ -88,7 +88,8 @@ def _with_queries(
 def drafts_of_chain(distributions: TargetDistributions, chain: Sequence[int], argmax: bool) -> list[tuple[int, float]]:
     """The tokens that a chain of queries drafts, with their probabilities: argmax (Eq. 5), or the pick from Q (Eq. 7).
 
-    Ends before a query with NaN logits: a broken adapter drafts nothing and cannot break the text.
+    Ends before a query with NaN logits, or without a token that is not banned: a broken adapter drafts nothing and
+    cannot break the text.
     """
     drafts = []
     for query in chain:
@@ -96,7 +97,10 @@ def drafts_of_chain(distributions: TargetDistributions, chain: Sequence[int], ar
         if math.isnan(stated):
             break
         if not argmax:
-            token, stated = distributions.draft(query)
+            try:
+                token, stated = distributions.draft(query)
+            except ValueError:
+                break
         drafts.append((token, stated))
     return drafts
 
