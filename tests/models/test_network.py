@@ -381,6 +381,16 @@ def test_what_cannot_be_served_is_an_error_that_says_why(name):
     assert "\n" not in str(error.value)
 
 
+def test_what_kernels_do_not_compute_beside_a_state_is_named():
+    with pytest.raises(ValueError, match=r"keeps a state in .*, and our kernels do not compute experts of latent"):
+        make_network(tiny("NemotronH with experts", moe_latent_size=24), "mine")
+
+
+def test_a_sum_of_scores_that_is_limited_is_left_to_transformers_layers():
+    model, tokens = tiny("Ernie4_5_Moe", moe_norm_min=0.9), text(LENGTH)
+    assert off(chain(CausalNetwork(model), tokens), own_logits(model, tokens)).max() < BOUNDS[torch.float32]
+
+
 @pytest.mark.parametrize("name", RECURRENT)
 def test_layers_with_states_need_compiled_kernels(name, monkeypatch):
     monkeypatch.setattr(native, "load_kernels", lambda: None)

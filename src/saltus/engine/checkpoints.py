@@ -12,6 +12,7 @@ import torch
 
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
+from saltus.core.sampling import Sampling
 from saltus.kernels.packed_weight import ARITHMETICS, Arithmetic, uses_integers
 from saltus.loading.byte_tokenizers import evabyte_tokenizer
 from saltus.loading.evabyte_files import is_evabyte, load_evabyte
@@ -34,7 +35,7 @@ from saltus.loading.sources import resolve
 from saltus.methods.assd.network import ANY_SUBSET, AnySubsetNetwork, load_pairwise_correction
 from saltus.methods.assd.xlnet import XlnetNetwork
 from saltus.methods.shared.adapter_files import load_adapter
-from saltus.models.architectures import describe_decoder
+from saltus.models.architectures import describe_decoder, why_not_described
 from saltus.models.causal import CausalNetwork
 from saltus.models.cpu.native_decoder import supports_native_decoder
 from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
@@ -83,6 +84,11 @@ class Checkpoint:
             text = self.tokenizer.convert_ids_to_tokens(wrong) if 0 <= wrong < len(self.tokenizer) else None
             named = f"token {wrong}" + (f" ({text})" if text else "")
             raise ValueError(f"{named} of {what} has no embedding in {self.name}, which has {limit:,}; leave it out")
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Raise ValueError of one line if a token that the model does not have is forced or banned somewhere."""
+        for name in ("forced_at_index", "banned_at_index"):
+            self.check_tokens([token for _, token in getattr(sampling, name)], name)
 
 
 def load_checkpoint(
@@ -372,6 +378,8 @@ def _why_no_states(model: Any) -> str | None:
     if not kinds or supports_native_decoder(model):
         return None
     state = f"it keeps a state in {kinds[0]} layers"
+    if (what := why_not_described(model)) is not None:
+        return f"{state}, and our kernels do not compute {what}"
     return state if describe_decoder(model) is None else f"{state}, which only compiled kernels on a CPU can read"
 
 

@@ -27,12 +27,23 @@ def find_architecture(model_type: str) -> ModuleType | None:
 
 def describe_decoder(model: Any) -> DecoderDescription | None:
     """What the decoder of a causal model computes; None if no file describes it."""
+    found = _description(model)
+    return None if isinstance(found, NotDescribed) else found
+
+
+def why_not_described(model: Any) -> str | None:
+    """What the file of a decoder cannot describe, in words; None if it describes it, or there is no file."""
+    found = _description(model)
+    return str(found) if isinstance(found, NotDescribed) else None
+
+
+def _description(model: Any) -> DecoderDescription | NotDescribed | None:
     config = model.config.get_text_config()
     found = find_architecture(config.model_type)
     try:
         return None if found is None else found.describe(config)
-    except NotDescribed:
-        return None
+    except NotDescribed as error:
+        return error
 
 
 @lru_cache

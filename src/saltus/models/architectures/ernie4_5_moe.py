@@ -3,7 +3,7 @@
 from typing import Any
 
 from saltus.models.common_layers import llama_attention, llama_decoder, llama_layer, llama_mlp, mixture
-from saltus.models.decoder_description import DecoderDescription, Experts
+from saltus.models.decoder_description import DecoderDescription, Experts, NotDescribed
 from saltus.models.gguf_architecture import (
     SOFTMAX,
     GgufArchitecture,
@@ -20,7 +20,9 @@ CLASSES = {"Ernie4_5_MoeForCausalLM"}
 
 
 def experts(config: Any, layer: int) -> Experts:
-    """A mixture, perhaps with shared experts."""
+    """A mixture, perhaps with shared experts; `moe_norm_min`, the least sum to divide by, is too small to matter."""
+    if config.moe_norm_min > 1e-6:
+        raise NotDescribed("a sum of scores that is limited from below")
     shared = llama_mlp(config, layer, "mlp.shared_experts") if config.moe_num_shared_experts else None
     bias = f"layers.{layer}.mlp.gate.moe_statics.e_score_correction_bias"
     return mixture(
