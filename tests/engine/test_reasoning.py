@@ -82,6 +82,20 @@ def test_the_prompt_says_how_the_text_begins(prompt, continued, begin, special):
     assert reasoning.count(tokens, tokenizer("<think>ab").input_ids) == {"tag": 3, "inside": 3, "answer": 0}[begin]
 
 
+@pytest.mark.parametrize("tags", [THINK, TAGS[-1]])
+def test_reasoning_is_counted_alike_token_by_token(tags):
+    tokenizer = byte_tokenizer()
+    parts = ["<think>", "</think>", "<|channel|>", "<|message|>", "<|start|>", "<|end|>"]
+    tokenizer.add_tokens([AddedToken(part, special=True, normalized=False) for part in parts], special_tokens=True)
+    reasoning, prompt = Reasoning(tokenizer, tags), tokenizer("<|assistant|>").input_ids
+    text, known = tokenizer(f"{tags.begin}why{tags.end}yes").input_ids, 0
+    for size in range(1, len(text) + 1):
+        if known in (0, size - 1):  # it has not ended
+            known = reasoning.count(prompt, text[:size], known)
+        assert known == reasoning.count(prompt, text[:size])
+    assert known == len(text) - len("yes")
+
+
 def constraint(prompt, grammar=None):
     tokenizer = thinking_tokenizer()
     ends = frozenset({tokenizer.eos_token_id})

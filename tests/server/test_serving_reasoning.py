@@ -13,6 +13,8 @@ from tokenizers import AddedToken
 
 import saltus
 from conftest import byte_tokenizer, tiny_llama
+from saltus.server.protocol import ResponsesRequest
+from saltus.server.responses import response_messages
 from tiny_server import MESSAGES, client, server  # noqa: F401
 
 # As Qwen3's: reasoning of earlier answers is dropped, and a variable switches it off.
@@ -118,6 +120,36 @@ def test_what_is_no_reasoning_or_should_be_none(client, says, said, fields, expe
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_stop_strings_are_looked_for_in_the_answer_alone(client, says, stream, n):
+    for stop, said, expected in (
+        ("hm", SAID, "the cat"), ("\n", SAID, "the cat"), ("\n", SAID + "\na dog", "the cat"),
+        (" c", SAID, "the"), ("the", SAID, None), ("e cat", SAID, "th"), ("</think>", SAID, "the cat"),
+    ):  # fmt: skip
+        says(said)
+        if n == 1:
+            assert ask(client, stream, stop=stop)[:4] == (THOUGHT, expected, [], "stop")
+        else:
+            answer = client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0, stop=stop, n=2)
+            assert {choice.message.content for choice in answer.choices} == {expected}
+    says("<b> the cat")  # no reasoning, but its first character may begin a tag
+    assert ask(client, stream, stop="<")[:2] == (None, None)
+    assert ask(client, stream, stop=" cat")[:2] == (None, "<b> the")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_that_is_not_shown_has_no_log_probabilities(client, engine, says, stream):
+    says(SAID)
+    asked = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "logprobs": True, "top_logprobs": 1}
+    for shown in (True, False):
+        answer = client.chat.completions.create(**asked, stream=stream, extra_body={"include_reasoning": shown})
+        choices = [chunk.choices[0] for chunk in answer] if stream else [answer.choices[0]]
+        entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+        text = b"".join(bytes(entry.bytes) for entry in entries).decode()
+        assert text == (SAID if shown else "\n\nthe cat")
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_schema_begins_behind_the_reasoning(client, says, stream):
     for break_ in ("", "\n"):
         says(f'<think>\n{THOUGHT}\n</think>{break_}{{"a": 2}}')
@@ -189,6 +221,55 @@ def test_responses_have_an_item_of_reasoning(client, says):
     says(f"<think>{THOUGHT}")
     cut = client.responses.create(**asked, max_output_tokens=9)
     assert (cut.status, cut.output_text) == ("incomplete", "")
+
+
+CALL = '<tool_call>\n{"name": "go", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("speculative", [True, False])
+def test_items_of_a_response_follow_on_each_other(client, says, speculative):
+    says(f"<think>hm</think>the cat{CALL}{CALL}a dog{CALL}")
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    asked = {"model": "tiny", "input": MESSAGES, "temperature": 0, "tools": tools, "max_output_tokens": 400}
+    asked |= {"extra_body": {"speculative": speculative}}
+    events = list(client.responses.create(**asked, stream=True))
+    kinds = ["reasoning", "message", "function_call", "function_call", "message", "function_call"]
+    for output in (events[-1].response.output, client.responses.create(**asked).output):
+        assert [item.type for item in output] == kinds
+        assert [item.content[0].text for item in output if item.type == "message"] == ["the cat", "a dog"]
+        assert {item.status for item in output} == {"completed"}
+        assert len({item.id for item in output}) == len(kinds)
+    places = [event.output_index for event in events if hasattr(event, "output_index")]
+    assert places == sorted(places), "an item is complete before the next one begins"
+    done = [event.type for event in events if event.type.endswith(".done") and event.output_index == 1]
+    assert done == ["response.output_text.done", "response.content_part.done", "response.output_item.done"]
+
+
+def test_items_of_one_answer_are_one_message_to_the_template():
+    def call(number):
+        return {"type": "function_call", "call_id": f"c{number}", "name": "go", "arguments": "{}"}
+
+    def thought(text):
+        return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}], "summary": []}
+
+    said = {"role": "assistant", "content": "the cat"}
+    output = {"type": "function_call_output", "call_id": "c1", "output": "5"}
+    calls = [{"id": f"c{n}", "type": "function", "function": {"name": "go", "arguments": "{}"}} for n in (1, 2)]
+    for items, expected in (
+        ([thought("a"), call(1), thought("b"), call(2)],
+         [{"content": "", "reasoning_content": "a\nb", "tool_calls": calls}]),
+        ([thought("a"), thought("b"), said], [{"content": "the cat", "reasoning_content": "a\nb"}]),
+        ([call(1), thought("a"), said, call(2)],
+         [{"content": "the cat", "reasoning_content": "a", "tool_calls": calls}]),
+        ([said, call(1), said], [{"content": "the cat\nthe cat", "tool_calls": calls[:1]}]),
+        ([thought("a")], [{"content": "", "reasoning_content": "a"}]),
+        ([said, thought("a"), said], [{"content": "the cat"}, {"content": "the cat", "reasoning_content": "a"}]),
+    ):  # fmt: skip
+        body = ResponsesRequest(input=[*MESSAGES, *items, *MESSAGES])
+        found = [message for message in response_messages(body) if message["role"] == "assistant"]
+        assert found == [{"role": "assistant", **message} for message in expected]
+    found = response_messages(ResponsesRequest(input=[*MESSAGES, call(1), output, said]))
+    assert [message["role"] for message in found] == ["user", "assistant", "tool", "assistant"]
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])

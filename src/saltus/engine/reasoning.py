@@ -62,9 +62,9 @@ class TagTokens(NamedTuple):
     end: tuple[int, ...]
     answer: tuple[int, ...] = ()
 
-    def end_place(self, text: Sequence[int]) -> int | None:
-        """The place behind the first tag that ends the reasoning."""
-        place = -1
+    def end_place(self, text: Sequence[int], start: int = 0) -> int | None:
+        """The place behind the first tag from `start` on that ends the reasoning."""
+        place = start - 1
         while True:  # by `index`, since texts of reasoning are long
             try:
                 place = text.index(self.end[0], place + 1)
@@ -125,16 +125,21 @@ class Reasoning:
             number for number, token in parts if token.content and any(token.content in tag for tag in self.tags)
         )
 
-    def count(self, prompt: Sequence[int], text: Sequence[int]) -> int:
-        """How many of the text's tokens are reasoning, tags included, where these are tokens."""
-        begin, text = self.begin(prompt), tuple(text)
-        if self.tokens is None or begin == "answer":
+    def count(self, prompt: Sequence[int], text: Sequence[int], num_known: int = 0) -> int:
+        """How many of the text's tokens are reasoning, tags included, where these are tokens.
+
+        `num_known` is the count of a beginning that was all reasoning, or 0: it is not read again.
+        """
+        if self.tokens is None:
             return 0
-        space = next((place for place, token in enumerate(text) if token not in line_breaks(self.tokenizer)), 0)
-        first = self.tokens.begin
-        if begin == "tag" and not (first and _begins_with(text, space, first)):
-            return 0
-        return self.tokens.end_place(text) or len(text)
+        if not num_known:
+            begin, first = self.begin(prompt), self.tokens.begin
+            if begin == "answer":
+                return 0
+            space = next((place for place, token in enumerate(text) if token not in line_breaks(self.tokenizer)), 0)
+            if begin == "tag" and not (first and _begins_with(text, space, first)):
+                return 0
+        return self.tokens.end_place(text, max(num_known - len(self.tokens.end), 0)) or len(text)
 
     def before(self, grammar: MakesConstraint) -> MakesConstraint:
         """A grammar that the answer after the reasoning must follow, where the tags are tokens."""

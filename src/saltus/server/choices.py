@@ -6,8 +6,9 @@ import json
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 from saltus.engine.channel_reader import ChannelReader
 from saltus.engine.engine import TextRequest
@@ -22,6 +23,8 @@ from saltus.server.protocol import ChatCompletionRequest, CompletionRequest
 from saltus.server.served_request import Delta
 from saltus.server.structured import Tools, call_object
 from saltus.server.translation import speculation_metrics, usage
+
+AnyText = TypeVar("AnyText", Choice, Delta)
 
 
 class _Form:
@@ -55,6 +58,8 @@ class ChatForm(_Form):
         self.tools, self.reasoning, self.shows_reasoning = tools, reasoning, shows_reasoning
         self.readers: dict[int, tuple[ReasoningReader | ChannelReader | None, ToolCallReader | None]] = {}  # by choice
         self.num_calls: Counter[int] = Counter()  # by choice
+        self.num_reasoning_tokens: dict[int, int] = {}  # by choice, as far as is known
+        self.has_answer: set[int] = set()  # choices whose reasoning has ended
 
     def choice(self, choice: Choice) -> dict[str, Any]:
         thought, text, calls = self._read(choice, choice.text, last=True)
@@ -63,7 +68,7 @@ class ChatForm(_Form):
             message |= {"content": text or None, "reasoning_content": thought or None}
         if calls:
             message |= {"content": text or None, "tool_calls": calls}
-        return self._entry(choice.index, {"message": message}, choice)
+        return self._entry(choice.index, {"message": message}, self._shown(choice, choice))
 
     def opening(self, index: int) -> dict[str, Any] | None:
         delta = {"role": "assistant", "content": ""}
@@ -77,7 +82,17 @@ class ChatForm(_Form):
             delta["content"] = text
         if calls:
             delta["tool_calls"] = [{"index": first + place, **call} for place, call in enumerate(calls)]
-        return self._entry(choice.index, {"delta": delta}, new)
+        return self._entry(choice.index, {"delta": delta}, self._shown(choice, new))
+
+    def _shown(self, choice: Choice, of: AnyText) -> AnyText:
+        """A text or a part of it without the log-probabilities of reasoning that is not shown."""
+        num_before = len(choice.scored) - len(of.scored)
+        hidden = self._num_hidden_tokens(choice) - num_before if self.logprobs else 0
+        if hidden <= 0:
+            return of
+        return replace(
+            of, scored=of.scored[hidden:], logprobs=of.logprobs[hidden:], top_logprobs=of.top_logprobs[hidden:]
+        )
 
     def _entry(self, index: int, body: dict[str, Any], of: Choice | Delta) -> dict[str, Any]:
         entry = super()._entry(index, body, of)
@@ -89,7 +104,24 @@ class ChatForm(_Form):
         """How many tokens of all choices are reasoning; None for a model without."""
         if self.reasoning is None:
             return None
-        return sum(self.reasoning.count(choice.request.request.prompt, choice.tokens) for choice in choices)
+        return sum(map(self._num_reasoning_tokens, choices))
+
+    def _num_reasoning_tokens(self, choice: Choice) -> int:
+        """How many tokens of a choice are reasoning by now."""
+        if self.reasoning is None:
+            return 0
+        known = self.num_reasoning_tokens.get(choice.index, 0)
+        if choice.index not in self.has_answer:  # what is known is not counted again, since texts are long
+            known = self.reasoning.count(choice.request.request.prompt, choice.tokens, known)
+            self.num_reasoning_tokens[choice.index] = known
+            if 0 < known < len(choice.tokens):
+                self.has_answer.add(choice.index)
+        return known
+
+    def _num_hidden_tokens(self, choice: Choice) -> int:
+        """How many tokens of a choice are reasoning that is not shown."""
+        reads = self.readers[choice.index][0] is not None
+        return self._num_reasoning_tokens(choice) if reads and not self.shows_reasoning else 0
 
     def _read(self, choice: Choice, text: str, last: bool) -> tuple[str | None, str, list[dict[str, Any]]]:
         """The reasoning of a choice (None if it is not shown), its text without its calls, and these."""
