@@ -31,10 +31,6 @@ from saltus.models.packed_experts import experts_implementation, has_transposed_
 
 SELECTION_BIAS = "gate.e_score_correction_bias"  # a buffer of zeros where a file has none in any layer
 
-SELECTION_BIAS = "gate.e_score_correction_bias"  # a buffer of zeros where a file has none in any layer
-
-SELECTION_BIAS = "gate.e_score_correction_bias"  # a buffer of zeros where a file has none in any layer
-
 
 def load_gguf_model(
     folder: Path,
@@ -145,10 +141,6 @@ def _check_complete(
     model: Any, tensors: Mapping[str, Sequence[GgufTensor]], files: Sequence[Path], sizes: Sequence[int]
 ) -> None:
     stored = model.state_dict().keys()  # of buffers, those that are not computed
-    if not any(name.endswith(SELECTION_BIAS) for name in tensors):
-        stored = {name for name in stored if not name.endswith(SELECTION_BIAS)}
-    if not any(name.endswith(SELECTION_BIAS) for name in tensors):
-        stored = {name for name in stored if not name.endswith(SELECTION_BIAS)}
     if not any(name.endswith(SELECTION_BIAS) for name in tensors):
         stored = {name for name in stored if not name.endswith(SELECTION_BIAS)}
     weights = [*model.named_parameters(), *((name, buffer) for name, buffer in model.named_buffers() if name in stored)]
