@@ -17,6 +17,7 @@ peft = pytest.importorskip("peft")
 KINDS = {
     "plain": {"r": 4, "lora_alpha": 9, "target_modules": ["q_proj", "down_proj"]},
     "rsLoRA": {"r": 4, "lora_alpha": 9, "target_modules": ["v_proj"], "use_rslora": True},
+    "output layer": {"r": 4, "lora_alpha": 9, "target_modules": ["lm_head", "q_proj"]},
     "patterns": {
         "r": 4, "lora_alpha": 9, "target_modules": ["q_proj", "o_proj", "up_proj"], "rank_pattern": {"q_proj": 2},
         "alpha_pattern": {"layers.1.self_attn.q_proj": 20, "up_proj": 3},
@@ -82,7 +83,13 @@ def test_a_tokenizer_beside_the_adapter_is_its_own(tiny_folder, tmp_path):
     [
         ({"peft_type": "IA3"}, "an adapter of the kind IA3, which is not supported"),
         ({"use_dora": True}, "with DoRA"), ({"bias": "all"}, "with trained biases"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"lora_bias": True}, "with trained biases"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"alora_invocation_tokens": [1]}, "of some tokens alone"),
+        ({"layer_replication": [[0, 2], [0, 2]]}, "repeats layers"),
+        ({"init_lora_weights": "pissa_niter_4"}, "(pissa_niter_4); save it with"),
+        ({"init_lora_weights": "loftq"}, "(loftq); merge it"),
+        ({"init_lora_weights": "corda"}, "for_weight_conversion"),
         ({"base_model_name_or_path": None}, "names no base model"),
         ({"base_model_name_or_path": "no such model"}, "is neither a folder nor a short name"),
     ],
@@ -93,6 +100,14 @@ def test_what_cannot_be_merged_is_one_line(tiny_folder, tmp_path, changes, said)
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(ValueError, match=rf"^[^\n]*{re.escape(said)}[^\n]*$"):
         saltus.load(str(tmp_path), "plain")
+
+
+def test_adapted_embeddings_are_one_line(tiny_folder, tmp_path):
+    tied = tiny_folder(tie_word_embeddings=True)
+    for base, module, said in ((tiny_folder(), "embed_tokens", "adapts embeddings"), (tied, "lm_head", "shares its")):
+        adapter(base, tmp_path, r=4, target_modules=[module])
+        with pytest.raises(ValueError, match=rf"^[^\n]*{said}[^\n]*$"):
+            saltus.load(str(tmp_path), "plain")
 
 
 def test_the_adapter_of_another_model_is_one_line(tiny_folder, tmp_path):

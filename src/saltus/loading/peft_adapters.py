@@ -16,6 +16,13 @@ from saltus.loading.fetching import SourceError, first_line
 from saltus.loading.metadata import ADAPTER_CONFIG_FILE, METADATA_FILE, read_metadata
 
 WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+CHANGED_BASES = (
+    "pissa",
+    "olora",
+    "corda",
+    "lora_ga",
+    "loftq",
+)  # initialisations that take a part off the base's weights
 TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
 
 
@@ -49,11 +56,23 @@ def read_peft_config(folder: Path) -> dict[str, Any]:
     others = {
         f"of the kind {config.get('peft_type')}": config.get("peft_type") != "LORA",
         "with DoRA": config.get("use_dora"),
-        "with trained biases": config.get("bias", "none") != "none",
+        "with trained biases": config.get("bias", "none") != "none" or config.get("lora_bias"),
         "with whole layers of its own (modules_to_save)": config.get("modules_to_save"),
+        "with tokens of its own (trainable_token_indices)": config.get("trainable_token_indices"),
+        "that repeats layers (layer_replication)": config.get("layer_replication"),
     }
     if what := next((name for name, given in others.items() if given), None):
         raise SourceError(f"{folder} holds an adapter {what}, which is not supported; merge it into its model by PEFT")
+    if config.get("alora_invocation_tokens"):
+        raise SourceError(
+            f"{folder} holds an adapter of some tokens alone (aLoRA), which is not supported; load {base}"
+        )
+    kind = str(config.get("init_lora_weights")).lower()
+    if kind.startswith(CHANGED_BASES):
+        cure = "merge it into its model by PEFT where it is trained"
+        if kind != "loftq":
+            cure = f"save it with save_pretrained(…, path_initial_model_for_weight_conversion=…), or {cure}"
+        raise SourceError(f"{folder} holds an adapter that changed its base model first ({kind}); {cure}")
     return config
 
 
@@ -64,10 +83,19 @@ def merge_adapter(model: Any, folder: Path, name: str) -> None:
     modules = dict(model.named_modules())
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
+        if key.endswith(".base_layer.weight"):  # PEFT's copy of an adapted output layer, as the base model has it
+            continue
+        if "lora_embedding_" in key:
+            raise SourceError(f"{folder} adapts embeddings, which is not supported; merge it into its model by PEFT")
         match = TENSOR.fullmatch(key)
         weight = None if match is None else getattr(modules.get(match["module"]), "weight", None)
         if match is None or weight is None:
             raise SourceError(f"{folder} has a weight {key}, which is not for {name}; give the adapter's own model")
+        if sum(getattr(other, "weight", None) is weight for other in modules.values()) > 1:
+            raise SourceError(
+                f"{folder} adapts an output layer that shares its weights with the embeddings, which is not"
+                " supported; give the base model an output layer of its own"
+            )
         if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
             raise SourceError(f"the weights of {name} are packed, and an adapter cannot be added; load it as bf16")
         pairs.setdefault(match["module"], {})[match["part"]] = tensor
