@@ -24,7 +24,8 @@ from saltus.engine.checkpoints import require_same_vocabulary, resolve_device
 from saltus.engine.request import Request
 from saltus.engine.scheduler import run_requests
 from saltus.engine.text_bounds import PromptTooLongError
-from saltus.methods import available_methods
+from saltus.methods import available_methods, make_methods
+from saltus.methods.jacobi.drafter import Jacobi
 from saltus.models import causal
 from saltus.models.cpu.attention import install_attention
 
@@ -81,7 +82,7 @@ def ending_with(engine: saltus.Engine, *tokens: int) -> saltus.Engine:
 def refused(cure: str):
     """A ValueError of one line that says what to do."""
     with pytest.raises(ValueError, match=re.escape(cure)) as error:
-        yield
+        yield error
     assert "\n" not in str(error.value)
 
 
@@ -368,12 +369,68 @@ def test_bad_input_is_refused_in_a_line_with_the_cure(engine, prompt, settings, 
             engine.stream(prompt, **settings)
 
 
+WRONG_TYPES = {
+    "a whole number": [
+        {"max_new_tokens": None}, {"max_new_tokens": 4.5}, {"max_new_tokens": True}, {"seed": "a"}, {"top_k": True},
+        {"top_logprobs": 2.5},
+    ],
+    "a number": [{"temperature": True}, {"temperature": "1"}, {"min_p": None}, {"temperature": 10**400}],
+    "true or false": [{"raw": "no"}, {"ignore_eos": "no"}, {"logprobs": "x"}, {"skip_special_tokens": None}],
+    "a text or none": [{"prediction": 5}, {"suffix": 5}, {"method": 5}],
+    "a list, each a whole number": [
+        {"stop_token_ids": 5}, {"stop_token_ids": "5"}, {"stop_token_ids": [5.5]}, {"shown_tokens": 5},
+        {"banned": (5.5,)}, {"banned": 5},
+    ],
+    "a list, each (a whole number, a number)": [
+        {"logit_bias": [(5.5, 1)]}, {"logit_bias": [(5,)]}, {"logit_bias": {"a": 1}}, {"logit_bias": {5: "1"}},
+    ],
+    "a list, each (a whole number, a whole number)": [{"forced_at_index": 5}, {"banned_at_index": [(0, "5")]}],
+    "a text or a list, each a text or none": [{"stop": b"a"}, {"stop": [5]}],
+    "a list, each a dict": [{"tools": "x"}, {"tools": [5]}],
+    "a saltus.Grammar": [{"grammar": "a"}, {"grammar": {"type": "object"}}],
+}  # fmt: skip
+
+
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("setting", [{"max_new_tokens": None}, {"max_new_tokens": 4.5}, {"seed": "a"}])
-def test_what_is_no_whole_number_is_refused(engine, setting):
-    ((name, value),) = setting.items()
-    with refused(f"{name} is {value!r}, but must be a whole number"):
-        engine.generate(PROMPT, **setting)
+@pytest.mark.parametrize(
+    ("wanted", "setting"), [(wanted, each) for wanted in WRONG_TYPES for each in WRONG_TYPES[wanted]]
+)
+def test_settings_of_another_type_are_refused_in_a_line(engine, wanted, setting):
+    (name,) = setting
+    for write in (engine.generate, engine.stream):
+        with refused(f", but must be {wanted}") as error:
+            write(PROMPT, **setting)
+        assert str(error.value).startswith(f"{name} is ")
+    if name in ("banned", "seed", "logprobs", "logit_bias"):
+        with refused(f", but must be {wanted}"):
+            engine.infill("The [[3]]", **setting)
+
+
+def test_numbers_of_numpy_and_biases_by_token_are_settings_too(engine):
+    biases = {5: 3, 9: np.float32(-2.5)}
+    expected = engine.generate(
+        PROMPT, max_new_tokens=12, temperature=1.0, seed=3, stop_token_ids=(7,), logit_bias=((5, 3.0), (9, -2.5))
+    )
+    for given in (biases, {str(token): bias for token, bias in biases.items()}, [*biases.items()]):
+        found = engine.generate(
+            PROMPT, max_new_tokens=np.int64(12), temperature=1, seed=np.uint8(3), stop_token_ids={np.int32(7)},
+            logit_bias=given,
+        )  # fmt: skip
+        assert found.tokens == expected.tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "cure"),
+    [
+        ({"method": ""}, "unknown method ''"),
+        ({"top_logprobs": -3}, "top_logprobs is -3, but must be 0 or more"),
+        ({"forced_at_index": ((0, 9999),)}, "token 9999 of forced_at_index has no embedding"),
+        ({"banned_at_index": ((0, 9999),)}, "token 9999 of banned_at_index has no embedding"),
+    ],
+)
+def test_settings_that_no_text_can_have_are_refused(engine, settings, cure):
+    with refused(cure):
+        engine.generate(PROMPT, **settings)
 
 
 def test_what_is_no_prompt_is_refused(engine):
@@ -393,6 +450,7 @@ def test_a_gpu_that_there_is_not_is_refused_with_those_that_there_are(monkeypatc
             resolve_device(name)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("settings", "cure"),
     [
@@ -404,11 +462,39 @@ def test_a_gpu_that_there_is_not_is_refused_with_those_that_there_are(monkeypatc
         ({"rule": "typical"}, "one of match, reject"),
         ({"max_draft_tokens": -1}, "0…384"),
         ({"batch_size": 0}, "1 or more"),
+        ({"batch_size": "2"}, "batch_size is '2', but must be a whole number"),
+        ({"batch_size": 2.5}, "must be a whole number"),
+        ({"max_draft_tokens": 5.5}, "must be a whole number or none"),
+        ({"max_draft_tokens": "5"}, "must be a whole number or none"),
+        ({"adaptive": "no"}, "adaptive is 'no', but must be true or false"),
+        ({"exact": "no"}, "must be true or false"),
+        ({"options": 5}, "options is 5, but must be a dict or none"),
+        ({"options": {"lookup": 5}}, "the options of lookup are 5, but must be a dict"),
+        ({"options": {"lookup": {"num_draft_tokens": True}}}, "lookup: num_draft_tokens is True, but must be a whole"),
+        ({"options": {"lookup": {"num_draft_tokens": "5"}}}, "must be a whole number"),
+        ({"options": {"lookup": {"max_matches": 2.5}}}, "lookup: max_matches is 2.5, but must be a whole number"),
+        ({"options": {"lookup": {"max_ngram_size": 2.5}}}, "must be a whole number"),
+        ({"options": {"jacobi": {"block_size": 2.5}}}, "jacobi: block_size is 2.5, but must be a whole number"),
+        ({"options": {"jacobi": {"candidates": 1.5}}}, "must be a whole number"),
+        ({"options": {"jacobi": {"sliding": "no"}}}, "jacobi: sliding is 'no', but must be true or false"),
+        ({"options": {"jacobi": {"spawn_ratio": "1"}}}, "jacobi: spawn_ratio is '1', but must be a number"),
+        ({"options": {"assd": {"num_draft_tokens": 1.5}}}, "assd: num_draft_tokens is 1.5, but must be a whole number"),
+        ({"options": {"small_model": {"num_draft_tokens": 1.5}}}, "must be a whole number"),
     ],
 )
 def test_bad_settings_are_refused_before_anything_is_loaded(settings, cure):
     with refused(cure):
         saltus.load("no such model", **settings)
+
+
+def test_a_path_names_a_model_too(tiny_folder):
+    assert saltus.load(tiny_folder(), "plain").target.name == str(tiny_folder())
+
+
+def test_options_of_methods_may_be_numbers_of_numpy_and_whole_numbers_for_any():
+    options = {"jacobi": {"block_size": np.int64(5), "spawn_ratio": 1, "sliding": np.True_}}
+    (method,) = make_methods("jacobi", options)
+    assert repr(method) == repr(Jacobi(block_size=5, spawn_ratio=1.0, sliding=True))
 
 
 @pytest.mark.usefixtures("unchecked")

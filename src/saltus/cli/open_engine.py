@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import os
 import sys
-import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -105,6 +104,7 @@ def validate_settings(
 
 def parse_method_options(assignments: Sequence[str], method: str) -> dict[str, dict[str, Any]]:
     """Fields by method from `method.field=value`, each value in the type of its field."""
+    from saltus.core.value_types import hints_of
     from saltus.methods import available_methods, make_methods, method_names
 
     if assignments:
@@ -117,7 +117,7 @@ def parse_method_options(assignments: Sequence[str], method: str) -> dict[str, d
             raise ValueError(f"--option {assignment}: write METHOD.FIELD=VALUE, such as lookup.max_ngram_size=5")
         if name not in method_names(method):
             raise ValueError(f"--option {assignment}: the method is {method}, not {name}; name it with --method")
-        hints = typing.get_type_hints(available_methods()[name])
+        hints = hints_of(available_methods()[name])
         keys = [each.name for each in dataclasses.fields(available_methods()[name]) if each.init]
         if key not in keys:
             near = difflib.get_close_matches(key, keys, n=1)
@@ -128,12 +128,15 @@ def parse_method_options(assignments: Sequence[str], method: str) -> dict[str, d
 
 
 def _convert(value: str, hint: Any, assignment: str) -> Any:
+    """A value as it is written on a command line."""
+    from saltus.core.value_types import alternatives, described
+
     if typing.get_origin(hint) is typing.Literal:
         choices = typing.get_args(hint)
         if value in choices:
             return value
         raise ValueError(f"--option {assignment}: {value!r} is none of {', '.join(choices)}")
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    kinds = alternatives(hint)
     if type(None) in kinds and value.lower() == "none":
         return None
     for kind in (bool, int, float, str):
@@ -146,12 +149,10 @@ def _convert(value: str, hint: Any, assignment: str) -> Any:
                 continue
         if (word := value.lower()) in _BOOLEANS:
             return _BOOLEANS[word]
-    wanted = " or ".join(_TYPE_NAMES.get(kind, str(kind)) for kind in kinds)
-    raise ValueError(f"--option {assignment}: {value!r} is not {wanted}")
+    raise ValueError(f"--option {assignment}: {value!r} is not {described(hint)}")
 
 
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "none"}
 
 
 def _silence_transformers() -> None:

@@ -10,6 +10,7 @@ from typing import Any, Unpack, overload
 
 from saltus.core.constraint import Constraint
 from saltus.core.noise import Noise
+from saltus.core.value_types import with_checked_types
 from saltus.engine.checkpoints import Checkpoint
 from saltus.engine.decoder import (
     Decoder,
@@ -44,7 +45,6 @@ from saltus.engine.results import (
     PromptLike,
     Settings,
     Stream,
-    check_whole_number,
     make_sampling,
     statistics_of,
 )
@@ -123,6 +123,7 @@ class Engine:
         self, prompt: Sequence[PromptLike], *, method: str | None = None, **settings: Unpack[Settings]
     ) -> list[Generation]: ...
 
+    @with_checked_types
     def generate(
         self, prompt: Any, *, method: str | None = None, **settings: Unpack[Settings]
     ) -> Generation | list[Generation]:
@@ -138,6 +139,7 @@ class Engine:
         results = [item.generation() for item in requests]
         return results if is_batch(prompt) else results[0]
 
+    @with_checked_types
     def stream(self, prompt: PromptLike, *, method: str | None = None, **settings: Unpack[Settings]) -> Stream:
         """`generate` for one prompt, one chunk a call. Chunks hold decided text only, never half a character."""
         if is_batch(prompt):
@@ -164,6 +166,7 @@ class Engine:
         self, text: Sequence[str | InfillTemplate], *, method: str | None = None, **settings: Unpack[InfillSettings]
     ) -> list[Infilling]: ...
 
+    @with_checked_types
     def infill(
         self, text: Any, *, method: str | None = None, **settings: Unpack[InfillSettings]
     ) -> Infilling | list[Infilling]:
@@ -179,6 +182,7 @@ class Engine:
         results = [item.infilling() for item in requests]
         return results if many else results[0]
 
+    @with_checked_types
     def stream_infill(
         self, text: str | InfillTemplate, *, method: str | None = None, **settings: Unpack[InfillSettings]
     ) -> InfillStream:
@@ -216,8 +220,9 @@ class Engine:
         return tokens
 
     def _run(self, requests: Sequence[Request], method: str | None) -> Generator[list[Request]]:
-        return run_requests(self.decoder, requests, method or self.method)
+        return run_requests(self.decoder, requests, self.method if method is None else method)
 
+    @with_checked_types
     def text_request(
         self,
         prompt: Any,
@@ -254,14 +259,14 @@ class Engine:
         for behind it.
         Errors: ValueError of one line.
         """
-        for name, value in (("max_new_tokens", max_new_tokens), ("min_new_tokens", min_new_tokens), ("seed", seed)):
-            check_whole_number(name, value)
         if tools and is_tokens(prompt):
             raise ValueError("tools stand in the prompt, which token ids are already; give messages")
         if files and suffix is None:
             raise ValueError("files are read before a hole; give a suffix, the text after it, which may be empty")
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens is {max_new_tokens}, but must be 0 or more")
+        if top_logprobs < 0:
+            raise ValueError(f"top_logprobs is {top_logprobs}, but must be 0 or more")
         if min_new_tokens > max_new_tokens:
             raise ValueError(f"min_new_tokens is {min_new_tokens}, but max_new_tokens is {max_new_tokens}; lower it")
         Noise(seed)  # refuses a negative seed
@@ -316,7 +321,10 @@ class Engine:
             tokens, max_new_tokens, seed, make_sampling(sampling, Settings), output.add, wants_logprobs,
             top_logprobs=top_logprobs,
         )  # fmt: skip
+        self.target.check_sampling(request.sampling)
         if grammar is not None:
+            if not isinstance(grammar, MakesConstraint):
+                raise ValueError(f"grammar is {grammar!r}, but must be a saltus.Grammar, such as Grammar.regex(…)")
             if ignore_eos:
                 raise ValueError("ignore_eos and a grammar contradict each other: a complete text has to end")
             request.constraint = grammar.constraint(self.tokenizer, stopping, tokens)
@@ -327,6 +335,7 @@ class Engine:
             self.target.check_tokens(request.prediction, "the prediction")
         return TextRequest(prompt, request, output)
 
+    @with_checked_types
     def infill_request(
         self,
         text: str | InfillTemplate,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from saltus.core.canvas import continuation
@@ -99,24 +99,23 @@ def infill_request(
     tokenizer, blank = target.tokenizer, target.network.blank_token
     if None in template.hole_lengths and blank is None:
         raise ValueError(f"{target.name} cannot end a hole by itself; give each hole a length, such as [[8]]")
+    given = make_sampling(sampling, InfillSettings)
     for name in ("presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "min_new_tokens"):
-        if sampling.get(name):
+        if getattr(given, name):
             raise ValueError(f"{name} is about the tokens of one continuation, not of holes; leave it out")
     for piece in template.pieces:
         require_unicode(piece, "the text")
     layout = tokenize_template(template, tokenizer, open_tokens, target.context_length, verbatim)
     special = {token for token, kind in tokenizer.added_tokens_decoder.items() if kind.special}
-    no_text = {*special, *target.end_tokens, *sampling.get("banned", ())}
-    settings = {**sampling, "banned": tuple(sorted(no_text - {blank}))}
+    target.check_sampling(given)
+    made = replace(given, banned=tuple(sorted({*special, *target.end_tokens, *given.banned} - {blank})))
     if blank is not None:
         banned_at, ends = hole_end_rules(layout, template.hole_lengths, blank)
-        settings |= {"banned_at_index": (*sampling.get("banned_at_index", ()), *banned_at), "hole_end_tokens": ends}
+        made = replace(made, banned_at_index=(*given.banned_at_index, *banned_at), hole_end_tokens=ends)
     canvas = layout.canvas
-    given = canvas.tokens[canvas.given_positions].tolist()
-    target.check_tokens(given, "the text")
-    request = Request(
-        given, len(canvas.order), seed, make_sampling(settings, InfillSettings), logprobs=logprobs, canvas=canvas
-    )
+    tokens = canvas.tokens[canvas.given_positions].tolist()
+    target.check_tokens(tokens, "the text")
+    request = Request(tokens, len(canvas.order), seed, made, logprobs=logprobs, canvas=canvas)
     return HolesRequest(layout, request, tokenizer)
 
 

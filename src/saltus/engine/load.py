@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from saltus import methods
+from saltus.core.value_types import with_checked_types
 from saltus.engine.chat_template import read_chat_template
 from saltus.engine.checkpoints import Checkpoint, load_checkpoint, require_same_vocabulary
 from saltus.engine.corpus_files import load_corpus
@@ -28,8 +29,9 @@ from saltus.loading.sources import DEFAULT_MODEL
 from saltus.models.protocols import TargetNetwork
 
 
+@with_checked_types
 def load(
-    model: str = DEFAULT_MODEL,
+    model: str | Path = DEFAULT_MODEL,
     method: str | None = None,
     *,
     draft_model: str | None = None,
@@ -78,6 +80,7 @@ def load(
         progress: called while files are downloaded, and while a corpus is read.
         tuned_settings: use the settings that `saltus tune` saved for jacobi, if no options of jacobi are given.
     """
+    model = str(model)
     method, options = with_draft_model(method, options or {}, draft_model, num_draft_tokens)
     check_rule(rule)
     if max_draft_tokens is not None:

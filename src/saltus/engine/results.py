@@ -5,13 +5,12 @@ from __future__ import annotations
 import difflib
 import statistics
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypedDict, TypeVar, get_type_hints
-
-import numpy as np
 
 from saltus.core.picking import Coupling
 from saltus.core.sampling import Sampling
+from saltus.core.value_types import hints_of, typed_value
 from saltus.engine.grammar import Grammar
 from saltus.engine.infill_template import InfillLayout
 from saltus.engine.request import CallRecord, Request
@@ -30,7 +29,8 @@ class SamplingSettings(TypedDict, total=False):
     repetition_penalty: float  # 1: off
     presence_penalty: float  # 0: off; OpenAI's, as are the next two
     frequency_penalty: float  # 0: off
-    logit_bias: tuple[tuple[int, float], ...]  # (token, what is added to its logit)
+    # what is added to the logits of tokens: {token: bias}, or (token, bias) by pairs
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]]
     no_repeat_ngram_size: int  # 0: off; no n-gram of so many tokens comes twice, the prompt's included
     coupling: Coupling  # "probability", "token-order" or "gumbel": which token a position's random numbers pick
     seed: int  # 0; without effect at temperature 0
@@ -67,26 +67,22 @@ class InfillSettings(SamplingSettings, total=False):
 
 def make_sampling(settings: Mapping[str, Any], known: type[Any]) -> Sampling:
     """The sampling parameters among settings that `known` names. Errors: ValueError of one line."""
-    ours = {field.name: field.default for field in fields(Sampling)}
+    ours = hints_of(Sampling)
+    checked = {}
     for name, value in settings.items():
         if name not in ours:
             near = difflib.get_close_matches(name, [*get_type_hints(known), *ours], n=1)
             offer = f"did you mean {near[0]}?" if near else "see saltus.Settings"
             raise ValueError(f"there is no setting {name!r}; {offer}")
-        if isinstance(ours[name], float) and not isinstance(value, int | float | np.number):
-            raise ValueError(f"{name} is {value!r}, but must be a number")
-        if isinstance(ours[name], int):
-            check_whole_number(name, value)
-    try:
-        return Sampling(**settings)
-    except TypeError as error:
-        raise ValueError(f"a sampling setting has a value of another type: {error}") from None
+        if name == "logit_bias" and isinstance(value, Mapping):
+            value = [(int(key) if _is_number(key) else key, bias) for key, bias in value.items()]
+        checked[name] = typed_value(value, ours[name], name)
+    return Sampling(**checked)
 
 
-def check_whole_number(name: str, value: Any) -> None:
-    """Errors: ValueError of one line."""
-    if not isinstance(value, int | np.integer):
-        raise ValueError(f"{name} is {value!r}, but must be a whole number")
+def _is_number(key: Any) -> bool:
+    """True for a token id as JSON writes it."""
+    return isinstance(key, str) and key.isdecimal()
 
 
 @dataclass(frozen=True)

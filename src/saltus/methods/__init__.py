@@ -17,6 +17,7 @@ from saltus.core.noise import Noise
 from saltus.core.protocols import Drafter, Network
 from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
+from saltus.core.value_types import hints_of, typed_value
 from saltus.models.protocols import TargetNetwork
 
 AUTO = "auto"  # the default method; `saltus.engine.auto_method` says what it stands for with a model
@@ -113,8 +114,15 @@ def _make_method(name: str, fields: Mapping[str, Any]) -> Method:
             raise ValueError(f"{name!r} is a kind of draft model of the method ptp; take ptp with ptp.model=FOLDER")
         offer = f"did you mean {' or '.join(near)}? " if near else ""
         raise ValueError(f"unknown method {name!r}; {offer}there are {AUTO}, {_listed()}")
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"the options of {name} are {fields!r}, but must be a dict of its fields")
+    method = available_methods()[name]
+    hints = hints_of(method)
     try:
-        return available_methods()[name](**fields)
+        return method(**{
+            key: typed_value(value, hints[key], f"{name}: {key}") if key in hints else value
+            for key, value in fields.items()
+        })  # fmt: skip
     except TypeError as error:
         raise ValueError(f"method {name}: {error}; `saltus methods {name}` lists its options") from error
 
