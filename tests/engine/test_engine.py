@@ -732,6 +732,22 @@ def test_whether_a_text_is_finished_is_known_without_a_look_at_its_calls(engine,
     assert reasons == [*[(False, None)] * 11, (True, "length")]
 
 
+def test_a_batch_learns_what_its_calls_cost(tiny_folder, monkeypatch):
+    engine = saltus.load(str(tiny_folder()), "lookup", batch_size=4)
+    setup = engine.decoder.setup("lookup")
+    before, alone = setup.controller(4).call_cost.seconds_for(1), dict(setup.call_cost.seconds)
+    forward = engine.network.forward
+
+    def slow(batch, kv_caches):
+        return [dataclasses.replace(each, seconds=100 * before) for each in forward(batch, kv_caches)]
+
+    monkeypatch.setattr(engine.network, "forward", slow)
+    answer, *_ = engine.generate([PROMPT] * 4, max_new_tokens=40, ignore_eos=True)
+    rise = setup.controller(4).call_cost.seconds_for(1) / before
+    assert rise > 1.04**answer.statistics.calls > 1.2
+    assert setup.call_cost.seconds == alone, "texts alone have costs of their own"
+
+
 def test_a_stream_can_be_left(engine):
     stream = engine.stream(PROMPT, max_new_tokens=30, ignore_eos=True)
     first = next(stream)

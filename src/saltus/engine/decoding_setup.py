@@ -88,13 +88,17 @@ class DecodingSetup:
         if not self.call_cost.seconds:
             self.call_cost.seconds.update(call_seconds(self.networks[TARGET]))
         if batch_size not in self.controllers:
-            costs = self.call_cost if batch_size == 1 else CallCost()
+            costs = self.call_cost if batch_size == 1 else self._costs_of_batch(batch_size)
             self.controllers[batch_size] = Controller(self.max_draft_tokens, True, self.acceptance, costs, batch_size)
-        controller = self.controllers[batch_size]
-        if batch_size > 1:  # one more node for each request: batch_size times the rows, by what is known by now
-            seconds = {rows: self.call_cost.seconds_for(rows * batch_size) for rows in CALIBRATION_ROWS}
-            controller.call_cost.seconds.update(seconds)
-        return controller
+        return self.controllers[batch_size]
+
+    def _costs_of_batch(self, batch_size: int) -> CallCost:
+        """Costs by the rows of each text, so batch_size times the rows: at first those that are known of fewer texts.
+
+        Then by the batch's own calls, each of which all its texts record.
+        """
+        seconds = {rows: self.call_cost.seconds_for(rows * batch_size) for rows in CALIBRATION_ROWS}
+        return CallCost(seconds, CallCost.update_rate / batch_size, CallCost.first_calls * batch_size)
 
 
 def set_max_unread(drafter: Drafter, method: Method, networks: Mapping[str, Network]) -> None:

@@ -23,12 +23,10 @@ class CallCost:
     update_rate: float = 0.1  # weight of the latest call
     first_calls: int = 40  # calls to come that judge the calibration
 
-    def record(self, rows: int, seconds: float) -> None:
+    def record(self, rows: int | float, seconds: float) -> None:
         """Update by a call, since longer texts cost more and machines drift; an outlier counts as a factor of 2."""
         if self.seconds:
-            nearest = rows
-            if rows not in self.seconds:
-                nearest = min(self.seconds, key=lambda size: abs(math.log(size / rows)))
+            nearest = min(self.seconds, key=lambda size: abs(math.log(size / rows)))
             change = self.update_rate * (min(max(seconds / self.seconds_for(rows), 0.5), 2.0) - 1)
             updated = self.seconds[nearest] * (1 + change)
             share = 1.0 if change < 0 < self.first_calls else 0.5
@@ -37,12 +35,10 @@ class CallCost:
                 moved = known * (1 + change * share)
                 self.seconds[size] = updated if size == nearest or (moved > updated) == (size < nearest) else moved
 
-    def seconds_for(self, rows: int) -> float:
+    def seconds_for(self, rows: int | float) -> float:
         """Seconds of a call of `rows` rows; if nothing was measured, relative ones: 1 + 2 % for each row."""
         if not self.seconds:
             return 1 + 0.02 * rows
-        if rows in self.seconds:
-            return self.seconds[rows]
         known = sorted(self.seconds)
         place = bisect_left(known, rows)
         if place == len(known):
@@ -50,7 +46,7 @@ class CallCost:
             slope = (self.seconds[last] - self.seconds[known[0]]) / max(last - known[0], 1)
             return self.seconds[last] + max(slope, self.seconds[last] * 0.01) * (rows - last)
         above, below = known[place], known[place - 1]
-        if not place:
+        if not place or above == rows:
             return self.seconds[above]
         share = (rows - below) / (above - below)
         return self.seconds[below] * (1 - share) + self.seconds[above] * share

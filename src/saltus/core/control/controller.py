@@ -30,7 +30,9 @@ class Controller:
     adaptive: bool = True
     acceptance: Acceptance = field(default_factory=Acceptance)
     call_cost: CallCost = field(default_factory=CallCost)
-    batch_size: int = 1  # texts that are decoded together, one after another outside of calls
+    batch_size: int = (
+        1  # texts that are decoded together, one after another outside of calls; costs are by rows of each
+    )
     drafting_switch: DraftingSwitch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -114,9 +116,8 @@ class Controller:
         if not self.adaptive:
             return
         decided, num_verified = step.tokens.tolist(), step.inputs.num_draft_tokens
-        rows = len(step.inputs.tokens) + 1
-        if step.outputs.context_tokens_read == 1 and step.outputs.num_rows == rows:  # no prefill, and no other text
-            self.call_cost.record(rows, step.outputs.seconds)
+        if step.outputs.context_tokens_read == 1:
+            self._record_call(step)
         depths = self.acceptance.record_tree(tree, decided)
         for source in set(tree.payoff_sources) - {""}:
             nodes = [node for node in range(num_verified) if _same_drafter(tree.sources[node], source)]
@@ -133,6 +134,16 @@ class Controller:
             switch = self.drafting_switch
             throughput = switch.with_drafts if used_networks else switch.without_drafts
             throughput.record(_tokens_of(tree, step), spent / self.call_cost.seconds_for(1))
+
+    def _record_call(self, step: Step) -> None:
+        """Record what a call cost by its rows for each text: all of a batch record it, each by a share.
+
+        Calls in which another text read a prompt, and has more rows than drafts, say nothing of drafts.
+        """
+        rows, num_rows = len(step.inputs.tokens) + 1, step.outputs.num_rows
+        most = rows if self.batch_size == 1 else self.batch_size * max(rows, 1 + self.max_draft_tokens)
+        if rows <= num_rows <= most:
+            self.call_cost.record(num_rows / self.batch_size, step.outputs.seconds)
 
 
 def _tokens_of(tree: Tree, step: Step) -> float:
