@@ -30,9 +30,8 @@ class Controller:
     adaptive: bool = True
     acceptance: Acceptance = field(default_factory=Acceptance)
     call_cost: CallCost = field(default_factory=CallCost)
-    batch_size: int = (
-        1  # texts that are decoded together, one after another outside of calls; costs are by rows of each
-    )
+    # texts that are decoded together, one after another outside of calls; costs are by the rows of each
+    batch_size: int = 1
     drafting_switch: DraftingSwitch = field(init=False)
 
     def __post_init__(self) -> None:
