@@ -93,16 +93,19 @@ def continued(engine: saltus.Engine, rows: list[dict], seed: int, temperature: f
     return found
 
 
-def passed(rows: list[dict], lines: list[str]) -> list[bool]:
-    """By each task's tests."""
-    made = [program_assembly.infilling(row, line + "\n") for row, line in zip(rows, lines, strict=True)]
+def passed(rows: list[dict], lines: list[str], known: dict[tuple[str, str], bool]) -> list[bool]:
+    """By each task's tests; a line that is `known` is not run again."""
+    asked = [(row["task_id"], line) for row, line in zip(rows, lines, strict=True)]
+    new = {one: row for one, row in zip(asked, rows, strict=True) if one not in known}
+    made = [program_assembly.infilling(row, line + "\n") for (_, line), row in new.items()]
     with ThreadPoolExecutor(2) as pool:
-        return [verdict.passed for verdict in pool.map(run_tests, made)]
+        known.update(zip(new, (verdict.passed for verdict in pool.map(run_tests, made)), strict=True))
+    return [known[one] for one in asked]
 
 
 def ways(given: argparse.Namespace, rows: list[dict]) -> Iterator[tuple[str, Callable[[int], Answers]]]:
     engine = saltus.load(given.model, "assd", tuned_settings=False)
-    for method in ("assd", "plain"):
+    for method in given.methods:
         yield method, lambda seed, method=method: infilled(engine, method, rows, seed, given)
     if given.causal:
         other = saltus.load(given.causal, "plain", tuned_settings=False)
@@ -114,6 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=Path, required=True, help="of HumanEval infilling, .jsonl or .jsonl.gz")
     parser.add_argument("--model", required=True, help="an any-subset model of code")
+    parser.add_argument("--methods", nargs="+", default=["assd", "plain"], help="that write the same lines")
     parser.add_argument("--causal", help="a causal model, to compare with")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--length-given", action="store_true", help="tell the model how many tokens the line has")
@@ -127,10 +131,10 @@ def main() -> None:
         rows = [json.loads(line) for line in source]
     count = min(given.limit or len(rows), len(rows))
     rows = [rows[i * len(rows) // count] for i in range(count)]
-    table = []
+    table, known = [], {}
     for name, fill in ways(given, rows):
         found = [fill(seed) for seed in range(given.seeds)]
-        right = np.array([passed(rows, answers.lines) for answers in found], dtype=float)  # [seeds, tasks]
+        right = np.array([passed(rows, answers.lines, known) for answers in found], dtype=float)  # [seeds, tasks]
         same = [
             line.strip() == row["canonical_solution"].strip()
             for answers in found
