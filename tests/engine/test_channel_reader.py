@@ -10,9 +10,9 @@ from tokenizers import AddedToken
 from conftest import byte_tokenizer
 from saltus.engine.channel_reader import ChannelReader
 from saltus.engine.reasoning import TAGS, Reasoning
-from saltus.engine.tool_calls import ToolCallReader, call_markers, has_other_form, tool_format, tool_grammar
-from saltus.engine.tool_forms.form import ToolCall
-from saltus.engine.tool_forms.gpt_oss import GPT_OSS
+from saltus.engine.tool_calls import ToolCallReader, call_markers, has_other_format, tool_format, tool_grammar
+from saltus.engine.tool_formats.gpt_oss import GPT_OSS
+from saltus.engine.tool_formats.tool_format import ToolCall
 from saltus.engine.tool_messages import readable_messages
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -83,7 +83,7 @@ def tokenizer(request):
 
 def test_the_form_is_told_by_the_template(tokenizer):
     assert tool_format(tokenizer) == GPT_OSS
-    assert not has_other_form(TEMPLATE)
+    assert not has_other_format(TEMPLATE)
     if "<|channel|>" in tokenizer.get_vocab():
         assert set(call_markers(tokenizer).values()) == GPT_OSS.markers - {GPT_OSS.recipient}
 

@@ -13,7 +13,7 @@ from saltus.engine.tool_calls import (
     ToolCall,
     ToolCallReader,
     call_markers,
-    has_other_form,
+    has_other_format,
     tool_format,
     tool_grammar,
 )
@@ -40,7 +40,7 @@ def test_only_known_forms_are_told_by_templates():
         '{"name": "a", "parameters": {}}[x]',
         "{{ m.tool_calls }}",
     ):
-        assert not has_other_form(template)
+        assert not has_other_format(template)
     for template in (
         "[TOOL_CALLS]",
         "x<|tool_call|>",
@@ -48,7 +48,7 @@ def test_only_known_forms_are_told_by_templates():
         "<｜tool▁call▁begin｜>",
         "<TOOLCALL>[",
     ):
-        assert has_other_form(template)
+        assert has_other_format(template)
 
 
 def test_a_call_of_llama_s_form_after_white_space_follows_its_schema(engine, monkeypatch):
@@ -236,8 +236,8 @@ def test_mistrals_calls_follow_their_schemas(engine, monkeypatch):
     template = "{{ tools }}[TOOL_CALLS]name[ARGS]{}"
     monkeypatch.setattr(engine.tokenizer, "chat_template", template)
     assert tool_format(engine.tokenizer) == MISTRAL
-    assert not has_other_form(template)
-    assert has_other_form("[TOOL_CALLS]name[CALL_ID]x[ARGS]{}"), "with ids, which are not read"
+    assert not has_other_format(template)
+    assert has_other_format("[TOOL_CALLS]name[CALL_ID]x[ARGS]{}"), "with ids, which are not read"
     call = '[TOOL_CALLS]look[ARGS]{"animal": "cat", "number": 1}'
     for choice, texts in {
         "required": {call: True, call + call: True, "[TOOL_CALLS]other[ARGS]{}": False, "hi": False},

@@ -6,7 +6,7 @@ import pytest
 
 from conftest import byte_tokenizer
 from saltus.engine import tool_calls
-from saltus.engine.tool_calls import HERMES, QWEN3_CODER, ToolCallReader, has_other_form, tool_format, tool_grammar
+from saltus.engine.tool_calls import HERMES, QWEN3_CODER, ToolCallReader, has_other_format, tool_format, tool_grammar
 
 SCHEMA = {
     "type": "object",
@@ -128,7 +128,7 @@ def test_a_strict_tool_with_a_limit_that_no_call_follows_is_refused(tokenizer, m
 def test_the_form_is_told_by_the_template(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
     assert tool_format(tokenizer) == QWEN3_CODER
-    assert not has_other_form(TEMPLATE)
+    assert not has_other_format(TEMPLATE)
     monkeypatch.setattr(tokenizer, "chat_template", "<tool_call>{{ tools }}</tool_call>")
     assert tool_format(tokenizer) == HERMES
-    assert has_other_form("<tool_call><function=a>"), "with JSON between the tags"
+    assert has_other_format("<tool_call><function=a>"), "with JSON between the tags"

@@ -1,6 +1,6 @@
 """Tool calls: constrain them to the schemas of their tools, and read them from the text.
 
-A call is written in the form that the model's chat template shows (`engine.tool_forms`, a module each). Templates
+A call is written in the form that the model's chat template shows (`engine.tool_formats`, a module each). Templates
 without tools get Hermes's form (`engine.tool_messages`).
 """
 
@@ -13,23 +13,23 @@ from typing import Any, Literal
 
 from saltus.engine.grammar import Grammar
 from saltus.engine.json_schemas import followed_schema
-from saltus.engine.tool_forms.call_lists import GRANITE_3, MISTRAL_LISTS
-from saltus.engine.tool_forms.call_sections import DEEPSEEK_V3, DEEPSEEK_V3_1, KIMI_K2
-from saltus.engine.tool_forms.form import Function, Markers, ToolCall, ToolForm, overlap
-from saltus.engine.tool_forms.glm import GLM
-from saltus.engine.tool_forms.gpt_oss import GPT_OSS
-from saltus.engine.tool_forms.hermes import HERMES
-from saltus.engine.tool_forms.llama import LLAMA
-from saltus.engine.tool_forms.mistral import MISTRAL
-from saltus.engine.tool_forms.qwen3_coder import QWEN3_CODER
-from saltus.engine.tool_forms.tagged_arguments import texts_with_limits
+from saltus.engine.tool_formats.call_lists import GRANITE_3, MISTRAL_LISTS
+from saltus.engine.tool_formats.call_sections import DEEPSEEK_V3, DEEPSEEK_V3_1, KIMI_K2
+from saltus.engine.tool_formats.glm import GLM
+from saltus.engine.tool_formats.gpt_oss import GPT_OSS
+from saltus.engine.tool_formats.hermes import HERMES
+from saltus.engine.tool_formats.llama import LLAMA
+from saltus.engine.tool_formats.mistral import MISTRAL
+from saltus.engine.tool_formats.qwen3_coder import QWEN3_CODER
+from saltus.engine.tool_formats.tagged_arguments import texts_with_limits
+from saltus.engine.tool_formats.tool_format import Function, Markers, ToolCall, ToolFormat, overlap
 
 ToolChoice = Literal["auto", "required"]
 
-FORMS: tuple[ToolForm, ...] = (  # the first that a template shows; Hermes's if it shows none
+FORMATS: tuple[ToolFormat, ...] = (  # the first that a template shows; Hermes's if it shows none
     GPT_OSS, QWEN3_CODER, GLM, MISTRAL, DEEPSEEK_V3_1, DEEPSEEK_V3, KIMI_K2, GRANITE_3, MISTRAL_LISTS, LLAMA,
 )  # fmt: skip
-OTHER_FORMS = (  # not read, unless the template's form has them: Command R, Gemma 3, OLMo, Phi, DeepSeek V3.2
+OTHER_FORMATS = (  # not read, unless the template's form has them: Command R, Gemma 3, OLMo, Phi, DeepSeek V3.2
     "to=functions.", "<|START_ACTION|>", "<start_function_call>", "<function=", "<arg_key>", "<function_calls>",
     "functools[", "<｜DSML｜",
 )  # fmt: skip
@@ -37,22 +37,22 @@ OTHER_MARKER = re.compile(r"""<[^<>\s'"]*(?i:tool[_▁]?calls?)[^<>\s'"]*>|\[TOO
 # as those of MiniMax, older ones of Nemotron, and of the forms that are read
 
 
-def tool_format(tokenizer: Any) -> ToolForm:
+def tool_format(tokenizer: Any) -> ToolFormat:
     """The form of calls that the tokenizer's chat template shows."""
     template = str(tokenizer.chat_template or "")
-    return HERMES if has_other_form(template) else _shown_form(template)
+    return HERMES if has_other_format(template) else _shown_format(template)
 
 
-def has_other_form(template: str) -> bool:
+def has_other_format(template: str) -> bool:
     """True for a chat template with calls that are not read. Its model is told of Hermes's form in words."""
-    own = HERMES.markers | _shown_form(template).markers
-    return any(form in template and form not in own for form in OTHER_FORMS) or any(
+    own = HERMES.markers | _shown_format(template).markers
+    return any(form in template and form not in own for form in OTHER_FORMATS) or any(
         marker not in own for marker in OTHER_MARKER.findall(template)
     )
 
 
-def _shown_form(template: str) -> ToolForm:
-    return next((form for form in FORMS if form.is_shown_by(template)), HERMES)
+def _shown_format(template: str) -> ToolFormat:
+    return next((form for form in FORMATS if form.is_shown_by(template)), HERMES)
 
 
 def call_markers(tokenizer: Any) -> dict[int, str]:
@@ -80,7 +80,7 @@ def tool_grammar(
     begin, (opening, closing) = markers(form.begin), form.section
     more = f"({form.between} {begin} call)*" if several and form.between is not None else ""
     calls = f"{markers(opening)} {begin} call {more} {markers(closing)}"
-    before, before_answer = form.lead
+    before, before_answer = form.prefixes
     lines = ["TEXT: /(.|\\n)*/", *form.rules(functions, several, markers)]
     if choice == "required":
         start = f"start: {before} {calls}"
@@ -97,7 +97,7 @@ def tool_grammar(
     return replace(Grammar.lark("\n".join([start, *lines])), has_reasoning=bool(before))
 
 
-def _parameters(function: Mapping[str, Any], form: ToolForm) -> dict[str, Any]:
+def _parameters(function: Mapping[str, Any], form: ToolFormat) -> dict[str, Any]:
     """The schema of a function's arguments. Errors: ValueError that names the function."""
     strict = bool(function.get("strict"))
     try:
@@ -117,7 +117,7 @@ class ToolCallReader:
     schemas of `tools`.
     """
 
-    def __init__(self, form: ToolForm, required: bool = False, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, form: ToolFormat, required: bool = False, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self.form, self.required = form, required
         self.schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
         self.buffer, self.in_call = "", False

@@ -17,7 +17,7 @@ from typing import Any
 
 from saltus.engine.message_parts import PROBE, writes_probe
 from saltus.engine.template_limits import render_chat
-from saltus.engine.tool_calls import HERMES, ToolCall, ToolForm, has_other_form, tool_format
+from saltus.engine.tool_calls import HERMES, ToolCall, ToolFormat, has_other_format, tool_format
 
 Message = dict[str, Any]
 
@@ -42,7 +42,7 @@ def has_tools(messages: Sequence[Mapping[str, Any]]) -> bool:
 def template_knows_tools(tokenizer: Any, template: str) -> bool:
     """True if the tokenizer's chat template writes the tools that it is given, for calls of a form that is read."""
     tool = {"type": "function", "function": {"name": PROBE, "description": "", "parameters": {}}}
-    return bool(template) and not has_other_form(template) and writes_probe(tokenizer, "?", [tool])
+    return bool(template) and not has_other_format(template) and writes_probe(tokenizer, "?", [tool])
 
 
 def readable_messages(
@@ -110,7 +110,7 @@ def _written_calls(tokenizer: Any, arguments: Sequence[Any]) -> str:
 
 
 def _as_texts(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], form: ToolForm
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], form: ToolFormat
 ) -> list[Message]:
     """The conversation without fields for tools: they stand in a system message, calls and results in texts."""
     written: list[Message] = []
@@ -124,7 +124,7 @@ def _as_texts(
     return _with_tools(written, tools, form)
 
 
-def _with_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], form: ToolForm) -> list[Message]:
+def _with_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], form: ToolFormat) -> list[Message]:
     """The conversation with the tools in its system message."""
     if not tools:
         return list(messages)
@@ -150,7 +150,7 @@ def _in_order_of_calls(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     return made
 
 
-def _as_text(message: Mapping[str, Any], form: ToolForm) -> Message:
+def _as_text(message: Mapping[str, Any], form: ToolFormat) -> Message:
     """A message with its calls, or the result of one, as text."""
     content = str(message.get("content") or "")
     if message.get("role") == "tool":
@@ -167,7 +167,7 @@ def _as_call(function: Mapping[str, Any]) -> ToolCall:
     return ToolCall(function["name"], written or "{}")
 
 
-def _with_ids_of(form: ToolForm, messages: Sequence[Message]) -> list[Message]:
+def _with_ids_of(form: ToolFormat, messages: Sequence[Message]) -> list[Message]:
     """The messages with ids of calls as the form has them, numbered in their order."""
     made, ids, number = [], {}, 0
     for message in messages:

@@ -1,12 +1,13 @@
-"""Say what a form of tool calls is: how a template shows it, how a grammar writes it, and how it is read."""
+"""Say what a format of tool calls is: how a template shows it, how a grammar writes it, and how it is read."""
 
 from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -58,66 +59,41 @@ class Reading(NamedTuple):
     calls: Sequence[ToolCall] | None  # None: they are text; empty: what is left of a call that is cut off
 
 
-@runtime_checkable
-class ToolForm(Protocol):
-    """A form of calls."""
+class ToolFormat(ABC):
+    """How a model writes its calls. What is set here holds for most."""
+
+    begin: str  # what a call begins with; empty if the whole text is the call
+    # what stands between a call and the begin of the next, in Lark's syntax; None if `call` holds several
+    between: str | None = None
+    section: tuple[str, str] = ("", "")  # what stands before the first call and behind the last one
+    # what may stand before calls, and before an answer without them, in Lark's syntax; empty if calls stand in the text
+    prefixes: tuple[str, str] = ("", "")
+    quotes_texts: bool = True  # arguments that are texts are JSON, so that a grammar follows their limits
+    call_id: str = ""  # as `str.format` writes it of a call's `name` and `number`; empty if any will do
 
     @property
-    def begin(self) -> str:
-        """What a call begins with; empty if the whole text is the call."""
-        ...
-
-    @property
-    def between(self) -> str | None:
-        """What stands between a call and the begin of the next, in Lark's syntax; None if `call` holds several."""
-        ...
-
-    @property
-    def section(self) -> tuple[str, str]:
-        """What stands before the first call and behind the last one; empty where calls stand alone."""
-        ...
-
-    @property
-    def lead(self) -> tuple[str, str]:
-        """What may stand before calls, and what stands before an answer without them, in Lark's syntax.
-
-        Both are empty where an answer is text with calls in it.
-        """
-        ...
-
-    @property
+    @abstractmethod
     def markers(self) -> frozenset[str]:
-        """Texts that belong to this form alone, in a template and in a call. They may be special tokens."""
-        ...
+        """Texts that belong to this format alone, in a template and in a call. They may be special tokens."""
 
-    @property
-    def quotes_texts(self) -> bool:
-        """True if arguments that are texts are JSON, so that a grammar follows their limits."""
-        ...
-
-    @property
-    def call_id(self) -> str:
-        """A call's id, as `str.format` writes it of its `name` and `number`; empty if any will do."""
-        ...
-
+    @abstractmethod
     def is_shown_by(self, template: str) -> bool:
-        """True for a chat template whose calls are of this form."""
-        ...
+        """True for a chat template whose calls are of this format."""
 
+    @abstractmethod
     def rules(self, functions: Sequence[Function], several: bool, markers: Markers) -> list[str]:
         """The rules, in Lark's syntax, of a `call` behind its begin."""
-        ...
 
+    @abstractmethod
     def write(self, calls: Sequence[ToolCall]) -> str:
         """Calls as a model writes them."""
-        ...
 
+    @abstractmethod
     def read(self, text: str, schemas: Mapping[str, Mapping[str, Any]], last: bool) -> Reading | None:
         """Read what stands behind the begin of a call; None if more of it has to arrive. After the `last` nothing does.
 
         `schemas` are those of the functions' arguments, by name.
         """
-        ...
 
 
 def read_to_end(

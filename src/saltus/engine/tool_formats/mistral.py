@@ -1,4 +1,4 @@
-"""The form of Mistral's models since 2025, as Devstral, Ministral 3 and Magistral: a name, then a JSON object.
+"""The format of Mistral's models since 2025, as Devstral, Ministral 3 and Magistral: a name, then a JSON object.
 
     [TOOL_CALLS]look[ARGS]{"animal": "cat"}
 
@@ -12,21 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saltus.engine.tool_forms.form import Function, Markers, Reading, ToolCall, one_of
-from saltus.engine.tool_forms.json_calls import size_of_object
+from saltus.engine.tool_formats.json_calls import size_of_object
+from saltus.engine.tool_formats.tool_format import Function, Markers, Reading, ToolCall, ToolFormat, one_of
 
 
 @dataclass(frozen=True)
-class Mistral:
+class Mistral(ToolFormat):
     """A name between two markers, and a JSON object of the arguments."""
 
     begin: str = "[TOOL_CALLS]"
     after_name: str = "[ARGS]"
-    between: str = ""
-    section: tuple[str, str] = ("", "")
-    lead: tuple[str, str] = ("", "")
-    quotes_texts: bool = True
-    call_id: str = ""
+    between: str | None = ""
 
     @property
     def markers(self) -> frozenset[str]:

@@ -1,31 +1,25 @@
-"""The forms of Granite 3 and of Mistral's models before 2025: a marker, then a JSON list of calls.
+"""The formats of Granite 3 and of Mistral's models before 2025: a marker, then a JSON list of calls.
 
 <|tool_call|>[{"name": "look", "arguments": {"animal": "cat"}}]
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saltus.engine.tool_forms.form import Function, Markers, Reading, ToolCall, one_of
-from saltus.engine.tool_forms.json_calls import call_of, size_of_object, written_call
+from saltus.engine.tool_formats.json_calls import call_of, call_rule, size_of_object, written_call
+from saltus.engine.tool_formats.tool_format import Function, Markers, Reading, ToolCall, ToolFormat, one_of
 
 
 @dataclass(frozen=True)
-class CallList:
+class CallList(ToolFormat):
     """A JSON list of objects of name and arguments behind a marker."""
 
     begin: str
-    shown: re.Pattern[str]  # what a template of this form has besides the marker
-    between: None = None
-    section: tuple[str, str] = ("", "")
-    lead: tuple[str, str] = ("", "")
-    quotes_texts: bool = True
-    call_id: str = ""
+    shown: re.Pattern[str]  # what a template of this format has besides the marker
 
     @property
     def markers(self) -> frozenset[str]:
@@ -36,11 +30,8 @@ class CallList:
 
     def rules(self, functions: Sequence[Function], several: bool, markers: Markers) -> list[str]:
         more = '(", " item)*' if several else ""
-        rules = [one_of(functions, "item"), f'call: " "? "[" item {more} "]"']
-        for place, function in enumerate(functions):
-            head = f'{json.dumps({"name": function.name})[:-1]}, "arguments": '
-            rules.append(f"item_{place}: {json.dumps(head)} %json {json.dumps(function.schema)} {json.dumps('}')}")
-        return rules
+        items = [f"item_{place}: {call_rule(one)}" for place, one in enumerate(functions)]
+        return [one_of(functions, "item"), f'call: " "? "[" item {more} "]"', *items]
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         return f"{self.begin}[{', '.join(map(written_call, calls))}]"
@@ -53,10 +44,8 @@ class CallList:
         while not is_whole and (size := size_of_object(rest)) is not None:
             calls.append(call_of(rest[:size]))
             rest = rest[size:].lstrip()
-            is_whole, rest = (
-                rest.startswith("]"),
-                (rest[1:] if rest.startswith("]") else rest.removeprefix(",").lstrip()),
-            )
+            is_whole = rest.startswith("]")
+            rest = rest[1:] if is_whole else rest.removeprefix(",").lstrip()
         if not is_whole and not last:
             return None
         size = len(text) - len(rest) if is_whole else len(text)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from saltus.engine.json_schemas import OPTIONS
-from saltus.engine.tool_forms.form import Markers
-from saltus.engine.tool_forms.json_calls import refuse_constant
+from saltus.engine.tool_formats.json_calls import refuse_constant
+from saltus.engine.tool_formats.tool_format import Markers
 
 SPACE = re.compile(r"\s*")
 LIMITS_OF_TEXTS = ("pattern", "format", "minLength", "maxLength")

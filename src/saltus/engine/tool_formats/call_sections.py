@@ -1,4 +1,4 @@
-"""The forms of DeepSeek V3, R1 and V3.1 and of Kimi K2: calls in a section, each between markers of its own.
+"""The formats of DeepSeek V3, R1 and V3.1 and of Kimi K2: calls in a section, each between markers of its own.
 
     <｜tool▁calls▁begin｜>
     <｜tool▁call▁begin｜>look<｜tool▁sep｜>{"animal": "cat"}<｜tool▁call▁end｜>
@@ -16,26 +16,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saltus.engine.tool_forms.form import Function, Markers, Reading, ToolCall, one_of, read_to_end
-from saltus.engine.tool_forms.json_calls import is_within_string, size_of_object
+from saltus.engine.tool_formats.json_calls import is_within_string, size_of_object
+from saltus.engine.tool_formats.tool_format import Function, Markers, Reading, ToolCall, ToolFormat, one_of, read_to_end
 
 
 @dataclass(frozen=True)
-class CallSection:
+class CallSection(ToolFormat):
     """A name and a JSON object of the arguments, between markers."""
 
-    section: tuple[str, str]
     begin: str
     before_name: str
     after_name: str
     end: str  # its last part is a marker
-    shown: frozenset[str]  # all that a template has, but those of other forms
+    shown: frozenset[str]  # all that a template has, but those of other formats
+    section: tuple[str, str]
     not_shown: str = ""
     after_arguments: str = ""
-    between: str = ""
+    between: str | None = ""
     call_id: str = ""
-    lead: tuple[str, str] = ("", "")
-    quotes_texts: bool = True
 
     @property
     def markers(self) -> frozenset[str]:
@@ -87,17 +85,15 @@ class CallSection:
 _CALLS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _CALL, _SEPARATOR, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 DEEPSEEK_V3_1 = CallSection(
-    _CALLS, _CALL, "", _SEPARATOR, _CALL_END, frozenset({*_CALLS, _CALL, _SEPARATOR, _CALL_END}), not_shown="```json"
+    _CALL, "", _SEPARATOR, _CALL_END, frozenset({*_CALLS, _CALL, _SEPARATOR, _CALL_END}), _CALLS, not_shown="```json"
 )
 DEEPSEEK_V3 = CallSection(
-    _CALLS, _CALL, f"function{_SEPARATOR}", "\n```json\n", _CALL_END, DEEPSEEK_V3_1.shown,
+    _CALL, f"function{_SEPARATOR}", "\n```json\n", _CALL_END, DEEPSEEK_V3_1.shown, _CALLS,
     after_arguments="\n```", between='"\\n"',
 )  # fmt: skip
+_SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+_BEGIN, _ARGUMENTS, _END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 KIMI_K2 = CallSection(
-    ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"), "<|tool_call_begin|>", "functions.",
-    "<|tool_call_argument_begin|>", "<|tool_call_end|>",
-    frozenset({
-        "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
-        "<|tool_call_argument_begin|>", "<|tool_call_end|>",
-    }), call_id="functions.{name}:{number}",
+    _BEGIN, "functions.", _ARGUMENTS, _END, frozenset({*_SECTION, _BEGIN, _ARGUMENTS, _END}), _SECTION,
+    call_id="functions.{name}:{number}",
 )  # fmt: skip

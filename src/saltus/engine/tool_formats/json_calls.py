@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from saltus.engine.tool_forms.form import ToolCall
+from saltus.engine.tool_formats.tool_format import Function, ToolCall
 
 
 def call_of(body: str, cut_end: str = "") -> ToolCall | None:
@@ -27,6 +27,12 @@ def call_of(body: str, cut_end: str = "") -> ToolCall | None:
 def written_call(call: ToolCall, arguments: str = "arguments") -> str:
     """A call as a JSON object, with this key for its arguments."""
     return f'{{"name": {json.dumps(call.name, ensure_ascii=False)}, "{arguments}": {call.arguments}}}'
+
+
+def call_rule(function: Function, arguments: str = "arguments", space: str = "") -> str:
+    """What writes a call as `written_call` does, with `space` around it, in Lark's syntax."""
+    head = f'{space}{json.dumps({"name": function.name})[:-1]}, "{arguments}": '
+    return f"{json.dumps(head)} %json {json.dumps(function.schema)} {json.dumps('}' + space)}"
 
 
 def may_begin_call(body: str) -> bool:

@@ -9,14 +9,14 @@ from tokenizers import AddedToken
 
 from conftest import byte_tokenizer
 from saltus.engine import tool_calls
-from saltus.engine.tool_calls import FORMS, ToolCallReader, call_markers, has_other_form, tool_format, tool_grammar
-from saltus.engine.tool_forms.call_lists import GRANITE_3, MISTRAL_LISTS
-from saltus.engine.tool_forms.call_sections import DEEPSEEK_V3, DEEPSEEK_V3_1, KIMI_K2
-from saltus.engine.tool_forms.form import ToolCall
-from saltus.engine.tool_forms.glm import GLM
-from saltus.engine.tool_forms.gpt_oss import GPT_OSS
-from saltus.engine.tool_forms.hermes import HERMES
-from saltus.engine.tool_forms.llama import LLAMA
+from saltus.engine.tool_calls import FORMATS, ToolCallReader, call_markers, has_other_format, tool_format, tool_grammar
+from saltus.engine.tool_formats.call_lists import GRANITE_3, MISTRAL_LISTS
+from saltus.engine.tool_formats.call_sections import DEEPSEEK_V3, DEEPSEEK_V3_1, KIMI_K2
+from saltus.engine.tool_formats.glm import GLM
+from saltus.engine.tool_formats.gpt_oss import GPT_OSS
+from saltus.engine.tool_formats.hermes import HERMES
+from saltus.engine.tool_formats.llama import LLAMA
+from saltus.engine.tool_formats.tool_format import ToolCall
 from saltus.engine.tool_messages import readable_messages
 
 SCHEMA = {
@@ -56,7 +56,7 @@ CALLS = [
     ToolCall("stop.now-2", "{}"),
     ToolCall("edit", '{"text": "</tool_cal", "kind": "b c"}'),
 ]
-OWN = [form for form in (*FORMS, HERMES) if form != GPT_OSS]  # gpt-oss's is in test_channel_reader.py
+OWN = [form for form in (*FORMATS, HERMES) if form != GPT_OSS]  # gpt-oss's is in test_channel_reader.py
 forms = pytest.mark.parametrize("form", OWN, ids=lambda form: type(form).__name__)
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -79,8 +79,8 @@ def test_a_form_is_told_by_the_template(form):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATES[form]
     assert tool_format(tokenizer) == form
-    assert not has_other_form(TEMPLATES[form])
-    assert has_other_form(TEMPLATES[form] + "<|START_ACTION|>")
+    assert not has_other_format(TEMPLATES[form])
+    assert has_other_format(TEMPLATES[form] + "<|START_ACTION|>")
 
 
 @pytest.mark.slow

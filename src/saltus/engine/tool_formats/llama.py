@@ -1,38 +1,33 @@
-"""The form of Llama 3.1 and later: the whole text is a JSON object, `{"name": "look", "parameters": {}}`."""
+"""The format of Llama 3.1 and later: the whole text is a JSON object, `{"name": "look", "parameters": {}}`."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saltus.engine.tool_forms.form import Function, Markers, Reading, ToolCall, one_of
-from saltus.engine.tool_forms.hermes import HERMES
-from saltus.engine.tool_forms.json_calls import call_of, may_begin_call, size_of_object, written_call
+from saltus.engine.tool_formats.hermes import HERMES
+from saltus.engine.tool_formats.json_calls import call_of, call_rule, may_begin_call, size_of_object, written_call
+from saltus.engine.tool_formats.tool_format import Function, Markers, Reading, ToolCall, ToolFormat, one_of
 
 
 @dataclass(frozen=True)
-class Llama:
+class Llama(ToolFormat):
     """A text that is one JSON object."""
 
     begin: str = ""
-    between: None = None
-    markers: frozenset[str] = frozenset()
-    section: tuple[str, str] = ("", "")
-    lead: tuple[str, str] = ("", "")
-    quotes_texts: bool = True
-    call_id: str = ""
+
+    @property
+    def markers(self) -> frozenset[str]:
+        return frozenset()
 
     def is_shown_by(self, template: str) -> bool:
         return '"parameters"' in template and HERMES.begin not in template
 
     def rules(self, functions: Sequence[Function], several: bool, markers: Markers) -> list[str]:
-        rules = [one_of(functions)]
-        for place, function in enumerate(functions):
-            head = f'{json.dumps({"name": function.name})[:-1]}, "parameters": '
-            rules.append(f"call_{place}: {json.dumps(head)} %json {json.dumps(function.schema)} {json.dumps('}')}")
-        return rules
+        return [one_of(functions)] + [
+            f"call_{place}: {call_rule(one, 'parameters')}" for place, one in enumerate(functions)
+        ]
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         return "\n".join(written_call(call, "parameters") for call in calls)

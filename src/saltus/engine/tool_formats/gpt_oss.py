@@ -1,4 +1,4 @@
-"""The form of gpt-oss: a message to a function, in the channel for commentary.
+"""The format of gpt-oss: a message to a function, in the channel for commentary.
 
     <|channel|>commentary to=functions.look <|constrain|>json<|message|>{"animal": "cat"}<|call|>
 
@@ -13,24 +13,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saltus.engine.tool_forms.form import Function, Markers, Reading, ToolCall, one_of, read_to_end
-from saltus.engine.tool_forms.json_calls import is_within_string, size_of_object
+from saltus.engine.tool_formats.json_calls import is_within_string, size_of_object
+from saltus.engine.tool_formats.tool_format import Function, Markers, Reading, ToolCall, ToolFormat, one_of, read_to_end
 
 MESSAGE, CALL_END, CONSTRAIN = "<|message|>", "<|call|>", "<|constrain|>"
 NEXT = "<|start|>assistant"
 
 
 @dataclass(frozen=True)
-class GptOss:
+class GptOss(ToolFormat):
     """A message whose recipient is the function, and whose text a JSON object of the arguments."""
 
     recipient: str = "to=functions."
     begin: str = "<|channel|>commentary to=functions."
-    between: None = None
-    section: tuple[str, str] = ("", "")
-    lead: tuple[str, str] = ("thought* preamble?", "final")
-    quotes_texts: bool = True
-    call_id: str = ""
+    prefixes: tuple[str, str] = ("thought* preamble?", "final")
 
     @property
     def markers(self) -> frozenset[str]:

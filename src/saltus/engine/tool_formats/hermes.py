@@ -1,34 +1,29 @@
-"""Hermes's form, also that of Qwen 2.5 and 3 and Granite 4: a JSON object between tags.
+"""Hermes's format, also that of Qwen 2.5 and 3 and Granite 4: a JSON object between tags.
 
     <tool_call>
     {"name": "look", "arguments": {"animal": "cat"}}
     </tool_call>
 
-It is the form of models whose templates show none.
+It is the format of models whose templates show none.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saltus.engine.tool_forms.form import Function, Markers, Reading, ToolCall, one_of, read_to_end
-from saltus.engine.tool_forms.json_calls import call_of, is_within_string, may_begin_call, written_call
+from saltus.engine.tool_formats.json_calls import call_of, call_rule, is_within_string, may_begin_call, written_call
+from saltus.engine.tool_formats.tool_format import Function, Markers, Reading, ToolCall, ToolFormat, one_of, read_to_end
 
 
 @dataclass(frozen=True)
-class Hermes:
+class Hermes(ToolFormat):
     """A JSON object of name and arguments between two tags."""
 
     begin: str = "<tool_call>"
     end: str = "</tool_call>"
-    between: str = '"\\n"'
-    section: tuple[str, str] = ("", "")
-    lead: tuple[str, str] = ("", "")
-    quotes_texts: bool = True
-    call_id: str = ""
+    between: str | None = '"\\n"'
 
     @property
     def markers(self) -> frozenset[str]:
@@ -38,12 +33,9 @@ class Hermes:
         return self.begin in template
 
     def rules(self, functions: Sequence[Function], several: bool, markers: Markers) -> list[str]:
-        rules = [one_of(functions)]
-        for place, function in enumerate(functions):
-            head = f'\n{json.dumps({"name": function.name})[:-1]}, "arguments": '
-            body = f"{json.dumps(head)} %json {json.dumps(function.schema)} {json.dumps('}' + chr(10))}"
-            rules.append(f"call_{place}: {body} {markers(self.end)}")
-        return rules
+        end = markers(self.end)
+        calls = [f"call_{place}: {call_rule(one, space=chr(10))} {end}" for place, one in enumerate(functions)]
+        return [one_of(functions), *calls]
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         return "\n".join(f"{self.begin}\n{written_call(call)}\n{self.end}" for call in calls)

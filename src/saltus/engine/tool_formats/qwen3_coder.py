@@ -1,4 +1,4 @@
-"""The form of Qwen3-Coder, Qwen3.5 and Nemotron 3: a tag for the function, and one for each argument.
+"""The format of Qwen3-Coder, Qwen3.5 and Nemotron 3: a tag for the function, and one for each argument.
 
 <tool_call>
 <function=look>
@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saltus.engine.tool_forms.form import Function, Markers, Reading, ToolCall, one_of, read_to_end
-from saltus.engine.tool_forms.tagged_arguments import ArgumentTags, arguments_as_json
+from saltus.engine.tool_formats.tagged_arguments import ArgumentTags, arguments_as_json
+from saltus.engine.tool_formats.tool_format import Function, Markers, Reading, ToolCall, ToolFormat, one_of, read_to_end
 
 BEGIN, END = "<function=", "</function>"
 ARGUMENTS = ArgumentTags("<parameter=", (">\n",), "\n</parameter>\n")
@@ -27,16 +27,13 @@ TAIL = re.compile(rf"{END}\s*")
 
 
 @dataclass(frozen=True)
-class Qwen3Coder:
+class Qwen3Coder(ToolFormat):
     """A tag with the function's name, and one with the name of each argument."""
 
     begin: str = "<tool_call>"
     end: str = "</tool_call>"
-    between: str = '"\\n"'
-    section: tuple[str, str] = ("", "")
-    lead: tuple[str, str] = ("", "")
+    between: str | None = '"\\n"'
     quotes_texts: bool = False
-    call_id: str = ""
 
     @property
     def markers(self) -> frozenset[str]:

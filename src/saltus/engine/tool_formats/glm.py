@@ -1,4 +1,4 @@
-"""The form of GLM 4.5 to 4.7: a name, then tags for the name and the value of each argument.
+"""The format of GLM 4.5 to 4.7: a name, then tags for the name and the value of each argument.
 
     <tool_call>look
     <arg_key>animal</arg_key>
@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saltus.engine.tool_forms.form import Function, Markers, Reading, ToolCall, one_of, read_to_end
-from saltus.engine.tool_forms.tagged_arguments import ArgumentTags, arguments_as_json
+from saltus.engine.tool_formats.tagged_arguments import ArgumentTags, arguments_as_json
+from saltus.engine.tool_formats.tool_format import Function, Markers, Reading, ToolCall, ToolFormat, one_of, read_to_end
 
 LINE_BREAK = '"\\n"?'
 ARGUMENTS = ArgumentTags("<arg_key>", ("</arg_key>", "<arg_value>"), "</arg_value>", LINE_BREAK)
@@ -26,16 +26,13 @@ BEGUN = re.compile(r"\s*[^\s<]*(\s*(<.*)?)?", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Glm:
+class Glm(ToolFormat):
     """A name and tagged arguments between two tags."""
 
     begin: str = "<tool_call>"
     end: str = "</tool_call>"
-    between: str = LINE_BREAK
-    section: tuple[str, str] = ("", "")
-    lead: tuple[str, str] = ("", "")
+    between: str | None = LINE_BREAK
     quotes_texts: bool = False
-    call_id: str = ""
 
     @property
     def markers(self) -> frozenset[str]:

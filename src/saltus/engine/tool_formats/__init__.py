@@ -1,0 +1,1 @@
+"""The formats in which models write calls of tools, a module each."""

@@ -1,1 +1,0 @@
-"""The forms in which models write calls of tools, a module each."""
