@@ -9,7 +9,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: one kernel t
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
-import jaxtyping
 import pytest
 import torch
 
@@ -27,6 +26,7 @@ from transformers import (
 )
 
 import interpreted_products
+import type_checks
 import wide_frame
 from saltus.kernels import native
 from saltus.kernels.native import processor
@@ -47,14 +47,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-external", action="store_true", help="leave out what drives programs of others")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     wide_frame.install()
+    type_checks.install()
+    config.pluginmanager.register(type_checks)
     if os.environ.get("TRITON_INTERPRET") == "1":
         interpreted_products.install()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and so would its children
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    type_checks.choose(items)
     if config.getoption("quick"):
         seen: set[str] = set()
         kept, dropped = [], []
@@ -82,15 +85,6 @@ def few_threads(request: pytest.FixtureRequest):
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch):
-    """Not the types of thousands of texts: other tests check those of a few, and it is most of the work."""
-    monkeypatch.setattr(jaxtyping, "jaxtyped", lambda **_: lambda function: function)  # of functions made meanwhile
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ from saltus.server.served_request import Limits, serve_text
 pytest.importorskip("triton")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.usefixtures("unchecked"),
+    pytest.mark.unchecked,
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device"),
 ]
 PROMPTS = ["the cat sat on the mat and the cat sat on", "one two one two"]

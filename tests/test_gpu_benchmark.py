@@ -72,7 +72,7 @@ def results(out: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_rows_and_texts_are_counted_and_a_difference_fails(run, monkeypatch, tiny_folder, capsys):
     from gpu import exact_stage
 
@@ -95,7 +95,7 @@ def test_rows_and_texts_are_counted_and_a_difference_fails(run, monkeypatch, tin
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_what_the_device_writes_is_judged_by_the_cpu(run, monkeypatch, tiny_folder, capsys):
     from gpu import agreement_stage
 
@@ -121,7 +121,7 @@ def test_what_the_device_writes_is_judged_by_the_cpu(run, monkeypatch, tiny_fold
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_calls_are_timed_against_the_roofline(run, monkeypatch, capsys):
     monkeypatch.setattr("gpu.call_stage.ROUNDS", 2)
     code, found, _ = run(
@@ -143,7 +143,7 @@ def test_calls_are_timed_against_the_roofline(run, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_calls_of_packed_weights_are_timed(run, monkeypatch):
     monkeypatch.setattr("gpu.call_stage.ROUNDS", 2)
     monkeypatch.setattr(  # as the kernels, which need bfloat16, that the interpreter lacks
@@ -158,7 +158,7 @@ def test_calls_of_packed_weights_are_timed(run, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_methods_and_generate_take_turns_and_a_part_that_fails_is_tried_again(run, monkeypatch, tiny_folder, capsys):
     from gpu import speed_stage
 
@@ -192,7 +192,7 @@ def test_methods_and_generate_take_turns_and_a_part_that_fails_is_tried_again(ru
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_servers_take_turns_under_load(run, monkeypatch, tiny_folder, partners, capsys):
     import serve_load
 

@@ -116,7 +116,7 @@ def test_under_each_coupling_methods_write_the_same_text_and_couplings_different
     assert answer("--coupling", "gumbel" if coupling == "probability" else "probability", "--method", "plain") != own
 
 
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_an_unknown_coupling_is_refused_before_loading(tmp_path):
     file = lines(tmp_path / "prompts.jsonl", {"prompt": "a"})
     for command in ("generate x", "bench", f"collect text -f {file} --out {tmp_path / 'out'}"):

@@ -172,13 +172,13 @@ def picks_fit(coupling: str, sampling: Sampling, count: int = 20_000, noise: Noi
 @pytest.mark.slow
 @every_coupling
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["temperature", "top-k", "top-p", "min-p"])
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_picks_follow_the_distribution(coupling, sampling):
     assert picks_fit(coupling, sampling) > 1e-3
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_a_biased_noise_is_noticed(monkeypatch):
     honest = noise_module._open_uniforms
     monkeypatch.setattr(noise_module, "_open_uniforms", lambda words: honest(words) ** 1.5)
@@ -190,7 +190,7 @@ def test_a_biased_noise_is_noticed(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 @pytest.mark.parametrize("error", [0.1, 0.5, 1.5])
 def test_two_distributions_agree_as_often_as_the_theorem_says(error):
     """Daliri et al. 2024: (1 − D)/(1 + D) or more, D being their total variation distance; never above 1 − D."""
@@ -313,7 +313,7 @@ GOLDEN_KEYS = (11959131593924620069, 9717229347544404662)
 GOLDEN = [4.37641382240214, 0.6055780813864257, 0.3537495346238895, 0.3450601634429622]
 
 
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_a_coupling_that_does_not_exist_and_a_negative_position_are_refused():
     with pytest.raises(ValueError, match="coupling is maximal, but must be one of probability, token-order, gumbel"):
         Sampling(1.0, coupling="maximal")
@@ -322,7 +322,7 @@ def test_a_coupling_that_does_not_exist_and_a_negative_position_are_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 @pytest.mark.parametrize("error", [SEQUENTIAL_ERROR, PARALLEL_ERROR])
 def test_estimates_of_acceptance_hold_for_the_errors_that_they_assume(error):
     """The target's log-probabilities are the draft's plus Gumbel noise of the assumed scale."""

@@ -391,7 +391,7 @@ WRONG_TYPES = {
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 @pytest.mark.parametrize(
     ("wanted", "setting"), [(wanted, each) for wanted in WRONG_TYPES for each in WRONG_TYPES[wanted]]
 )
@@ -450,7 +450,7 @@ def test_a_gpu_that_there_is_not_is_refused_with_those_that_there_are(monkeypatc
             resolve_device(name)
 
 
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 @pytest.mark.parametrize(
     ("settings", "cure"),
     [
@@ -497,7 +497,7 @@ def test_options_of_methods_may_be_numbers_of_numpy_and_whole_numbers_for_any():
     assert repr(method) == repr(Jacobi(block_size=5, spawn_ratio=1.0, sliding=True))
 
 
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_a_vocabulary_may_be_filled_up_to_the_rows_of_other_embeddings():
     words = {"a": 0, "b": 1}
     small, large, other = (

@@ -87,6 +87,7 @@ def test_a_template_that_runs_for_ever_is_ended_in_any_thread(template, monkeypa
     assert said == "it takes more than 0.02 seconds; take another chat template"
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize(
     "template",
     [
@@ -107,7 +108,7 @@ def test_a_template_that_runs_for_ever_is_ended_in_any_thread(template, monkeypa
         "{% macro f(x) %}{% set y = x ~ 'a' %}{{ f(y) }}{% endmacro %}{{ f('a' * 10 ** 7) }}",
     ],
 )  # fmt: skip
-def test_a_template_that_makes_too_much_is_refused_before_it_has_made_it(template, unchecked):
+def test_a_template_that_makes_too_much_is_refused_before_it_has_made_it(template):
     tracemalloc.start()
     begun = time.thread_time()
     said = refusal(template)

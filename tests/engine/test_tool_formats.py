@@ -58,7 +58,7 @@ CALLS = [
 ]
 OWN = [form for form in (*FORMATS, HERMES) if form != GPT_OSS]  # gpt-oss's is in test_channel_reader.py
 forms = pytest.mark.parametrize("form", OWN, ids=lambda form: type(form).__name__)
-pytestmark = pytest.mark.usefixtures("unchecked")
+pytestmark = pytest.mark.unchecked
 
 
 def read(form, pieces, tools=TOOLS) -> tuple[str, list[ToolCall]]:

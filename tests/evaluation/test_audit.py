@@ -66,7 +66,7 @@ def test_every_fault_of_the_wrong_server_is_planted():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault):
     check, found, prompts = FAULTS[fault]
@@ -75,7 +75,7 @@ def test_a_planted_fault_is_found(fault):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_one_prompt_with_another_text_is_enough():
     prompts = [prompt for prompt in default_prompts(24) if not is_changed(SHARED_PREFIX + prompt)]
     prompts = [*filterfalse(is_changed, prompts)][:3] + [*filter(is_changed, prompts)][:1]
@@ -87,7 +87,7 @@ def test_one_prompt_with_another_text_is_enough():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 @pytest.mark.parametrize("seed", range(6))
 def test_an_honest_server_with_rounding_noise_has_no_finding(seed):
     with audited_server(seed=seed, noise=0.003 if seed % 2 else 0.01) as url:

@@ -84,14 +84,14 @@ class Reckless(Controller):
 
 @every_method
 @every_sampling
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_a_method_writes_the_text_of_plain(method: str, sampling: Sampling):
     assert write(method, sampling=sampling).tokens == plain_text(sampling)
 
 
 @every_method
 @greedy_and_sampled
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_a_controller_cannot_change_the_text(method: str, sampling: Sampling):
     for seed in range(2):
         for controller in (
@@ -110,7 +110,7 @@ def test_a_controller_cannot_change_the_text(method: str, sampling: Sampling):
 
 @every_method
 @greedy_and_sampled
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_a_length_limit_may_fall_anywhere(method: str, sampling: Sampling):
     plain = plain_text(sampling)
     for length in (0, 1, 2, 3, 5, 8, LENGTH - 1):
@@ -119,7 +119,7 @@ def test_a_length_limit_may_fall_anywhere(method: str, sampling: Sampling):
 
 @every_method
 @greedy_and_sampled
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_a_text_may_end_anywhere(method: str, sampling: Sampling):
     plain = plain_text(sampling)
     for end in (1, 2, 3, 5, 8, LENGTH):
@@ -132,7 +132,7 @@ def test_a_text_may_end_anywhere(method: str, sampling: Sampling):
 
 @every_method
 @greedy_and_sampled
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_a_text_ends_with_its_end_token(method: str, sampling: Sampling):
     plain = plain_text(sampling)
     for token in range(6):
@@ -169,7 +169,7 @@ def test_a_text_is_the_same_in_a_batch_that_others_join_and_leave(method: str, s
 
 
 @every_method
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_texts_differ_by_seed(method: str):
     texts = {tuple(write(method, seed=seed, sampling=Sampling(temperature=1.0)).tokens) for seed in range(3)}
     assert len(texts) == 3
@@ -268,13 +268,13 @@ def p_value(method: str, sampling: Sampling | None = None, **settings) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [*available_methods(), "jacobi+lookup+small_model"])
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_reject_keeps_the_law(method: str):
     assert p_value(method) > ALPHA
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_reject_keeps_the_law_of_a_truncated_sampling():
     assert p_value("jacobi+lookup+small_model", Sampling(temperature=1.5, top_k=2)) > ALPHA
 
@@ -285,7 +285,7 @@ def jump() -> CallCost:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 @pytest.mark.parametrize("method", ["small_model+lookup", "jacobi"])
 def test_reject_keeps_the_law_under_a_controller(method: str):
     acceptance = Controller().acceptance
@@ -297,7 +297,7 @@ def test_reject_keeps_the_law_under_a_controller(method: str):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_looking_ahead_before_dropping_drafts_is_caught():
     """The best size of all is right for `match`; it drops a draft for the chances of what would come after it."""
 
@@ -318,7 +318,7 @@ def test_looking_ahead_before_dropping_drafts_is_caught():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 @pytest.mark.parametrize("coupling", ["probability", "token-order", "gumbel"])
 def test_match_keeps_the_law(coupling: str):
     sampling = Sampling(temperature=1.0, coupling=coupling)
@@ -365,14 +365,14 @@ def _wrong(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [without_residual, draft_is_certain, accept_too_much])
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_a_wrong_rule_is_caught(rule):
     """The faults are about uniforms, so under a coupling that has them."""
     assert p_value("small_model", Sampling(temperature=1.0, coupling="probability"), rule=rule) < ALPHA
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_dropping_drafts_for_their_token_is_caught():
     @dataclass
     class Choosy(Controller):
@@ -383,7 +383,7 @@ def test_dropping_drafts_for_their_token_is_caught():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_drafting_with_the_uniforms_of_the_text_is_caught():
     """Picks by the text's uniforms are right for `match`; judged by `reject`, which uses them, they bend the law."""
     made = testing.make_methods

@@ -472,20 +472,23 @@ def p_value(drafts: int, form: str, to: str = "target", texts: int = 1500) -> fl
     return float(stats.chisquare(observed, law_of_texts * texts).pvalue)
 
 
+@pytest.mark.unchecked
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", [1, 4])
 @pytest.mark.parametrize("form", ["categorical", "independent"])
-def test_choosing_a_central_draft_leaves_the_law_as_it_is(drafts, form, unchecked):
+def test_choosing_a_central_draft_leaves_the_law_as_it_is(drafts, form):
     assert p_value(drafts, form) > 1e-3
 
 
+@pytest.mark.unchecked
 @pytest.mark.slow
-def test_drafts_of_a_student_leave_the_law_as_it_is(unchecked):
+def test_drafts_of_a_student_leave_the_law_as_it_is():
     assert p_value(1, "categorical", to="ptp") > 1e-3
 
 
+@pytest.mark.unchecked
 @pytest.mark.slow
-def test_choosing_by_what_a_draft_says_is_found_out(monkeypatch, unchecked):
+def test_choosing_by_what_a_draft_says_is_found_out(monkeypatch):
     """The test above has the power to see a bias: here the draft of the smallest ids is taken."""
     monkeypatch.setattr(
         query_chains, "_branch_offsets", lambda uniforms, branch: [0.5 + 0.1 * t for t in branch.tokens]

@@ -465,16 +465,18 @@ def test_an_adapter_for_another_target_is_refused(folder):
         network_of(tiny("GPT2"), load(folder))
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize(
     "settings",
     [{"rank": 0}, {"window": 0}, {"alpha": 0.0}, {"dropout": 1.0}, {"embedding": "x"}, {"query_start": "first-token"}],
 )
-def test_settings_that_make_no_adapter_are_refused(settings, unchecked):
+def test_settings_that_make_no_adapter_are_refused(settings):
     with pytest.raises(ValueError, match=r"an adapter's .* must"):
         GatedLoraSettings(**settings)
 
 
-def test_a_folder_with_an_unknown_query_start_is_refused(tmp_path, unchecked):
+@pytest.mark.unchecked
+def test_a_folder_with_an_unknown_query_start_is_refused(tmp_path):
     model = tiny("Llama")
     adapter = adapter_for(model, query_start="last-token")
     object.__setattr__(adapter.settings, "query_start", "second-token")

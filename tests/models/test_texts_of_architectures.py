@@ -110,7 +110,7 @@ def method(request) -> str:
     return request.param
 
 
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_a_text_alone_is_that_of_plain_decoding_and_so_is_one_after_a_kept_prefix(networks, plain, method):
     sampling, texts = plain
     assert len(texts[1]) == NEW_TOKENS
@@ -124,7 +124,7 @@ def test_a_text_alone_is_that_of_plain_decoding_and_so_is_one_after_a_kept_prefi
     assert write(networks, method, sampling, [0, 1], [{}, taken]).texts == texts[:2]
 
 
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_a_batch_of_four_on_the_memory_of_cancelled_texts_writes_those_of_plain_decoding(networks, plain, method):
     sampling, texts = plain
     cancelled = write(networks, method, sampling, ALL[::-1], rounds=3)

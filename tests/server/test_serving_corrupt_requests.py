@@ -164,7 +164,7 @@ def engine(coder) -> saltus.Engine:  # noqa: F811
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_the_requests_are_valid_before_they_are_corrupted(engine):
     with serving(engine) as (_, url):
         for route, body in VALID:
@@ -176,7 +176,7 @@ def test_the_requests_are_valid_before_they_are_corrupted(engine):
 @pytest.mark.parametrize(
     ("seed", "count"), [(0, 30), pytest.param(1, 1000, marks=pytest.mark.slow)], ids=["few", "many"]
 )
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_no_corrupt_request_is_a_fault_of_the_server(engine, seed, count):
     with serving(engine) as (service, url), httpx.Client(timeout=60) as client:
         statuses = set()

@@ -236,8 +236,9 @@ def test_markers_that_are_special_tokens(marked, choice):
         assert (content, names) == ("", [call.function.name for call in message.tool_calls])
 
 
+@pytest.mark.unchecked
 @pytest.mark.slow
-def test_answers_of_many_clients_at_once_are_valid(marked, monkeypatch, capsys, unchecked):
+def test_answers_of_many_clients_at_once_are_valid(marked, monkeypatch, capsys):
     """A small run of the benchmark: each kind of request, greedy and sampled, streamed and not."""
     program = str(Path(__file__).parents[2] / "benchmarks/serve_valid.py")
     with serving(marked) as (_, url):

@@ -129,9 +129,10 @@ def test_a_ray_worker_returns_its_error_in_one_line(folder, tmp_path):
     assert "none" in lost({"shard": [0]})["error"][0]
 
 
+@pytest.mark.unchecked
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "processes"), [("text", 2), ("jacobi", 1)])
-def test_a_run_killed_at_any_moment_leaves_no_gap_and_no_duplicate(kind, processes, folder, tmp_path, unchecked):
+def test_a_run_killed_at_any_moment_leaves_no_gap_and_no_duplicate(kind, processes, folder, tmp_path):
     prompts_file = lines(
         tmp_path / "prompts.jsonl", *({"prompt": f"{prompt} {i}"} for i in range(4) for prompt in PROMPTS)
     )

@@ -53,7 +53,7 @@ def test_states_of_a_fine_tuned_model_are_not_taken_for_those_of_its_base(tmp_pa
         list(collect_hidden_states(CausalNetwork(tiny("Llama")), texts, tmp_path, (0.5,)))
 
 
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_texts_of_a_fine_tuned_model_do_not_join_those_of_its_base(tmp_path):
     plan = CollectionPlan([TokenizedPrompt("x", (1, 2))], (0.0,), 8, 0, 4)
 

@@ -335,7 +335,7 @@ def p_value(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 @pytest.mark.parametrize(
     ("options", "sampling"),
     [({}, Sampling(0.8, top_k=2)), ({"two_calls": True}, SAMPLED), ({"draft": "bigram"}, Sampling(0.8, top_k=2))],
@@ -346,7 +346,7 @@ def test_reject_keeps_the_joint_law_over_the_holes(options: dict, sampling: Samp
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 @pytest.mark.parametrize("options", [{}, {"num_draft_tokens": 2, "ahead": 3}], ids=str)
 def test_a_correction_leaves_the_law_as_it_is(options: dict):
     assert p_value(options, reject, correction=random_correction(3, hidden=3)) > 1e-4
@@ -356,7 +356,7 @@ CLOSING = Sampling(1.0, hole_end_tokens=((2, 0, 1), (2, 2, 3)))  # token 2 ends 
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 @pytest.mark.parametrize("options", [{}, {"two_calls": True}, {"draft": "bigram"}], ids=str)
 def test_the_joint_law_of_holes_that_a_token_closes(options: dict):
     assert p_value(options, reject, CLOSING, correction=random_correction(3, hidden=3)) > 1e-4
@@ -400,7 +400,7 @@ class WaveringToy:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 @pytest.mark.parametrize("options", [{"num_draft_tokens": 3, "ahead": 7}, {"two_calls": True}], ids=str)
 def test_what_was_drawn_has_no_say_in_later_laws(options: dict):
     """A blank that was drafted and not reached decides when laws are asked for: the next draws must not know it."""
@@ -413,7 +413,7 @@ def test_what_was_drawn_has_no_say_in_later_laws(options: dict):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_drafts_that_are_told_another_law_are_caught(monkeypatch: pytest.MonkeyPatch):
     """As were it forgotten that a draft is linked to the one before it."""
 
@@ -548,7 +548,7 @@ def without_resampling(inputs: ForwardInputs, distributions) -> tuple[np.ndarray
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 @pytest.mark.parametrize("wrong", [independent, without_resampling], ids=lambda rule: rule.__name__)
 def test_a_wrong_rule_is_caught(wrong: Rule, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("saltus.methods.assd.drafter.reject", wrong)

@@ -210,7 +210,7 @@ def small_heads(kind: str, **settings: Any) -> HeadModel:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_reject_keeps_the_law():
     assert law_of(small_toy(), small_heads("hmm"), SAMPLED) > ALPHA
 
@@ -227,7 +227,7 @@ def drawn(network: HeadNetwork, state: torch.Tensor, uniforms: Any, temperature:
 @pytest.mark.parametrize(
     ("kind", "told", "length"), [*itertools.product(KINDS, (True, False), (9,)), ("btree", True, 1), ("hmm", False, 1)]
 )
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_a_drawn_window_follows_the_joint_law_given_what_is_decided(kind, told, length):
     """Enumerated: windows come as often as the circuit says, given the verifier's own token."""
     model, state = (
@@ -282,7 +282,7 @@ def test_a_drawn_windows_distributions_are_those_of_drafting_token_by_token(kind
         ("btree", {"tokens": [0, 2]}, Sampling(1.4)),
     ],
 )
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_reject_keeps_the_law_where_windows_are_drawn_at_once(kind, settings, sampling):
     assert law_of(small_toy(), small_heads(kind, **settings), sampling, draw="window") > ALPHA
 
@@ -299,7 +299,7 @@ def test_truncated_samplings_and_match_draft_token_by_token():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_reject_keeps_the_law_where_positions_have_likely_tokens_of_their_own(monkeypatch):
     monkeypatch.setattr("saltus.methods.mtpc.network.MAX_CANDIDATE_TOKENS", 2)
     assert law_of(small_toy(), small_heads("btree"), SAMPLED) > ALPHA
@@ -315,7 +315,7 @@ def test_reject_keeps_the_law_where_positions_have_likely_tokens_of_their_own(mo
         ("btree", {"untied_unembedding": True}, Sampling(1.0, top_k=2)),
     ],
 )
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_reject_keeps_the_law_of_truncated_samplings_with_few_tokens_and_with_known_ones(kind, settings, sampling):
     assert law_of(small_toy(), small_heads(kind, **settings), sampling) > ALPHA
 
@@ -392,7 +392,7 @@ def shortcut(inputs: ForwardInputs, distributions: TargetDistributions) -> tuple
 @pytest.mark.parametrize(
     ("rule", "keeps"), [(afresh(reject), True), (afresh(shortcut), False)], ids=["ours", "paper's"]
 )
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.unchecked
 def test_dropping_the_verifier_s_token_would_change_the_law_and_keeping_it_does_not(rule, keeps, monkeypatch):
     p, q = torch.tensor([0.7, 0.2, 0.1]).log(), torch.tensor([0.1, 0.3, 0.6]).log()
     target, model = ToyNetwork(p.double().expand(3, 3, 3)), small_heads("ff")
