@@ -10,12 +10,15 @@ from tokenizers import AddedToken
 from conftest import byte_tokenizer
 from saltus.engine import tool_calls
 from saltus.engine.tool_calls import FORMATS, ToolCallReader, call_markers, has_other_format, tool_format, tool_grammar
-from saltus.engine.tool_formats.call_lists import GRANITE_3, MISTRAL_LISTS
+from saltus.engine.tool_formats.call_lists import GRANITE_3, MISTRAL_LISTS, PHI_4_MINI
 from saltus.engine.tool_formats.call_sections import DEEPSEEK_V3, DEEPSEEK_V3_1, KIMI_K2
+from saltus.engine.tool_formats.command import COMMAND
 from saltus.engine.tool_formats.glm import GLM
 from saltus.engine.tool_formats.gpt_oss import GPT_OSS
-from saltus.engine.tool_formats.hermes import HERMES
+from saltus.engine.tool_formats.hermes import HERMES, PHI_4_TAGS
+from saltus.engine.tool_formats.invoke_tags import DEEPSEEK_V3_2, MINIMAX_M2
 from saltus.engine.tool_formats.llama import LLAMA
+from saltus.engine.tool_formats.olmo import OLMO
 from saltus.engine.tool_formats.tool_format import ToolCall
 from saltus.engine.tool_messages import readable_messages
 
@@ -47,6 +50,15 @@ TEMPLATES = {
     KIMI_K2: "<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>{}<|tool_call_end|>"
     "<|tool_calls_section_end|>",
     GRANITE_3: "<|start_of_role|>write <|tool_call|> and a list of calls",
+    MINIMAX_M2: "{% set begin = '<minimax:tool_call>' %}{{ tools }}{{ begin }}<invoke name=\"n\">\n"
+    "<parameter name=\"k\">v</parameter>\n</invoke>{{ '</minimax:tool_call>' }}",
+    DEEPSEEK_V3_2: "{% set mark = '｜DSML｜' %}{{ tools }}<{{ mark }}function_calls>\n<{{ mark }}invoke name=\"n\">\n"
+    '<{{ mark }}parameter name="k" string="true">v</{{ mark }}parameter>\n</{{ mark }}invoke>\n'
+    "</{{ mark }}function_calls>",
+    COMMAND: '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "n", "parameters": {}}]<|END_ACTION|>',
+    OLMO: "{{ '<function_calls>\n' }}n(k='v'){{ '\n</function_calls>' }}",
+    PHI_4_MINI: 'write functools[{"name": "n", "arguments": {}}]',
+    PHI_4_TAGS: '<|tool_call|>{"name": "n", "arguments": {}}<|/tool_call|>',
     MISTRAL_LISTS: '[TOOL_CALLS][{"name": "n", "arguments": {}}]',
 }
 CALLS = [
@@ -80,7 +92,7 @@ def test_a_form_is_told_by_the_template(form):
     tokenizer.chat_template = TEMPLATES[form]
     assert tool_format(tokenizer) == form
     assert not has_other_format(TEMPLATES[form])
-    assert has_other_format(TEMPLATES[form] + "<|START_ACTION|>")
+    assert has_other_format(TEMPLATES[form] + "<start_function_call>")
 
 
 @pytest.mark.slow
@@ -138,7 +150,7 @@ def tokenizer(request):
     """A tokenizer by bytes, perhaps with the markers of all forms as special tokens."""
     made = byte_tokenizer()
     if request.param:
-        markers = sorted(set().union(*(form.markers for form in OWN)) - {"<function=", "<parameter="})
+        markers = sorted(set().union(*(form.markers for form in OWN)) - {"<function=", "<parameter=", PHI_4_MINI.begin})
         made.add_tokens([AddedToken(one, special=True, normalized=False) for one in markers], special_tokens=True)
     return made
 
@@ -260,3 +272,41 @@ def test_calls_are_texts_of_the_own_form_where_a_template_does_not_write_them():
     _, answer, result = readable_messages([*ASKED, ANSWER, RESULT], TOOLS, tokenizer)
     assert answer["content"] == '<|tool_call|>[{"name": "edit", "arguments": {"text": "a"}}]'
     assert result["role"] == "user"
+
+
+def test_tags_say_which_arguments_are_texts():
+    texts = {"text": "[1]", "kind": "null", "flag": None, "unknown": 2}
+    written = DEEPSEEK_V3_2.write([ToolCall("edit", json.dumps(texts))])
+    assert written.count('string="true"') == 2
+    _, (call,) = read(DEEPSEEK_V3_2, [written])
+    assert json.loads(call.arguments) == texts
+
+
+def test_pythons_arguments_are_json_or_in_single_quotes(allowed):
+    first = """edit(text='it\\'s "a"\\n', number=0.10, nested={"x": [")"]})"""
+    text = f"<function_calls>{first}\nstop.now-2()</function_calls>"
+    _, (first, second) = read(OLMO, [text])
+    assert first.arguments == '{"text": "it\'s \\"a\\"\\n", "number": 0.10, "nested": {"x": [")"]}}'
+    assert second == CALLS[1]
+    assert allowed(OLMO, text)
+    assert allowed(OLMO, text.replace("number=0.10, ", ""))
+    assert allowed(OLMO, "<function_calls>edit(text=\"a\", kind='b c')</function_calls>")
+    for wrong in (
+        "edit()",
+        "edit(text='a', kind='c')",
+        "edit(kind='a')",
+        "edit(text='a' number=1)",
+        "edit(text='a\nb')",
+    ):
+        assert not allowed(OLMO, f"<function_calls>{wrong}</function_calls>"), wrong
+
+
+def test_an_answer_may_stand_between_markers_that_are_tokens(allowed, tokenizer):
+    names = list(COMMAND.answer_markers)
+    tokenizer.add_tokens([AddedToken(one, special=True, normalized=False) for one in names], special_tokens=True)
+    begin, end = names
+    for text in (f"{begin}No.{end}", f"{begin}No.", "No.", f"{begin}{end}"):
+        assert allowed(COMMAND, text, "auto"), text
+        assert not allowed(COMMAND, text), text
+    assert not allowed(COMMAND, f"No.{end}{COMMAND.write(CALLS)}", "auto")
+    assert not set(names) & set(call_markers(tokenizer).values()), "they are not shown"

@@ -7,19 +7,22 @@ without tools get Hermes's form (`engine.tool_messages`).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, Literal
 
 from saltus.engine.grammar import Grammar
 from saltus.engine.json_schemas import followed_schema
-from saltus.engine.tool_formats.call_lists import GRANITE_3, MISTRAL_LISTS
+from saltus.engine.tool_formats.call_lists import GRANITE_3, MISTRAL_LISTS, PHI_4_MINI
 from saltus.engine.tool_formats.call_sections import DEEPSEEK_V3, DEEPSEEK_V3_1, KIMI_K2
+from saltus.engine.tool_formats.command import COMMAND
 from saltus.engine.tool_formats.glm import GLM
 from saltus.engine.tool_formats.gpt_oss import GPT_OSS
-from saltus.engine.tool_formats.hermes import HERMES
+from saltus.engine.tool_formats.hermes import HERMES, PHI_4_TAGS
+from saltus.engine.tool_formats.invoke_tags import DEEPSEEK_V3_2, MINIMAX_M2
 from saltus.engine.tool_formats.llama import LLAMA
 from saltus.engine.tool_formats.mistral import MISTRAL
+from saltus.engine.tool_formats.olmo import OLMO
 from saltus.engine.tool_formats.qwen3_coder import QWEN3_CODER
 from saltus.engine.tool_formats.tagged_arguments import texts_with_limits
 from saltus.engine.tool_formats.tool_format import Function, Markers, ToolCall, ToolFormat, overlap
@@ -27,14 +30,15 @@ from saltus.engine.tool_formats.tool_format import Function, Markers, ToolCall, 
 ToolChoice = Literal["auto", "required"]
 
 FORMATS: tuple[ToolFormat, ...] = (  # the first that a template shows; Hermes's if it shows none
-    GPT_OSS, QWEN3_CODER, GLM, MISTRAL, DEEPSEEK_V3_1, DEEPSEEK_V3, KIMI_K2, GRANITE_3, MISTRAL_LISTS, LLAMA,
+    GPT_OSS, QWEN3_CODER, GLM, MISTRAL, DEEPSEEK_V3_1, DEEPSEEK_V3, DEEPSEEK_V3_2, KIMI_K2, MINIMAX_M2, COMMAND, OLMO,
+    PHI_4_MINI, PHI_4_TAGS, GRANITE_3, MISTRAL_LISTS, LLAMA,
 )  # fmt: skip
-OTHER_FORMATS = (  # not read, unless the template's form has them: Command R, Gemma 3, OLMo, Phi, DeepSeek V3.2
+OTHER_FORMATS = (  # not read, unless the template's form has them: Command R and R+, Gemma 3, DeepSeek V4 and others
     "to=functions.", "<|START_ACTION|>", "<start_function_call>", "<function=", "<arg_key>", "<function_calls>",
-    "functools[", "<｜DSML｜",
+    "functools[", "｜DSML｜", "directly_answer", "directly-answer",
 )  # fmt: skip
 OTHER_MARKER = re.compile(r"""<[^<>\s'"]*(?i:tool[_▁]?calls?)[^<>\s'"]*>|\[TOOL_CALLS?\]""")
-# as those of MiniMax, older ones of Nemotron, and of the forms that are read
+# as those of Gemma 4, older ones of Nemotron, and of the forms that are read
 
 
 def tool_format(tokenizer: Any) -> ToolFormat:
@@ -57,10 +61,15 @@ def _shown_format(template: str) -> ToolFormat:
 
 def call_markers(tokenizer: Any) -> dict[int, str]:
     """The special tokens that mark a call, with their texts; empty where ordinary tokens spell them."""
-    markers, special = tool_format(tokenizer).markers, set(tokenizer.all_special_tokens)
+    return _special_tokens(tokenizer, tool_format(tokenizer).markers)
+
+
+def _special_tokens(tokenizer: Any, texts: Set[str]) -> dict[int, str]:
+    """The special tokens among these texts."""
+    special = set(tokenizer.all_special_tokens)
     return {
         token: added.content for token, added in tokenizer.added_tokens_decoder.items()
-        if added.content in markers and (added.special or added.content in special)
+        if added.content in texts and (added.special or added.content in special)
     }  # fmt: skip
 
 
@@ -76,21 +85,24 @@ def tool_grammar(
     """
     form = tool_format(tokenizer)
     functions = [Function(tool["function"]["name"], _parameters(tool["function"], form)) for tool in tools]
-    markers = Markers({text: token for token, text in call_markers(tokenizer).items()})
+    tokens = _special_tokens(tokenizer, form.markers | set(form.answer_markers))
+    markers = Markers({text: token for token, text in tokens.items()})
     begin, (opening, closing) = markers(form.begin), form.section
     more = f"({form.between} {begin} call)*" if several and form.between is not None else ""
     calls = f"{markers(opening)} {begin} call {more} {markers(closing)}"
     before, before_answer = form.prefixes
+    around = [f"{markers(text)}?" if text in markers.tokens else "" for text in form.answer_markers]
+    text = " TEXT ".join(around)
     lines = ["TEXT: /(.|\\n)*/", *form.rules(functions, several, markers)]
     if choice == "required":
         start = f"start: {before} {calls}"
     elif answer is not None:
-        start = f"start: {before} ({calls} | {before_answer} answer)\nanswer: %json {answer}"
+        start = f"start: {before} ({calls} | {before_answer} {' answer '.join(around)})\nanswer: %json {answer}"
     elif before_answer:
-        start = f"start: {before} ({calls} | {before_answer} TEXT)"
+        start = f"start: {before} ({calls} | {before_answer} {text})"
     elif form.begin:
         call = f"call {more} {markers(closing)}" if closing else "call"
-        start = f"start: {f'(head {call})* TEXT' if several else f'head {call} | TEXT'}"
+        start = f"start: {f'(head {call})* {text}' if several else f'head {call} | {text}'}"
         lines.append(markers.after_text("head", opening + form.begin))
     else:
         start = "start: call | OTHER\nOTHER: /[ \\t\\r\\n]*([^{ \\t\\r\\n](.|\\n)*)?/"

@@ -1,4 +1,4 @@
-"""The formats of Granite 3 and of Mistral's models before 2025: a marker, then a JSON list of calls.
+"""The formats of Granite 3, Phi-4-mini and Mistral's models before 2025: a marker, then a JSON list of calls.
 
 <|tool_call|>[{"name": "look", "arguments": {"animal": "cat"}}]
 """
@@ -20,6 +20,7 @@ class CallList(ToolFormat):
 
     begin: str
     shown: re.Pattern[str]  # what a template of this format has besides the marker
+    bracket: str = "["  # of the list, if the marker does not have it
 
     @property
     def markers(self) -> frozenset[str]:
@@ -31,16 +32,17 @@ class CallList(ToolFormat):
     def rules(self, functions: Sequence[Function], several: bool, markers: Markers) -> list[str]:
         more = '(", " item)*' if several else ""
         items = [f"item_{place}: {call_rule(one)}" for place, one in enumerate(functions)]
-        return [one_of(functions, "item"), f'call: " "? "[" item {more} "]"', *items]
+        begin = '" "? "["' if self.bracket else ""
+        return [one_of(functions, "item"), f'call: {begin} item {more} "]"', *items]
 
     def write(self, calls: Sequence[ToolCall]) -> str:
-        return f"{self.begin}[{', '.join(map(written_call, calls))}]"
+        return f"{self.begin}{self.bracket}{', '.join(map(written_call, calls))}]"
 
     def read(self, text: str, schemas: Mapping[str, Mapping[str, Any]], last: bool) -> Reading | None:
         calls, rest = [], text.lstrip()
-        if rest[:1] not in ("", "["):
+        if rest and not rest.startswith(self.bracket):
             return Reading(len(text) - len(rest), None)
-        is_whole, rest = False, rest[1:].lstrip()
+        is_whole, rest = False, rest.removeprefix(self.bracket).lstrip()
         while not is_whole and (size := size_of_object(rest)) is not None:
             calls.append(call_of(rest[:size]))
             rest = rest[size:].lstrip()
@@ -54,3 +56,4 @@ class CallList(ToolFormat):
 
 GRANITE_3 = CallList("<|tool_call|>", re.compile(r"<\|start_of_role\|>"))
 MISTRAL_LISTS = CallList("[TOOL_CALLS]", re.compile(r"\[TOOL_CALLS\] ?\["))
+PHI_4_MINI = CallList("functools[", re.compile(r"functools\["), bracket="")

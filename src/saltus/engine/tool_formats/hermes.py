@@ -4,11 +4,12 @@
     {"name": "look", "arguments": {"animal": "cat"}}
     </tool_call>
 
-It is the format of models whose templates show none.
+It is the format of models whose templates show none. Phi-4-mini's tags are others, in one of its templates.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,21 +25,23 @@ class Hermes(ToolFormat):
     begin: str = "<tool_call>"
     end: str = "</tool_call>"
     between: str | None = '"\\n"'
+    space: str = "\n"  # around the object
 
     @property
     def markers(self) -> frozenset[str]:
         return frozenset({self.begin, self.end})
 
     def is_shown_by(self, template: str) -> bool:
-        return self.begin in template
+        return self.begin in template and self.end in template
 
     def rules(self, functions: Sequence[Function], several: bool, markers: Markers) -> list[str]:
         end = markers(self.end)
-        calls = [f"call_{place}: {call_rule(one, space=chr(10))} {end}" for place, one in enumerate(functions)]
+        calls = [f"call_{place}: {call_rule(one, space=self.space)} {end}" for place, one in enumerate(functions)]
         return [one_of(functions), *calls]
 
     def write(self, calls: Sequence[ToolCall]) -> str:
-        return "\n".join(f"{self.begin}\n{written_call(call)}\n{self.end}" for call in calls)
+        between = json.loads(self.between or '""')
+        return between.join(f"{self.begin}{self.space}{written_call(call)}{self.space}{self.end}" for call in calls)
 
     def read(self, text: str, schemas: Mapping[str, Mapping[str, Any]], last: bool) -> Reading | None:
         return read_to_end(text, self.end, last, _calls_of, is_within_string, may_begin_call)
@@ -50,3 +53,4 @@ def _calls_of(body: str, cut_end: str) -> Sequence[ToolCall] | None:
 
 
 HERMES = Hermes()
+PHI_4_TAGS = Hermes("<|tool_call|>", "<|/tool_call|>", between="", space="")

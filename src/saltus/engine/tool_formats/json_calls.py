@@ -15,10 +15,8 @@ def call_of(body: str, cut_end: str = "") -> ToolCall | None:
         members, end = object_members(body)
     except (ValueError, RecursionError):
         return None
-    (name, _), (arguments, written) = (
-        members.get("name", (None, "")),
-        members.get("arguments", members.get("parameters", (None, ""))),
-    )
+    name, _ = members.get("name", members.get("tool_name", (None, "")))
+    arguments, written = members.get("arguments", members.get("parameters", (None, "")))
     if not cut_end.startswith(body[end:].strip()) or not isinstance(name, str) or not isinstance(arguments, dict):
         return None
     return ToolCall(name, written)
@@ -59,7 +57,6 @@ def object_members(text: str) -> tuple[dict[str, tuple[Any, str]], int]:
 
     So numbers stay as they are written. Errors: ValueError if the text begins with no object.
     """
-    decoder = json.JSONDecoder(parse_constant=refuse_constant, parse_float=str, parse_int=str)
     space, members = re.compile(r"\s*"), {}
 
     def after(character: str, place: int) -> int:
@@ -70,11 +67,11 @@ def object_members(text: str) -> tuple[dict[str, tuple[Any, str]], int]:
 
     place = after("{", 0)
     while not text.startswith("}", place):
-        key, place = decoder.raw_decode(text, after(",", place) if members else place)
+        key, place = DECODER.raw_decode(text, after(",", place) if members else place)
         if not isinstance(key, str):
             raise ValueError("a key is no string")
         begin = after(":", place)
-        value, place = decoder.raw_decode(text, begin)
+        value, place = DECODER.raw_decode(text, begin)
         members[key] = value, text[begin:place]
         place = after("", place)
     return members, place + 1
@@ -83,3 +80,6 @@ def object_members(text: str) -> tuple[dict[str, tuple[Any, str]], int]:
 def refuse_constant(name: str) -> Any:
     """What Python reads as JSON and JSON does not have. Errors: always ValueError."""
     raise ValueError(f"{name} is not JSON")
+
+
+DECODER = json.JSONDecoder(parse_constant=refuse_constant, parse_float=str, parse_int=str)

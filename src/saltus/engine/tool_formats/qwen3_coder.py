@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saltus.engine.tool_formats.tagged_arguments import ArgumentTags, arguments_as_json
+from saltus.engine.tool_formats.tagged_arguments import ArgumentTags, Written, arguments_as_json
 from saltus.engine.tool_formats.tool_format import Function, Markers, Reading, ToolCall, ToolFormat, one_of, read_to_end
 
 BEGIN, END = "<function=", "</function>"
@@ -72,7 +72,7 @@ def _may_begin_call(body: str) -> bool:
     return BEGIN.startswith(body.lstrip()) or body.lstrip().startswith(BEGIN)
 
 
-def _parts(body: str) -> tuple[str, dict[str, str]] | None:
+def _parts(body: str) -> tuple[str, dict[str, Written]] | None:
     """The name of a call and its arguments as they are written; None if it is not whole."""
     if (head := HEAD.match(body)) is None or (found := ARGUMENTS.read(body, head.end())) is None:
         return None

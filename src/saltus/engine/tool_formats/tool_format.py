@@ -38,12 +38,14 @@ class Markers:
         return " ".join(f"<[{self.tokens[part]}]>" if part in self.tokens else json.dumps(part) for part in parts)
 
     def after_text(self, rule: str, text: str) -> str:
-        """The rule of any text (`TEXT`) up to the first place of this one, from its first token on if it has one."""
+        """The rule of any text (`TEXT`) up to the first place of this one. No text has a token that is a marker."""
         parts = self._parts(text)
         place = next((place for place, part in enumerate(parts) if part in self.tokens), None)
         if place is None:
             return f"{rule}[lazy]: TEXT {self(text)}"
-        return f"{rule}: TEXT {self(''.join(parts[place:]))}"
+        before = "".join(parts[:place])
+        any_text = f"/(.|\\n)*{re.escape(before).replace('/', chr(92) + '/')}/" if before else "TEXT"
+        return f"{rule}: {any_text} {self(''.join(parts[place:]))}"
 
     def _parts(self, text: str) -> list[str]:
         """The text, cut before and after each marker that is a token."""
@@ -68,6 +70,7 @@ class ToolFormat(ABC):
     section: tuple[str, str] = ("", "")  # what stands before the first call and behind the last one
     # what may stand before calls, and before an answer without them, in Lark's syntax; empty if calls stand in the text
     prefixes: tuple[str, str] = ("", "")
+    answer_markers: tuple[str, str] = ("", "")  # what may stand around an answer without calls, if they are tokens
     quotes_texts: bool = True  # arguments that are texts are JSON, so that a grammar follows their limits
     call_id: str = ""  # as `str.format` writes it of a call's `name` and `number`; empty if any will do
 
@@ -120,9 +123,46 @@ def read_to_end(
     return Reading(place + len(end), calls_of(text[:place], ""))
 
 
+def read_section(
+    text: str,
+    end: re.Pattern[str],
+    last: bool,
+    next_call: Callable[[str, int], tuple[ToolCall, int] | None],
+    may_begin: Callable[[str], bool],
+) -> Reading | None:
+    """Read calls up to the `end` of their section.
+
+    `next_call` gives the call at a place and where it ends; None if no whole one stands there. A text without calls and
+    end is a call that is cut off if it `may_begin` one.
+    """
+    calls, place = [], 0
+    while (found := next_call(text, place)) is not None:
+        call, place = found
+        calls.append(call)
+    if calls and (closing := end.match(text, place)) is not None:
+        return Reading(closing.end(), calls)
+    if not last:
+        return None
+    return Reading(len(text), calls if calls or may_begin(text) else None)
+
+
 def one_of(functions: Sequence[Function], rule: str = "call") -> str:
     """The rule of a call of any of the functions: `call_0` is that of the first."""
     return f"{rule}: " + " | ".join(f"{rule}_{place}" for place in range(len(functions)))
+
+
+def members_rules(rule: str, members: Sequence[tuple[str, bool]], separator: str) -> tuple[str, list[str]]:
+    """What writes members in their order, with a separator between two, in Lark's syntax, and the rules for it.
+
+    A member is what writes it, and whether it is required.
+    """
+    rules, starts = [], []
+    for place, (member, required) in reversed(list(enumerate(members))):
+        more = f"{rule}_from_{place + 1}" if place + 1 < len(members) else ""
+        rules.append(f"{rule}_from_{place}: ({json.dumps(separator)} {member}){'' if required else '?'} {more}")
+        starts = [f"{member} {more}"] if required else [f"{member} {more}", *starts]
+    written = f"({' | '.join(starts)})" if starts else ""
+    return written + ("" if any(required for _, required in members) else "?" * bool(starts)), rules[:-1]
 
 
 def overlap(text: str, marker: str) -> int:
