@@ -90,6 +90,17 @@ def packed_integers(
     return write
 
 
+def permuted_integers(draws: np.random.Generator, outs: int, ins: int) -> Written:
+    """Integers of 8 bits in bytes of their own, with a zero and a scale for each group of inputs, in any order."""
+    integers, zeros, scales, _ = drawn(draws, outs, ins, ins // 32, 8, None)
+    of_input = draws.permutation(np.arange(ins) // 32)
+    return {
+        "weight": torch.from_numpy((integers - 128).astype(np.int8)), "weight_scale": torch.from_numpy(scales),
+        "weight_zero_point": torch.from_numpy((zeros - 128).astype(np.int8)),
+        "weight_g_idx": torch.from_numpy(of_input.astype(np.int32)),
+    }, scales.astype(np.float32)[:, of_input] * (integers - zeros[:, of_input])  # fmt: skip
+
+
 def plain_integers(draws: np.random.Generator, outs: int, ins: int) -> Written:
     integers = draws.integers(-128, 128, (outs, ins))
     scales = torch.from_numpy(draws.uniform(0.001, 0.004, (outs, 1))).bfloat16()
@@ -134,6 +145,18 @@ def nvfp4(draws: np.random.Generator, outs: int, ins: int) -> Written:
     }, weight  # fmt: skip
 
 
+def modelopt4(draws: np.random.Generator, outs: int, ins: int) -> Written:
+    """As NVIDIA's ModelOpt writes NVFP4: the scale of all multiplies."""
+    parts, _ = nvfp4(draws, outs, ins)
+    of_all = torch.tensor([0.0005])
+    pairs, numbers = floats4(draws, outs, ins)
+    weight = numbers * (parts["weight_scale"].float() * of_all).numpy()[:, np.arange(ins) // 16]
+    return {
+        "weight": torch.from_numpy(pairs), "weight_scale": parts["weight_scale"], "weight_scale_2": of_all,
+        "input_scale": torch.tensor(1.0),
+    }, weight  # fmt: skip
+
+
 def mxfp4(draws: np.random.Generator, outs: int, ins: int) -> Written:
     pairs, numbers = floats4(draws, outs, ins)
     exponents = draws.integers(120, 125, (outs, ins // 32)).astype(np.uint8)
@@ -152,6 +175,7 @@ def compressed(form: str, **weights: Any) -> dict[str, Any]:
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "checkpoint_format": "gptq"}
 INT4 = compressed("pack-quantized", num_bits=4, strategy="group", group_size=32)
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 48]}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
 CASES: dict[str, tuple[dict[str, Any], Writer, str]] = {  # settings, writer, and what the weights become
     "gptq symmetric": (GPTQ, gptq(zero=8), "Q4_0"),
     "gptq": (GPTQ, gptq(), "Q5_0"),
@@ -169,6 +193,7 @@ CASES: dict[str, tuple[dict[str, Any], Writer, str]] = {  # settings, writer, an
     "int4 act order": (INT4, packed_integers(act_order=True), "bfloat16"),
     "int8 of channels": (compressed("pack-quantized", num_bits=8), packed_integers(8, -1), "Q8_0"),
     "int8 and int8 activations": (compressed("int-quantized", num_bits=8), plain_integers, "Q8_0"),
+    "int8 act order": (compressed("int-quantized", num_bits=8, symmetric=False), permuted_integers, "bfloat16"),
     "fp8 of channels": (
         compressed("float-quantized", num_bits=8, type="float"), floats8("weight_scale", "output"), "bfloat16"
     ),
@@ -178,6 +203,8 @@ CASES: dict[str, tuple[dict[str, Any], Writer, str]] = {  # settings, writer, an
     ),
     "nvfp4": (compressed("nvfp4-pack-quantized", num_bits=4, type="float"), nvfp4, "bfloat16"),
     "mxfp4": (compressed("mxfp4-pack-quantized", num_bits=4, type="float"), mxfp4, "MXFP4"),
+    "modelopt fp8": (MODELOPT, floats8("weight_scale", "tensor"), "bfloat16"),
+    "modelopt nvfp4": ({**MODELOPT, "quant_algo": "NVFP4"}, modelopt4, "bfloat16"),
     "fp8": (FP8, floats8("weight_scale_inv", "blocks"), "bfloat16"),
     "fp8 of powers of two": (FP8, floats8("weight_scale_inv", "blocks", power_of_two=True), "bfloat16"),
     "fp8 of tensors": ({**FP8, "weight_block_size": None}, floats8("weight_scale", "tensor"), "bfloat16"),

@@ -40,7 +40,7 @@ def checkpoint(tmp_path):
     return written
 
 
-@pytest.mark.parametrize("method", ["modelopt", None])
+@pytest.mark.parametrize("method", ["another", None])
 def test_scales_that_nothing_reads_are_refused_in_a_line(tiny_folder, tmp_path, method):
     folder = shutil.copytree(tiny_folder(), tmp_path / "fp8")
     weights = load_file(folder / "model.safetensors")
@@ -53,6 +53,40 @@ def test_scales_that_nothing_reads_are_refused_in_a_line(tiny_folder, tmp_path, 
     with pytest.raises(ValueError, match=r"weights quantised by .*do not load here") as error:
         saltus.load(str(folder), "plain")
     assert "\n" not in str(error.value)
+
+
+def test_integers_that_nothing_reads_are_refused_in_a_line(tiny_folder, tmp_path):
+    folder = shutil.copytree(tiny_folder(), tmp_path / "int8")
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if name.endswith("up_proj.weight"))
+    weights[name] = weights[name].to(torch.int8)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    refused(folder, f"holds weights quantised by another program, which do not load here; take the original model, or a"
+            f" GGUF file of it (there is {name})")  # fmt: skip
+
+
+def test_what_older_exports_of_modelopt_say_in_a_file_of_their_own_is_read(checkpoint):
+    folder, reference = checkpoint("modelopt fp8")
+    said = json.loads((folder / "config.json").read_text()).pop("quantization_config")
+    change_config(folder, quantization_config=None)
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": said["quant_algo"]}}))
+    require_equal_weights(load_model("tiny", folder), load_model("meant", reference))
+    tensors = load_file(folder / "model.safetensors")
+    change = {"model.layers.1.mlp.up_proj.pre_quant_scale": torch.ones(64)}
+    save_file(tensors | change, folder / "model.safetensors", {"format": "pt"})
+    refused(folder, "quantised by modelopt, and model.layers.1.mlp.up_proj.weight has a pre_quant_scale, which is not")
+
+
+def test_a_name_goes_before_a_pattern_and_a_pattern_before_a_class():
+    eight = {"format": "int-quantized", "weights": {"type": "int", "num_bits": 8}}
+    four = {"format": "pack-quantized", "weights": {"type": "int", "num_bits": 4}}
+    settings = {"config_groups": {"0": {**eight, "targets": ["Linear"]}, "1": {**eight, "targets": ["re:.*proj"]},
+                                  "2": {**four, "targets": ["layers.1.up_proj"]}}}  # fmt: skip
+    method = find_method("compressed-tensors")
+    assert method is not None
+    for layer, needs in (("layers.1.up_proj", "weight_packed"), ("layers.0.up_proj", "weight"), ("fc", "weight")):
+        with pytest.raises(ValueError, match=f"^lacks its {needs}$"):
+            method.read(settings, f"{layer}.weight", {})
 
 
 def require_equal_weights(model, meant) -> None:
@@ -266,6 +300,9 @@ def test_a_checkpoint_that_lacks_a_weight_or_has_it_in_another_size_is_refused(c
     kept = {name: tensor for name, tensor in tensors.items() if "layers.1.mlp.up_proj" not in name}
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
     refused(folder, "lacks 1 of its weights or has them in other shapes, such as model.layers.1.mlp.up_proj.weight")
+    scales = {"model.layers.0.mlp.act.scales": torch.ones(96)}  # AutoAWQ's of some activations
+    save_file(tensors | scales, folder / "model.safetensors", {"format": "pt"})
+    refused(folder, "quantised by awq, and model.layers.0.mlp.act.scales belongs to no weight")
     tensors["model.layers.1.mlp.up_proj.qweight"] = tensors["model.layers.1.mlp.up_proj.qweight"][:, :-1].contiguous()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     refused(folder, "quantised by awq, and model.layers.1.mlp.up_proj.weight has qweight")
@@ -277,4 +314,4 @@ def test_floats_of_experts_in_stacks_have_scales_by_block():
     fp8 = find_method("fp8")
     assert fp8 is not None
     numbers = fp8.read({"weight_block_size": [32, 48]}, "model.layers.0.mlp.experts.down_proj", stack)
-    assert torch.equal(numbers[0], torch.from_numpy(weight))
+    assert torch.equal(numbers.expand()[0], torch.from_numpy(weight))

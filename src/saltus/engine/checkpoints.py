@@ -25,6 +25,7 @@ from saltus.loading.model_folders import (
     check_number_of_weights,
     check_size,
     foreign_quantization,
+    integer_weight,
     text_part,
 )
 from saltus.loading.packing import PACKINGS, pack_model
@@ -236,9 +237,9 @@ def _transformers_model(name: str, folder: Path, dtype: Any, arithmetic: Arithme
     if wrong and quantised is None and (foreign := foreign_quantization(folder)):
         raise ValueError(f"{name} holds {_quantised_by(foreign)}")
     scales = [key for key in found["unexpected_keys"] if key.endswith(SCALE_NAMES)]
-    if scales and quantised is None:
+    if quantised is None and (sign := next(iter(scales), None) or integer_weight(folder)):
         method = foreign_quantization(folder) or "another program"
-        raise ValueError(f"{name} holds {_quantised_by(method)} (there is {scales[0]})")
+        raise ValueError(f"{name} holds {_quantised_by(method)} (there is {sign})")
     if wrong:
         raise ValueError(
             f"{name} lacks {len(wrong)} of its weights or has them in other shapes, such as {wrong[0]};"

@@ -28,6 +28,7 @@ TEXT_PART_NAMES = {  # in models that read more than text, by pattern
 }
 MAX_WEIGHTS_PER_BYTE = 8  # of quantised files
 MAX_OTHER_WEIGHTS = 1 << 26  # that a model computes, such as masks and angles
+MODELOPT_FILE = "hf_quant_config.json"  # how NVIDIA's ModelOpt quantised the weights
 INDEX_FILE = "gguf.json"  # beside config.json: the weights are in a GGUF file, and where
 MANIFEST = "source.json"  # of a folder in the cache: where it is from, and the digests of its files
 PAIRWISE_CORRECTION_FILE = "pairwise.safetensors"  # beside the weights of an any-subset model
@@ -87,19 +88,47 @@ def is_lfs_pointer(file: Path) -> bool:
         return opened.read(len(LFS_POINTER)) == LFS_POINTER
 
 
+def quantization_settings(folder: Path) -> dict[str, Any]:
+    """What the configuration of a folder, or of its text part, says of its quantised weights; {} if it says nothing.
+
+    Older exports of ModelOpt say it in a file of their own.
+    """
+    config = _json_object(folder / "config.json")
+    text = config.get("text_config")
+    given = config.get("quantization_config") or config.get("quantization")
+    given = given or (text.get("quantization_config") if isinstance(text, dict) else None)
+    if isinstance(given, dict):
+        return given
+    own = _json_object(folder / MODELOPT_FILE).get("quantization")
+    return {**own, "quant_method": "modelopt"} if isinstance(own, dict) else {}
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    """What a file holds; {} if it is no JSON object."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def foreign_quantization(folder: Path) -> str | None:
     """How the weights of a folder are quantised, in words, if its configuration says so."""
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-        given = config.get("quantization_config") or config.get("quantization")
-        if not isinstance(given, dict):
-            return None
-        method = given.get("quant_method")
-    except (ValueError, AttributeError):
+    given = quantization_settings(folder)
+    if not given:
         return None
-    if not method:
+    if not (method := given.get("quant_method")):
         return "MLX" if {"bits", "group_size"} & given.keys() else "another program"
     return repr(str(method).upper()).strip("'")  # a line, whatever the file says
+
+
+def integer_weight(folder: Path) -> str | None:
+    """The name of a matrix whose numbers are integers, which stand for others; None if there is none."""
+    for file in weight_files(folder):
+        for name, entry in read_safetensors_header(file)[0].items() if file.suffix == ".safetensors" else ():
+            if name.endswith("weight") and str(entry.get("dtype")).startswith(("I", "U")) and len(entry["shape"]) > 1:
+                return name
+    return None
 
 
 def weight_files(folder: Path) -> list[Path]:

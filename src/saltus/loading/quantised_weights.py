@@ -5,7 +5,6 @@ Weights whose numbers a format of the kernels holds are packed, others are expan
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import threading
@@ -23,7 +22,7 @@ from torch import Tensor
 from saltus.kernels import native
 from saltus.kernels.packed_weight import Arithmetic
 from saltus.loading.fetching import SourceError, first_line
-from saltus.loading.model_folders import text_part, weight_files
+from saltus.loading.model_folders import quantization_settings, text_part, weight_files
 from saltus.loading.quantised import find_method
 from saltus.loading.quantised_numbers import FLOAT16_ROUNDING, ScaledIntegers
 
@@ -73,12 +72,8 @@ class QuantisedCheckpoint:
 
 def find_quantised(folder: Path) -> QuantisedCheckpoint | None:
     """The checkpoint of a folder if its weights are quantised in a way that is read here."""
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-        settings = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
-        method = find_method(settings["quant_method"])
-    except (ValueError, AttributeError, TypeError, LookupError):
-        return None
+    settings = quantization_settings(folder)
+    method = find_method(str(settings.get("quant_method")))
     return None if method is None else QuantisedCheckpoint(folder, method, settings)
 
 
@@ -123,6 +118,10 @@ class _Reading:
                             kinds[name] = opened.get_slice(name).get_dtype()
             except SafetensorError as error:
                 raise SourceError(f"{file} is damaged ({first_line(error)}); fetch it again") from None
+        for name, files in places.items():
+            layer, _, own = name.rpartition(".")
+            if len(files) == 1 and own not in files:  # such as AWQ's scales of activations, which change outputs
+                raise self._refusal(f"{layer}.{next(iter(files))} belongs to no weight")
         return {
             name: files[name.rpartition(".")[2]].get_slice(name)
             if len(files) == 1 and kinds.get(name) in PLAIN
@@ -137,12 +136,14 @@ class _Reading:
                 parts = {part: file.get_tensor(f"{layer}.{part}") for part, file in files.items()}
                 numbers = self.checkpoint.method.read(self.checkpoint.settings, name, parts)
             except (ValueError, SafetensorError) as error:
-                method, folder = self.checkpoint.method_name, self.checkpoint.folder
-                raise SourceError(
-                    f"{folder} holds weights quantised by {method}, and {name} {first_line(error)}; take the original"
-                    " model, or a GGUF file of it"
-                ) from None
+                raise self._refusal(f"{name} {first_line(error)}") from None
             return self._as_tensor(numbers)
+
+    def _refusal(self, what: str) -> SourceError:
+        method, folder = self.checkpoint.method_name, self.checkpoint.folder
+        return SourceError(
+            f"{folder} holds weights quantised by {method}, and {what}; take the original model, or a GGUF file of it"
+        )
 
     def _as_tensor(self, numbers: Any) -> Tensor:
         if isinstance(numbers, Tensor):

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from saltus.loading.quantised_numbers import (
     WORDS,
     Blocks,
     ScaledIntegers,
-    check_groups,
     check_shape,
     required,
     unpack_words,
@@ -55,25 +55,21 @@ def _group_of(settings: Mapping[str, Any], layer: str) -> Mapping[str, Any]:
     groups = settings.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise ValueError("is stored by config_groups that are no objects")
-    if _is_named(layer, settings.get("ignore") or ()):
+    if any(layer == name or _fits(layer, name) for name in map(str, settings.get("ignore") or ())):
         raise ValueError("is quantised, but the configuration says that it is not (ignore)")
-    targets = [(group, group.get("targets") or ()) for group in groups.values()]
-    named = [group for group, names in targets if _is_named(layer, names)]
-    by_class = [group for group, names in targets if "Linear" in names]
-    if not named and not by_class:
-        raise ValueError("is quantised, but no group of the configuration is for it (targets)")
-    return (named or by_class)[0]
+    targets = [(str(name), group) for group in groups.values() for name in group.get("targets") or ()]
+    for chosen in (layer.__eq__, partial(_fits, layer), "Linear".__eq__):  # a name goes before a pattern
+        if (group := next((group for name, group in targets if chosen(name)), None)) is not None:
+            return group
+    raise ValueError("is quantised, but no group of the configuration is for it (targets)")
 
 
-def _is_named(layer: str, names: Iterable[Any]) -> bool:
-    """True if one of some names or patterns is that of a layer. Errors: ValueError for a pattern that is none."""
-    for name in map(str, names):
-        try:
-            if layer == name or (name.startswith("re:") and re.match(name.removeprefix("re:"), layer)):
-                return True
-        except re.error:
-            raise ValueError(f"is chosen by {name!r}, which is no pattern") from None
-    return False
+def _fits(layer: str, pattern: str) -> bool:
+    """True if a pattern `re:…` is that of a layer. Errors: ValueError for one that is none."""
+    try:
+        return pattern.startswith("re:") and re.match(pattern.removeprefix("re:"), layer) is not None
+    except re.error:
+        raise ValueError(f"is chosen by {pattern!r}, which is no pattern") from None
 
 
 def _packed_integers(weights: Mapping[str, Any], parts: Mapping[str, Tensor]) -> ScaledIntegers:
@@ -92,8 +88,7 @@ def _packed_integers(weights: Mapping[str, Any], parts: Mapping[str, Tensor]) ->
         check_shape("weight_zero_point", packed, -(-outputs * bits // 32), groups)
         zeros = unpack_words(packed.T, bits).T[:outputs]
     unsigned = unpack_words(words, bits)[:, :inputs]
-    numbers = {"g_idx": parts["weight_g_idx"]} if "weight_g_idx" in parts else {}
-    return unsigned_groups(unsigned, zeros, scales, bits, group_of_inputs(numbers, inputs, groups))
+    return unsigned_groups(unsigned, zeros, scales, bits, group_of_inputs(parts.get("weight_g_idx"), inputs, groups))
 
 
 def _shape_of(parts: Mapping[str, Tensor], words: Tensor, bits: int) -> tuple[int, int]:
@@ -108,17 +103,17 @@ def _shape_of(parts: Mapping[str, Tensor], words: Tensor, bits: int) -> tuple[in
 def _plain_integers(weights: Mapping[str, Any], parts: Mapping[str, Tensor]) -> ScaledIntegers:
     """Integers in bytes of their own, with signed zeros."""
     integers, scales = required(parts, "weight", (torch.int8,), 2), _scales(parts)
-    outputs, inputs = integers.shape
-    check_groups(inputs, scales.shape[1])
-    if scales.shape[0] not in (1, outputs):
+    (outputs, inputs), groups = integers.shape, scales.shape[1]
+    if len(scales) not in (1, outputs):
         raise ValueError(f"has weight_scale {list(scales.shape)} of {[outputs, inputs]}")
-    scales = scales.expand(outputs, -1)
-    if "weight_zero_point" not in parts:
-        return ScaledIntegers(integers, scales, 8)
-    zeros = parts["weight_zero_point"].reshape(-1, scales.shape[1]).short()
-    if len(zeros) not in (1, outputs):
+    zeros = torch.zeros(groups)
+    if "weight_zero_point" in parts or not weights.get("symmetric", True):
+        zeros = required(parts, "weight_zero_point", INTEGERS, len(parts.get("weight_zero_point", zeros).shape))
+    if zeros.numel() not in (groups, outputs * groups):
         raise ValueError(f"has weight_zero_point {list(zeros.shape)} of {[outputs, inputs]}")
-    return unsigned_groups(integers.short() + 128, zeros.expand(outputs, -1) + 128, scales, 8)
+    scales, zeros = (each.reshape(-1, groups).expand(outputs, -1) for each in (scales, zeros.short() + 128))
+    group_numbers = group_of_inputs(parts.get("weight_g_idx"), inputs, groups)
+    return unsigned_groups(integers.short() + 128, zeros, scales, 8, group_numbers)
 
 
 def _scales(parts: Mapping[str, Tensor]) -> Tensor:
@@ -140,12 +135,20 @@ def _integers_or_floats(weights: Mapping[str, Any], parts: Mapping[str, Tensor])
 
 def _nvidia_floats(weights: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
     """NVFP4: floats of 4 bits, an 8-bit float for each 16 that multiplies them, and one of all that divides them."""
-    pairs = required(parts, "weight_packed", (torch.uint8,), 2)
+    of_all = required(parts, "weight_global_scale", (torch.float32,), 1)
+    return four_bit_floats(parts, "weight_packed", of_all, torch.div)
+
+
+def four_bit_floats(
+    parts: Mapping[str, Tensor], name: str, of_all: Tensor, scale: Callable[[Tensor, Tensor], Tensor] = torch.mul
+) -> Tensor:
+    """Floats of 4 bits in the bytes of a part, times the 8-bit float of their 16 and, by `scale`, that of all."""
+    pairs = required(parts, name, (torch.uint8,), 2)
     scales = required(parts, "weight_scale", fp8.FLOATS, 2)
     check_shape("weight_scale", scales, len(pairs), pairs.shape[1] // 8)
-    of_all = required(parts, "weight_global_scale", (torch.float32,), 1)
+    check_shape("the scale of all", of_all.flatten(), 1)
     values = FOUR_BIT_FLOATS[unpack_words(pairs, 4).int()].unflatten(1, (-1, 16))
-    return (values * (scales.float() / of_all[0])[..., None]).flatten(1)
+    return (values * scale(scales.float(), of_all.flatten())[..., None]).flatten(1)
 
 
 def _microscaled_floats(weights: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Blocks:

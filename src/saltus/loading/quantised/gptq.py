@@ -40,7 +40,8 @@ def read(settings: Mapping[str, Any], name: str, parts: Mapping[str, Tensor]) ->
     check_shape("qweight", words, inputs * bits // 32, outputs)
     check_shape("qzeros", packed_zeros, groups, outputs * bits // 32)
     zeros = unpack_words(packed_zeros, bits) + STORED_LESS[form] & (1 << bits) - 1
-    return unsigned_groups(unpack_words(words.T, bits), zeros.T, scales.T, bits, group_of_inputs(parts, inputs, groups))
+    group_numbers = group_of_inputs(parts.get("g_idx"), inputs, groups)
+    return unsigned_groups(unpack_words(words.T, bits), zeros.T, scales.T, bits, group_numbers)
 
 
 def _bits(settings: Mapping[str, Any], words: Tensor, group_numbers: Tensor | None) -> int:
@@ -53,9 +54,9 @@ def _bits(settings: Mapping[str, Any], words: Tensor, group_numbers: Tensor | No
     return int(bits)
 
 
-def group_of_inputs(parts: Mapping[str, Tensor], inputs: int, groups: int) -> Tensor | None:
+def group_of_inputs(given: Tensor | None, inputs: int, groups: int) -> Tensor | None:
     """The group of each input, where inputs of a group do not stand beside each other. Errors: ValueError."""
-    numbers = parts.get("g_idx", torch.empty(0)).flatten().long()
+    numbers = torch.empty(0) if given is None else given.flatten().long()
     if (numbers == -1).all():  # which says nothing
         check_groups(inputs, groups)
         return None
