@@ -274,6 +274,21 @@ def test_calls_are_texts_of_the_own_form_where_a_template_does_not_write_them():
     assert result["role"] == "user"
 
 
+@forms
+def test_a_call_is_not_read_anew_for_each_piece(form, monkeypatch):
+    lengths, one = [], type(form).read
+    monkeypatch.setattr(
+        type(form), "read", lambda form, text, *rest: lengths.append(len(text)) or one(form, text, *rest)
+    )
+    value = ['a \\ " } ]{[' * 40, "</b>"]
+    call = ToolCall("edit", json.dumps({"text": "{" * 50, "nested": {"x": value, "y": [{}, {"z": []}] * 20}}))
+    text = form.write([call])
+    _, (found,) = read(form, [*text])
+    assert same([found], [call])
+    assert len(lengths) <= 3
+    assert sum(lengths) <= 3 * len(text)
+
+
 def test_tags_say_which_arguments_are_texts():
     texts = {"text": "[1]", "kind": "null", "flag": None, "unknown": 2}
     written = DEEPSEEK_V3_2.write([ToolCall("edit", json.dumps(texts))])

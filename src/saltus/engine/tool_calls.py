@@ -133,12 +133,25 @@ class ToolCallReader:
         self.form, self.required = form, required
         self.schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
         self.buffer, self.in_call = "", False
+        self.pieces: list[str] = []  # of a call that is not complete, in the place of the buffer
+        self.scanner = form.new_scanner()
         self.at_start, self.after_call = True, False
 
     def read(self, text: str, last: bool = False) -> tuple[str, list[ToolCall]]:
         """The next text outside calls, and the calls that are complete. `last` releases what was held back."""
+        parts = self.parts(text, last)
+        content = "".join(part for part in parts if isinstance(part, str))
+        return content, [part for part in parts if isinstance(part, ToolCall)]
+
+    def parts(self, text: str, last: bool = False) -> list[str | ToolCall]:
+        """As `read`, in the order of the text. All pieces of a call are read twice, however many they are."""
+        parts: list[str | ToolCall] = []
+        if self.in_call:
+            self.pieces.append(text)
+            if not self.scanner.read(text) and not last:
+                return parts
+            text, self.pieces = "".join(self.pieces), []
         self.buffer += text
-        content, calls = "", []
         while self.buffer or (last and self.in_call):
             if not self.in_call:
                 start, marker = self._next_marker()
@@ -146,7 +159,8 @@ class ToolCallReader:
                 if self.after_call and not kept.strip() and start < 0 and not last:
                     break  # space that belongs to a text, if one follows
                 if kept.strip() or not self.after_call:  # no blank lines between calls
-                    content, self.after_call = content + kept, False
+                    parts.append(kept)
+                    self.after_call = False
                 self.at_start = self.at_start and not kept
                 if start < 0:
                     self.buffer = "" if last else self.buffer[len(kept) :]
@@ -155,15 +169,20 @@ class ToolCallReader:
                 if not self.in_call:  # the begin or the end of a section
                     self.after_call = True
                     continue
-            reading = self.form.read(self.buffer, self.schemas, last)
+                self.scanner = self.form.new_scanner()
+                may_end = self.scanner.read(self.buffer)
+            else:
+                may_end = True
+            reading = self.form.read(self.buffer, self.schemas, last) if may_end or last else None
             if reading is None:
+                self.pieces, self.buffer = [self.buffer], ""
                 break
             if reading.calls is None:
-                content += self.form.begin + self.buffer[: reading.size]
-            calls += reading.calls or ()
+                parts.append(self.form.begin + self.buffer[: reading.size])
+            parts += reading.calls or ()
             self.buffer, self.in_call, self.at_start = self.buffer[reading.size :], False, False
             self.after_call = bool(reading.calls)
-        return "" if self.required else content, calls
+        return [part for part in parts if isinstance(part, ToolCall) or (part and not self.required)]
 
     def _next_marker(self) -> tuple[int, str]:
         """Where the next call or the begin or end of a section of them begins, and with what; −1 if there is none."""

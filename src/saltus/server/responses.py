@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
-from copy import copy
 from typing import Any
 
 from pydantic import BaseModel
@@ -131,31 +130,16 @@ class ResponseAnswer(Answer):
         if self.reasoning_reader is not None:
             thought, text = self.reasoning_reader.read(text, last)
             yield from self._add_reasoning(thought, last or bool(text))
-        for content, calls in self._read(text, last):
-            if content:
-                yield from self._add_text(content)
-            for call in calls:
+        for part in [text] if self.reader is None else self.reader.parts(text, last):
+            if isinstance(part, ToolCall):
                 yield from self._finish_message("completed")
-                yield from self._add_call(call)
+                yield from self._add_call(part)
+            elif part:
+                yield from self._add_text(part)
         if last and all(item is self.thought for item in self.items):
             yield from self._add_text("")
         if last:
             yield from self._finish_message("completed" if self.choices[0].finish_reason == "stop" else "incomplete")
-
-    def _read(self, text: str, last: bool) -> Iterator[tuple[str, list[ToolCall]]]:
-        """Texts and calls in their order, whatever the pieces are in which an answer arrives."""
-        if self.reader is None:
-            yield text, []
-            return
-        reader = copy(self.reader)
-        content, calls = reader.read(text, last)
-        if content and calls and len(text) > 1:  # which of them is first?
-            half = len(text) // 2
-            yield from self._read(text[:half], False)
-            yield from self._read(text[half:], last)
-        else:
-            self.reader = reader
-            yield content, calls
 
     def _add_reasoning(self, text: str, last: bool) -> Iterator[tuple[str, dict[str, Any]]]:
         """Put reasoning into its item, which comes first; `last` completes it."""

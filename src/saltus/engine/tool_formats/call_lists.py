@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from saltus.engine.tool_formats.json_calls import call_of, call_rule, size_of_object, written_call
-from saltus.engine.tool_formats.tool_format import Function, Markers, Reading, ToolCall, ToolFormat, one_of
+from saltus.engine.tool_formats.tool_format import (
+    Function,
+    Markers,
+    ObjectScanner,
+    Reading,
+    ToolCall,
+    ToolFormat,
+    one_of,
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,9 @@ class CallList(ToolFormat):
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         return f"{self.begin}{self.bracket}{', '.join(map(written_call, calls))}]"
+
+    def new_scanner(self) -> ObjectScanner:
+        return ObjectScanner(0 if self.bracket else 1)
 
     def read(self, text: str, schemas: Mapping[str, Mapping[str, Any]], last: bool) -> Reading | None:
         calls, rest = [], text.lstrip()

@@ -26,6 +26,7 @@ class GptOss(ToolFormat):
 
     recipient: str = "to=functions."
     begin: str = "<|channel|>commentary to=functions."
+    end: str = CALL_END
     prefixes: tuple[str, str] = ("thought* preamble?", "final")
 
     @property
@@ -50,10 +51,10 @@ class GptOss(ToolFormat):
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         kind = f" {CONSTRAIN}json{MESSAGE}"
-        return NEXT.join(f"{self.begin}{call.name}{kind}{call.arguments}{CALL_END}" for call in calls)
+        return NEXT.join(f"{self.begin}{call.name}{kind}{call.arguments}{self.end}" for call in calls)
 
     def read(self, text: str, schemas: Mapping[str, Mapping[str, Any]], last: bool) -> Reading | None:
-        return read_to_end(text, CALL_END, last, _calls_of, _breaks_off, _may_begin_call)
+        return read_to_end(text, self.end, last, _calls_of, _breaks_off, _may_begin_call)
 
 
 def _calls_of(body: str, cut_end: str) -> Sequence[ToolCall] | None:

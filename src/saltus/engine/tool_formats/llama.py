@@ -8,7 +8,15 @@ from typing import Any
 
 from saltus.engine.tool_formats.hermes import HERMES
 from saltus.engine.tool_formats.json_calls import call_of, call_rule, may_begin_call, size_of_object, written_call
-from saltus.engine.tool_formats.tool_format import Function, Markers, Reading, ToolCall, ToolFormat, one_of
+from saltus.engine.tool_formats.tool_format import (
+    Function,
+    Markers,
+    ObjectScanner,
+    Reading,
+    ToolCall,
+    ToolFormat,
+    one_of,
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,9 @@ class Llama(ToolFormat):
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         return "\n".join(written_call(call, "parameters") for call in calls)
+
+    def new_scanner(self) -> ObjectScanner:
+        return ObjectScanner()
 
     def read(self, text: str, schemas: Mapping[str, Mapping[str, Any]], last: bool) -> Reading | None:
         if not last:

@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from saltus.engine.tool_formats.json_calls import size_of_object
-from saltus.engine.tool_formats.tool_format import Function, Markers, Reading, ToolCall, ToolFormat, one_of
+from saltus.engine.tool_formats.tool_format import (
+    Function,
+    Markers,
+    ObjectScanner,
+    Reading,
+    ToolCall,
+    ToolFormat,
+    one_of,
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,9 @@ class Mistral(ToolFormat):
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         return "".join(f"{self.begin}{call.name}{self.after_name}{call.arguments}" for call in calls)
+
+    def new_scanner(self) -> ObjectScanner:
+        return ObjectScanner()
 
     def read(self, text: str, schemas: Mapping[str, Mapping[str, Any]], last: bool) -> Reading | None:
         name, between, arguments = text.partition(self.after_name)

@@ -61,10 +61,55 @@ class Reading(NamedTuple):
     calls: Sequence[ToolCall] | None  # None: they are text; empty: what is left of a call that is cut off
 
 
+SIGNIFICANT = re.compile(r'[\\"{}\[\]]')
+
+
+class ObjectScanner:
+    """Finds the end of the first JSON object or list in a text that arrives in pieces, each of which is read once."""
+
+    def __init__(self, depth: int = 0) -> None:
+        self.depth = depth  # of objects and lists; those that have begun before the text count
+        self.in_string = self.is_escaped = self.has_ended = False
+
+    def read(self, text: str) -> bool:
+        """True if the object ends in this piece."""
+        place = int(self.is_escaped)
+        self.is_escaped = self.is_escaped and not text
+        while not self.has_ended and (found := SIGNIFICANT.search(text, place)) is not None:
+            mark, place = found[0], found.end()
+            if mark == "\\":
+                self.is_escaped = self.in_string and place == len(text)
+                place += self.in_string
+            elif mark == '"':
+                self.in_string = not self.in_string and self.depth > 0
+            elif not self.in_string and mark in "{[":
+                self.depth += 1
+            elif not self.in_string and self.depth:
+                self.depth -= 1
+                self.has_ended = not self.depth
+                if self.has_ended:
+                    return True
+        return False
+
+
+class MarkerScanner:
+    """Finds a marker in a text that arrives in pieces, each of which is read once."""
+
+    def __init__(self, marker: str) -> None:
+        self.marker, self.tail = marker, ""
+
+    def read(self, text: str) -> bool:
+        """True if the marker ends in this piece."""
+        text = self.tail + text
+        self.tail = text[max(len(text) - len(self.marker) + 1, 0) :]
+        return self.marker in text
+
+
 class ToolFormat(ABC):
     """How a model writes its calls. What is set here holds for most."""
 
     begin: str  # what a call begins with; empty if the whole text is the call
+    end: str  # what a call, or what holds several, ends with
     # what stands between a call and the begin of the next, in Lark's syntax; None if `call` holds several
     between: str | None = None
     section: tuple[str, str] = ("", "")  # what stands before the first call and behind the last one
@@ -90,6 +135,10 @@ class ToolFormat(ABC):
     @abstractmethod
     def write(self, calls: Sequence[ToolCall]) -> str:
         """Calls as a model writes them."""
+
+    def new_scanner(self) -> MarkerScanner | ObjectScanner:
+        """What says in which pieces of a text a call may end: those with its `end`, if it has one."""
+        return MarkerScanner(self.end)
 
     @abstractmethod
     def read(self, text: str, schemas: Mapping[str, Mapping[str, Any]], last: bool) -> Reading | None:
