@@ -115,6 +115,49 @@ def test_a_text_is_reasoning_and_then_a_call_by_its_schema_or_an_answer(tokenize
     assert allowed(THOUGHT + call, "auto", '{"enum": [[1]]}')
     assert not allowed(THOUGHT + final + "no", "auto", '{"enum": [[1]]}')
 
+    if "<|channel|>" not in tokenizer.get_vocab():
+        return  # a tag of many tokens is not looked for in the prompt
+    begin = "<|channel|>analysis<|message|>"
+    prompt = tokenizer(f"<|start|>assistant{begin}").input_ids
+    for text in (THOUGHT + call, THOUGHT + COMMENTARY + call, THOUGHT + THOUGHT + call):
+        assert allowed(text.removeprefix(begin), "required"), "the prompt ends inside the first message"
+    for wrong in (call, THOUGHT, "why", (THOUGHT + call).removeprefix(begin).replace("look", "other")):
+        assert not allowed(wrong, "required")
+    prompt = tokenizer(f"<|start|>assistant{final}").input_ids
+    assert allowed("A cat.", "auto")
+    assert not allowed("no", "auto", '{"enum": [[1]]}')
+
+
+def test_tokens_of_a_call_are_no_reasoning(tokenizer):
+    reasoning = Reasoning(tokenizer, next(tags for tags in TAGS if tags.answer))
+    if "<|channel|>" not in tokenizer.get_vocab():
+        pytest.skip("tokens are counted where the markers are tokens")
+    inside = "<|channel|>analysis<|message|>"
+    end, final = "<|end|><|start|>assistant", "<|channel|>final<|message|>"
+
+    def count(text, prompt="<|start|>assistant"):
+        prompt, tokens, known = tokenizer(prompt).input_ids, tokenizer(text, add_special_tokens=False).input_ids, 0
+        for size in range(len(tokens) + 1):  # as it arrives, until something else has begun
+            found = reasoning.count(prompt, tokens[:size], known)
+            if found < size and known:
+                break
+            known = found
+        assert found == reasoning.count(prompt, tokens)
+        return tokenizer.decode(tokens[:found])
+
+    call = GPT_OSS.write([CALL])
+    other = call.replace("<|channel|>commentary to=functions.look", " to=functions.look<|channel|>commentary")
+    for rest in (call, other, COMMENTARY + call):
+        for thoughts in (THOUGHT, THOUGHT * 2):
+            thought = thoughts.removesuffix("<|start|>assistant")
+            assert count(thoughts + rest) == thought
+            assert (
+                count((thoughts + rest).removeprefix(inside), "<|start|>assistant" + inside) == thought[len(inside) :]
+            )
+    assert count(THOUGHT + final + "A cat.") == THOUGHT + final
+    assert count(call) == count(COMMENTARY + call) == count(final + "A cat.") == ""
+    assert count(f"{inside}why {end[:7]}") == f"{inside}why {end[:7]}"
+
 
 def test_earlier_calls_are_written_by_fields_one_at_a_time(tokenizer):
     calls = [

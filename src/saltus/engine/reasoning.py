@@ -73,6 +73,22 @@ class TagTokens(NamedTuple):
             if _begins_with(text, place, self.end):
                 return place + len(self.end)
 
+    def other_message_place(self, text: Sequence[int], start: int = 0) -> int | None:
+        """The place from `start` on of the first message, in a channel, that is neither reasoning nor the answer."""
+        between = self.end[: len(self.end) - len(self.answer)]
+        place = start - 1
+        while self.answer:
+            try:
+                place = text.index(between[0], place + 1)
+            except ValueError:
+                return None
+            start = place + len(between)
+            head = tuple(text[start : start + max(len(self.begin), len(self.answer))])
+            known = any(tag[: len(head)] == head[: len(tag)] for tag in (self.begin, self.answer))
+            if _begins_with(text, place, between) and not known:
+                return place + 1
+        return None
+
 
 def _begins_with(text: Sequence[int], place: int, tag: tuple[int, ...]) -> bool:
     """True if these tokens stand at a place of the text."""
@@ -94,7 +110,9 @@ class Reasoning:
             opened = self.continued.rfind(self.tags.begin) > self.continued.rfind(self.tags.end)
             return "inside" if opened else "answer"
         tail = self.tokenizer.decode(list(prompt[-TAIL_TOKENS:])).rstrip()
-        return "inside" if tail.endswith(self.tags.begin) else "answer" if tail.endswith(self.tags.end) else "tag"
+        if tail.endswith(self.tags.begin):
+            return "inside"
+        return "answer" if tail.endswith(self.tags.answer or self.tags.end) else "tag"
 
     def reader(self, prompt: Sequence[int]) -> ReasoningReader | ChannelReader | None:
         """What separates reasoning and answer; None for a text without reasoning, and if it stays in the text."""
@@ -139,12 +157,15 @@ class Reasoning:
             space = next((place for place, token in enumerate(text) if token not in line_breaks(self.tokenizer)), 0)
             if begin == "tag" and not (first and _begins_with(text, space, first)):
                 return 0
-        return self.tokens.end_place(text, max(num_known - len(self.tokens.end), 0)) or len(text)
+        start = max(num_known - len(self.tokens.end), 0)
+        ends = self.tokens.end_place(text, start), self.tokens.other_message_place(text, start)
+        return min((end for end in ends if end is not None), default=len(text))
 
     def before(self, grammar: MakesConstraint) -> MakesConstraint:
         """A grammar that the answer after the reasoning must follow, where the tags are tokens."""
-        has_reasoning = isinstance(grammar, Grammar) and grammar.has_reasoning
-        return grammar if self.tokens is None or has_reasoning else AfterReasoning(grammar, self)
+        if isinstance(grammar, Grammar) and grammar.has_reasoning:
+            return WithReasoning(grammar, self)
+        return grammar if self.tokens is None else AfterReasoning(grammar, self)
 
 
 class ReasoningReader:
@@ -191,6 +212,39 @@ class ReasoningReader:
         text = text.lstrip() if self.fresh else text
         self.fresh = self.fresh and not text
         return text
+
+
+@dataclass(frozen=True)
+class WithReasoning:
+    """A grammar of reasoning and answer, the first tag of which may stand in the prompt."""
+
+    grammar: MakesConstraint
+    reasoning: Reasoning
+
+    def constraint(self, tokenizer: Any, end_tokens: frozenset[int], prompt: Sequence[int] = ()) -> Constraint:
+        """The constraint on a text after a prompt. Errors: ValueError."""
+        inner, tags = self.grammar.constraint(tokenizer, end_tokens, prompt), self.reasoning.tags
+        tag = {"tag": "", "inside": tags.begin, "answer": tags.answer}[self.reasoning.begin(prompt)]
+        begun = tokenizer(tag, add_special_tokens=False).input_ids if tag else []
+        fits = begun and inner.num_allowed([], begun) == len(begun)
+        return ContinuedConstraint(inner, begun) if fits else inner
+
+
+@dataclass(frozen=True)
+class ContinuedConstraint:
+    """A constraint on a text whose first tokens stand in the prompt."""
+
+    inner: Constraint
+    begun: Sequence[int]
+
+    def allowed(self, text: Sequence[int]) -> np.ndarray | None:
+        return self.inner.allowed([*self.begun, *text])
+
+    def num_allowed(self, text: Sequence[int], tokens: Sequence[int]) -> int:
+        return self.inner.num_allowed([*self.begun, *text], tokens)
+
+    def fast_forward(self, text: Sequence[int], max_tokens: int) -> Sequence[int]:
+        return self.inner.fast_forward([*self.begun, *text], max_tokens)
 
 
 @dataclass(frozen=True)
