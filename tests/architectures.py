@@ -99,6 +99,14 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
         "qk_nope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
         "topk_group": 1, "moe_intermediate_size": 40, "first_k_dense_replace": 1,
     },
+    "Mistral4": {
+        **LLAMA_LIKE, "num_key_value_heads": 6, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 12, "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4,
+        "topk_group": 2, "moe_intermediate_size": 40, "first_k_dense_replace": 1, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
+    },
     "Glm4MoeLite": {
         **LLAMA_LIKE, "num_key_value_heads": 6, "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
@@ -194,7 +202,7 @@ OF_WHOLE_BLOCKS = {  # sizes that formats of packed weights can hold
 }  # fmt: skip
 MIXTURES = [  # Gemma 4 with the settings below
     "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Glm4Moe", "Glm4MoeLite", "GraniteMoe", "GptOss", "DeepseekV2",
-    "DeepseekV3", "Llama4", "Dots1", "ExaoneMoe", "MiniMaxM2", "Ernie4_5_Moe", "HunYuanMoEV1", "Gemma4",
+    "DeepseekV3", "Mistral4", "Llama4", "Dots1", "ExaoneMoe", "MiniMaxM2", "Ernie4_5_Moe", "HunYuanMoEV1", "Gemma4",
     "Qwen3_5Moe", "Qwen3Next with experts", "GraniteMoeHybrid", "NemotronH with experts", "Lfm2Moe",
 ]  # fmt: skip
 GEMMA4_EXPERTS = {
@@ -212,7 +220,7 @@ DESCRIBED = [  # by a file of saltus.models.architectures
     "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3", "Gemma4", "Phi3", "Granite", "Glm4", "Cohere",
     "Cohere2", "Olmo2", "Olmo3", "SmolLM3", "Starcoder2", "Arcee", "Ernie4_5", "Exaone4", "Ministral", "Ministral3",
     "SeedOss", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Glm4Moe", "GraniteMoe", "GptOss",
-    "DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Llama4", "Dots1", "ExaoneMoe", "MiniMaxM2", "Ernie4_5_Moe",
+    "DeepseekV2", "DeepseekV3", "Mistral4", "Glm4MoeLite", "Llama4", "Dots1", "ExaoneMoe", "MiniMaxM2", "Ernie4_5_Moe",
     "HunYuanDenseV1", "HunYuanMoEV1", "Helium", "Gemma3n",
     *RECURRENT,
 ]  # fmt: skip

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gguf_conversions import convert
 from gguf_settings import add_experts, add_states, heads_of_keys, widths_of_mlps
+from saltus.loading.model_folders import list_causal_class
 
 VOCAB = 300
 SIZES = {
@@ -166,6 +167,9 @@ CASES = {
         "q_lora_rank": 64, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
     "deepseek2, softmax": Case("deepseek_v2", "deepseek2", LATENT | DEEPSEEK_EXPERTS | {
         "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    "mistral4": Case("mistral4", "mistral4", LATENT | DEEPSEEK_EXPERTS | {
+        "q_lora_rank": 64, "rope_parameters": YARN | {
+            "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.25}}),
     "lfm2": Case("lfm2", "lfm2", {
         "num_hidden_layers": 3, "layer_types": ["conv", FULL, "conv"], "block_auto_adjust_ff_dim": False}, tied=True),
     "qwen3next": Case("qwen3_next", "qwen3next", DELTA_NET | EXPERTS | {
@@ -224,7 +228,9 @@ def tiny(case: Case) -> Any:
         rope["partial_rotary_factor"] = 0.5
     rope = {} if case.name in ("gemma4", "mamba2", *NEMOTRONS) else {"rope_parameters": rope}
     settings = SIZES | {"tie_word_embeddings": case.tied} | rope | case.settings
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(case.model_type, **settings), dtype=torch.bfloat16)
+    config = AutoConfig.for_model(case.model_type, **settings)
+    list_causal_class(config)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for name, weight in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
             is_whole = name.endswith("weight") and case.name not in MORE_IN_NORMS

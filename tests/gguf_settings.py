@@ -10,7 +10,7 @@ from gguf import ExpertGatingFuncType
 
 def heads_of_keys(config: Any, name: str) -> int | list[int]:
     """One number, or one for each layer where some have no attention."""
-    if name == "deepseek2":
+    if name in ("deepseek2", "mistral4"):
         return 1
     if name in ("lfm2", "lfm2moe", "granitehybrid", "nemotron_h", "nemotron_h_moe"):
         return [config.num_key_value_heads * (kind == "full_attention") for kind in config.layer_types]
@@ -56,20 +56,20 @@ def add_experts(out: gguf.GGUFWriter, config: Any, name: str) -> None:
         out.add_leading_dense_block_count(config.moe_layer_start_index)
         out.add_interleave_moe_layer_step(config.moe_layer_interval)
         out.add_expert_shared_count(config.moe_num_shared_experts)
-    if name in ("deepseek2", "glm4moe", "dots1"):
+    if name in ("deepseek2", "mistral4", "glm4moe", "dots1"):
         out.add_leading_dense_block_count(config.first_k_dense_replace)
         out.add_expert_shared_count(config.n_shared_experts)
         out.add_expert_weights_scale(config.routed_scaling_factor)
         out.add_expert_weights_norm(getattr(config, "norm_topk_prob", False))
         out.add_expert_group_count(config.n_group)
         out.add_expert_group_used_count(config.topk_group)
-        is_softmax = config.model_type == "deepseek_v2"
+        is_softmax = config.model_type in ("deepseek_v2", "mistral4")
         out.add_expert_gating_func(ExpertGatingFuncType.SOFTMAX if is_softmax else ExpertGatingFuncType.SIGMOID)
     if name in ("exaone-moe", "nemotron_h_moe"):
         out.add_expert_shared_count(getattr(config, "num_shared_experts", 1))
         out.add_expert_weights_scale(config.routed_scaling_factor)
         out.add_expert_weights_norm(config.norm_topk_prob)
-    if name == "deepseek2":
+    if name in ("deepseek2", "mistral4"):
         rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
         if config.q_lora_rank:
             out.add_q_lora_rank(config.q_lora_rank)
@@ -81,6 +81,8 @@ def add_experts(out: gguf.GGUFWriter, config: Any, name: str) -> None:
             add(size)
         if scale := config.rope_parameters.get("mscale_all_dim"):
             out.add_rope_scaling_yarn_log_mul(0.1 * scale)
+        if growth := config.rope_parameters.get("llama_4_scaling_beta"):
+            out.add_attn_temperature_scale(growth)
 
 
 def add_states(out: gguf.GGUFWriter, config: Any, name: str) -> None:

@@ -188,18 +188,20 @@ def test_tensors_that_are_missing_or_too_many_are_one_line(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("name", "key", "value", "said"),
     [
-        ("expert_weights_norm", True, "normalises the softmax"), ("expert_gating_func", 3, "by other scores"),
-        ("attention.temperature_scale", 0.1, "queries grow with the position"),
+        ("deepseek2, softmax", "expert_gating_func", 3, "by other scores"),
+        ("deepseek2", "attention.temperature_scale", 0.1, "queries grow with the position"),
+        ("mistral4", "attention.temperature_length", 64, "queries grow by other steps"),
     ],
 )  # fmt: skip
-def test_what_deepseeks_layers_do_not_compute_is_one_line(key, value, said, tmp_path):
+def test_what_deepseeks_layers_do_not_compute_is_one_line(name, key, value, said, tmp_path):
     def change(out):
-        out.kv_data[0].pop(f"deepseek2.{key}", None)
-        out.add_key_value(f"deepseek2.{key}", *typed(value))
+        key_in_file = f"{CASES[name].name}.{key}"
+        out.kv_data[0].pop(key_in_file, None)
+        out.add_key_value(key_in_file, *typed(value))
 
-    _, file = written("deepseek2, softmax", tmp_path, [Q.Q8_0], more=change)
+    _, file = written(name, tmp_path, [Q.Q8_0], more=change)
     assert said in complaint(file)
 
 

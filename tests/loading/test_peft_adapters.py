@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from test_text_parts import WHOLE
 from transformers import AutoModelForCausalLM
 
 import saltus
 from quantised_models import CASES, write_quantised
+from saltus.engine.checkpoints import load_model
+from saltus.loading.peft_adapters import merge_adapter
 
 peft = pytest.importorskip("peft")
 
@@ -55,6 +59,24 @@ def test_layers_with_transposed_weights_are_merged_as_peft_merges_them(architect
     engine = saltus.load(str(tmp_path), "plain", adaptive=False, dtype="float32")
     for (name, ours), theirs in zip(engine.model.named_parameters(), merged.parameters(), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5), name
+
+
+@pytest.mark.parametrize("name", ["Qwen3VL", "SmolVLM"])
+def test_of_an_adapter_of_a_model_that_reads_images_the_text_part_is_merged(name, tmp_path):
+    _, settings, vision, more = WHOLE[name]
+    config = getattr(transformers, f"{name}Config")(text_config=settings, vision_config=vision, **more)
+    kind, (base, out, meant) = getattr(transformers, f"{name}ForConditionalGeneration"), map(tmp_path.joinpath, "abc")
+    kind(config).save_pretrained(base)
+    patterns = {"alpha_pattern": {r"(language|text)_model\.layers\.1\.mlp\.up_proj": 3, "q_proj": 20}}
+    model = peft.get_peft_model(
+        kind.from_pretrained(base), peft.LoraConfig(target_modules="all-linear", init_lora_weights=False, **patterns)
+    )
+    model.save_pretrained(out)
+    model.merge_and_unload().save_pretrained(meant)
+    ours, theirs = (load_model(name, folder, torch.float32) for folder in (base, meant))
+    merge_adapter(ours, out, name)
+    for (path, weight), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(weight, other, atol=1e-5), path
 
 
 def test_an_adapter_is_merged_into_quantised_weights_as_numbers(tiny_folder, tmp_path):

@@ -5,7 +5,7 @@ import torch
 import transformers
 from transformers import set_seed
 
-from architectures import LLAMA_LIKE, VOCAB, chain, read, text
+from architectures import ARCHITECTURES, LLAMA_LIKE, VOCAB, chain, read, text
 from saltus.engine.checkpoints import load_model
 from saltus.kernels import native
 from saltus.kernels.packed_weight import PackedWeight
@@ -25,6 +25,10 @@ THREE_DIMENSIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_sectio
 WHOLE = {
     "Gemma3": ("Gemma3ForCausalLM", {**TEXT, "head_dim": 16}, PATCHES, {"mm_tokens_per_image": 4}),
     "Mistral3": ("MistralForCausalLM", {**TEXT, "model_type": "mistral"}, {**PATCHES, "model_type": "pixtral"}, {}),
+    "Mistral3 with text of Mistral4": (
+        "Mistral4ForCausalLM", {**TEXT, **ARCHITECTURES["Mistral4"], "model_type": "mistral4"},
+        {**PATCHES, "model_type": "pixtral"}, {},
+    ),
     "SmolVLM": ("LlamaForCausalLM", {**TEXT, "model_type": "llama", "pad_token_id": 2}, PATCHES, {}),
     "Qwen3VL": ("Qwen3ForCausalLM", {**TEXT, "head_dim": 16}, BLOCKS, {}),
     "Qwen2_5_VL": ("Qwen2ForCausalLM", {**TEXT, "rope_parameters": THREE_DIMENSIONS}, BLOCKS, {}),
@@ -37,10 +41,10 @@ WHOLE = {
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_text_part_of_a_model_has_the_logits_of_the_whole(name, tmp_path):
-    of_text, settings, vision, more = WHOLE[name]
+    (of_text, settings, vision, more), kind = WHOLE[name], name.split()[0]
     set_seed(0)
-    config = getattr(transformers, f"{name}Config")(text_config=settings, vision_config=vision, **more)
-    whole = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    config = getattr(transformers, f"{kind}Config")(text_config=settings, vision_config=vision, **more)
+    whole = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
     whole.save_pretrained(tmp_path)
     model, tokens = load_model(name, tmp_path), text(30)
     assert type(model).__name__ == of_text

@@ -18,6 +18,7 @@ from saltus.loading.fetching import SourceError, first_line
 from saltus.loading.gguf_files import ROPE_FACTORS
 from saltus.loading.gguf_index import GgufTensor, read_gguf_index
 from saltus.loading.gguf_parts import check_end, check_part, check_parts, map_file, part_bytes, read_weight
+from saltus.loading.model_folders import list_causal_class
 from saltus.models.packed_decoder import (
     LLAMA_TYPES,
     ROPE_TYPES,
@@ -115,6 +116,7 @@ def _transformers_model(folder: Path, dtype: torch.dtype) -> Any:
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        list_causal_class(config)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         _compute_buffers(model)

@@ -20,6 +20,7 @@ MIN_LAYER_BYTES = 100  # of a layer in a pickled file
 LAYERS_OF_TEXT_PARTS = {  # that have no class of their own: of texts alone, positions in three dimensions are one
     "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe",
 }  # fmt: skip
+OWN_CLASSES = {"mistral4": "Mistral4ForCausalLM"}  # that Transformers has, and lists in no mapping of causal models
 SAME_LAYERS = {"mimo": "qwen2"}  # of texts alone, by types of models that Transformers has no class for
 TEXT_PART_NAMES = {  # in models that read more than text, by pattern
     r"^(?:model\.)?language_model\.(?:model\.)?(?!lm_head)": "model.",
@@ -199,10 +200,26 @@ def text_part(folder: Path) -> dict[str, Any]:
         rope = {name: value for name, value in fields["rope_parameters"].items() if not name.startswith("mrope")}
         fields |= {"rope_parameters": rope, "norm_topk_prob": True}  # of experts, which the whole model always does
         text = AutoConfig.for_model(alike, **fields)
+    list_causal_class(text)
     if text is whole or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return {}
     text.tie_word_embeddings = getattr(whole, "tie_word_embeddings", text.tie_word_embeddings)
     return {"config": text, "key_mapping": TEXT_PART_NAMES}
+
+
+def text_name(name: str) -> str:
+    """What a weight of a model that reads images or sounds, too, is called in its text part."""
+    for pattern, replacement in TEXT_PART_NAMES.items():
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def list_causal_class(config: Any) -> None:
+    """Let AutoModelForCausalLM find the class of a configuration also if it is one of `OWN_CLASSES`."""
+    if name := OWN_CLASSES.get(config.model_type):
+        import transformers
+
+        transformers.AutoModelForCausalLM.register(type(config), getattr(transformers, name), exist_ok=True)
 
 
 def check_number_of_weights(folder: Path) -> None:

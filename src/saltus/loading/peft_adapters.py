@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from saltus.loading.fetching import SourceError, first_line
 from saltus.loading.metadata import ADAPTER_CONFIG_FILE, METADATA_FILE, read_metadata
+from saltus.loading.model_folders import text_name
 
 WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 CHANGED_BASES = (
@@ -81,6 +82,8 @@ def merge_adapter(model: Any, folder: Path, name: str) -> None:
     config = read_peft_config(folder)
     tensors = _read_tensors(folder)
     modules = dict(model.named_modules())
+    names = [match["module"] for key in tensors if (match := TENSOR.fullmatch(key))]
+    is_text_part = any(name not in modules and _in_text_part(name) in modules for name in names)
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         if key.endswith(".base_layer.weight"):  # PEFT's copy of an adapted output layer, as the base model has it
@@ -88,7 +91,11 @@ def merge_adapter(model: Any, folder: Path, name: str) -> None:
         if "lora_embedding_" in key:
             raise SourceError(f"{folder} adapts embeddings, which is not supported; merge it into its model by PEFT")
         match = TENSOR.fullmatch(key)
-        weight = None if match is None else getattr(modules.get(match["module"]), "weight", None)
+        own = "" if match is None else match["module"]
+        module = own if own in modules or not is_text_part else _in_text_part(own)
+        weight = getattr(modules.get(module), "weight", None)
+        if is_text_part and match is not None and weight is None and module == own:
+            continue  # of what reads images, which is not loaded
         if match is None or weight is None:
             raise SourceError(f"{folder} has a weight {key}, which is not for {name}; give the adapter's own model")
         if sum(getattr(other, "weight", None) is weight for other in modules.values()) > 1:
@@ -98,8 +105,9 @@ def merge_adapter(model: Any, folder: Path, name: str) -> None:
             )
         if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
             raise SourceError(f"the weights of {name} are packed, and an adapter cannot be added; load it as bf16")
-        pairs.setdefault(match["module"], {})[match["part"]] = tensor
-    for module, pair in pairs.items():
+        pairs.setdefault(own, {})[match["part"]] = tensor
+    for own, pair in pairs.items():
+        module = own if own in modules else _in_text_part(own)
         weight, transposed = modules[module].weight, type(modules[module]).__name__ == "Conv1D"  # GPT-2's [in, out]
         shape = weight.shape[::-1] if transposed else weight.shape
         if pair.keys() != {"A", "B"} or (pair["B"].shape[0], pair["A"].shape[1]) != shape:
@@ -107,7 +115,12 @@ def merge_adapter(model: Any, folder: Path, name: str) -> None:
         product = pair["B"].float() @ pair["A"].float()
         product = product.T if transposed else product
         with torch.no_grad():
-            weight.copy_(weight.float() + _scale(config, module, len(pair["A"])) * product.to(weight.device))
+            weight.copy_(weight.float() + _scale(config, own, len(pair["A"])) * product.to(weight.device))
+
+
+def _in_text_part(name: str) -> str:
+    """What a layer of a model that reads images, too, is called where its text part alone is loaded."""
+    return text_name(f"{name}.weight").removesuffix(".weight")
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +15,7 @@ from torch import Tensor
 from saltus.kernels.packed_weight import Arithmetic
 from saltus.loading.gguf_index import GgufTensor, read_gguf_index
 from saltus.loading.gguf_parts import check_end, check_part, map_file, read_weight, shape_of
-from saltus.loading.model_folders import INDEX_FILE, TEXT_PART_NAMES, read_safetensors_header, weight_files
+from saltus.loading.model_folders import INDEX_FILE, read_safetensors_header, text_name, weight_files
 
 SAMPLED_ROWS = 32  # by which two matrices are compared
 
@@ -51,14 +50,8 @@ def stored_tensors(folder: Path, arithmetic: Arithmetic | None = None) -> dict[s
     for file in weight_files(folder):
         if file.suffix == ".safetensors":
             for name, entry in read_safetensors_header(file)[0].items():
-                tensors[_text_name(name)] = StoredTensor(tuple(entry["shape"]), partial(_read, file, name))
+                tensors[text_name(name)] = StoredTensor(tuple(entry["shape"]), partial(_read, file, name))
     return tensors
-
-
-def _text_name(name: str) -> str:
-    for pattern, replacement in TEXT_PART_NAMES.items():
-        name = re.sub(pattern, replacement, name)
-    return name
 
 
 def _read(file: Path, name: str, rows: slice | None = None) -> Tensor:

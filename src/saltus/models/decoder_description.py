@@ -48,7 +48,8 @@ class Angles:
     """Where cosines and sines come from: a module of Transformers, for some kind of layers where it has several.
 
     `layout`: it gives each angle in both halves, twice in a row, or once. What is rotated is also multiplied by
-    1 + `growth` · log(1 + ⌊(position + `shift`) / `steps`⌋) (Nakanishi 2025), or that alone where all angles are 0.
+    1 + `growth` · log(1 + ⌊(position + `shift`) / `steps`⌋) (Nakanishi 2025), or that alone: `zeros` dimensions have
+    angles of 0.
     """
 
     path: str = "rotary_emb"
@@ -57,7 +58,7 @@ class Angles:
     growth: float = 0.0
     steps: int = 1
     shift: int = 0
-    are_zero: bool = False
+    zeros: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ class LatentAttention:
 
     A head's query and key have `nope_dim` dimensions, then `rope_dim` rotated ones; of keys the latter are shared by
     all heads. `latent` gives the latent vector and these; `expand` each head's other key dimensions and its value.
-    Queries may go through a latent vector, too: `query_latent`, with a norm.
+    Queries may go through a latent vector, too: `query_latent`, with a norm. All their dimensions grow with the
+    position, as `Angles` says.
     """
 
     query: Weight
@@ -115,6 +117,8 @@ class LatentAttention:
     rope_interleaved: bool
     query_latent: Weight | None = None
     query_norm: Norm | None = None
+    growth: float = 0.0
+    steps: int = 1
 
 
 @dataclass(frozen=True)

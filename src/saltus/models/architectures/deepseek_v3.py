@@ -14,6 +14,7 @@ from saltus.models.gguf_architecture import (
     expert_tensors,
     llama_config,
     num_layers,
+    original_length,
     rope,
     shared_expert_tensors,
 )
@@ -48,9 +49,7 @@ def deepseek_expert_counts(model: GgufModel) -> dict[str, Any]:
 
 
 def gguf_config(model: GgufModel) -> dict[str, Any]:
-    """See GgufArchitecture; models that choose experts by their softmax are DeepSeek V2's."""
-    if model.number("attention.temperature_scale", 0.0):
-        raise ValueError("its queries grow with the position, which is not supported with latent attention")
+    """See GgufArchitecture; models that choose experts by their softmax are DeepSeek V2's, or Mistral 4's."""
     heads, rotated, parameters = model.size("attention.head_count"), model.size("rope.dimension_count"), rope(model)
     mla = "_mla" if model.has("attention.key_length_mla") else ""  # where keys and values are the latent vectors
     dim, value_dim = model.size(f"attention.key_length{mla}"), model.size(f"attention.value_length{mla}")
@@ -64,12 +63,17 @@ def gguf_config(model: GgufModel) -> dict[str, Any]:
     }  # fmt: skip
     has_experts = model.size("expert_count", 0, least=0) > 0
     counts = deepseek_expert_counts(model) if has_experts else {"first_k_dense_replace": num_layers(model)}
-    if not has_experts or _scores(model) == SIGMOID:
+    growth, by_sigmoids = model.number("attention.temperature_scale", 0.0), has_experts and _scores(model) == SIGMOID
+    if growth and by_sigmoids:
+        raise ValueError("its queries grow with the position, which is not supported with experts by sigmoids")
+    if growth or (has_experts and not by_sigmoids and counts["norm_topk_prob"]):
+        steps = parameters.setdefault("original_max_position_embeddings", original_length(model))
+        if model.size("attention.temperature_length", steps) != steps:
+            raise ValueError("its queries grow by other steps than its positions are scaled by, which is not supported")
+        parameters["llama_4_scaling_beta"] = growth
+        return llama_config(model, "mistral4", "Mistral4ForCausalLM", **settings | {"head_dim": dim}, **counts)
+    if by_sigmoids or not has_experts:
         return llama_config(model, "deepseek_v3", "DeepseekV3ForCausalLM", **settings, **counts)
-    if counts["norm_topk_prob"]:
-        raise ValueError(
-            "it normalises the softmax of the chosen experts (expert_weights_norm), which is not supported"
-        )
     method = "group_limited_greedy" if counts["n_group"] > 1 else "greedy"
     return llama_config(model, "deepseek_v2", "DeepseekV2ForCausalLM", topk_method=method, **settings, **counts)
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from saltus.models.attention_span import Chunks
-from saltus.models.common_layers import llama_attention, llama_decoder, llama_layer, llama_mlp, mixture
+from saltus.models.common_layers import head_dim, llama_attention, llama_decoder, llama_layer, llama_mlp, mixture
 from saltus.models.decoder_description import Angles, Attention, DecoderDescription, Experts, Norm
 from saltus.models.gguf_architecture import (
     GgufArchitecture,
@@ -30,7 +30,7 @@ def attention(config: Any, layer: int) -> Attention:
         settings |= {"angles": ANGLES, "query_norm": norm, "key_norm": norm, "norms_rotated": True}
     else:
         growth = config.attn_scale if config.attn_temperature_tuning else 0.0
-        scale = Angles(layout="once", growth=growth, steps=config.floor_scale, shift=1, are_zero=True)
+        scale = Angles(growth=growth, steps=config.floor_scale, shift=1, zeros=head_dim(config))
         settings |= {"angles": None, "query_angles": scale if growth else None}
     return llama_attention(config, layer, **settings)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -62,7 +64,10 @@ class AttentionOps:
         ops.copy(latent, rotated, normed.shape[1])
         ops.product(normed, [(layer.expand, expanded)], layer.latent_norm)
         self._rotate(rotated, 1, rope, None, layer.angles, layer.rope_interleaved)
-        self._rotate(q[:, nope:], heads, rope, None, layer.angles, layer.rope_interleaved)
+        growing = replace(layer.angles, growth=layer.growth, steps=layer.steps)
+        self._rotate(q[:, nope:], heads, rope, None, growing, layer.rope_interleaved)
+        if layer.growth:
+            self._rotate(q, heads, nope, None, replace(growing, zeros=nope))
         width = expanded.shape[1]
         runs = [run for head in range(heads) for run in ((head * (nope + value), nope), (width, rope))]
         ops.weights.made.append(torch.tensor(runs))

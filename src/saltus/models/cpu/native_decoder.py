@@ -288,19 +288,26 @@ class _AngleTable:
             self.table = self._compute(torch.arange(max(end, 2 * have, INITIAL_ROPE_POSITIONS)))
 
     def _compute(self, positions: Tensor) -> list[Tensor]:
+        if self.angles.zeros:
+            zeros = torch.zeros(1, len(positions), self.angles.zeros)
+            found = zeros.cos(), zeros
+        else:
+            found = self._of_module(positions)
+        if self.angles.growth:
+            steps = torch.floor((positions + self.angles.shift).float() / self.angles.steps)
+            found = [x * (1 + self.angles.growth * torch.log1p(steps))[None, :, None] for x in found]
+        return [x[0].to(self.hidden.dtype).contiguous() for x in found]
+
+    def _of_module(self, positions: Tensor) -> Sequence[Tensor]:
+        """Cosines and sines in both halves."""
         kind = {} if self.angles.layer_type is None else {"layer_type": self.angles.layer_type}
         with BatchInvariantMode():
             found = self.module(self.hidden[None], position_ids=positions[None], **kind)
         if isinstance(found, torch.Tensor):  # of complex numbers
             found = found.real, found.imag
-        if self.angles.are_zero:
-            found = torch.ones_like(found[0]), torch.zeros_like(found[1])
-        if self.angles.growth:
-            steps = torch.floor((positions + self.angles.shift).float() / self.angles.steps)
-            found = [x * (1 + self.angles.growth * torch.log1p(steps))[None, :, None] for x in found]
-        if self.angles.layout != "halves":
-            found = [x[..., :: 2 if self.angles.layout == "interleaved" else 1].repeat(1, 1, 2) for x in found]
-        return [x[0].to(self.hidden.dtype).contiguous() for x in found]
+        if self.angles.layout == "halves":
+            return found
+        return [x[..., :: 2 if self.angles.layout == "interleaved" else 1].repeat(1, 1, 2) for x in found]
 
 
 def raise_if_failed(code: int, vocab: int) -> None:
