@@ -115,6 +115,21 @@ def test_the_likeliest_tokens_of_each_position(client, engine):
     assert [max(likely.values()) for likely in text.top_logprobs] == text.token_logprobs
 
 
+def test_a_response_has_the_log_probabilities_of_chat_completions(client):
+    asked = {"model": "tiny", "temperature": 0.0, "top_logprobs": 2, "extra_body": {"seed": 3}}
+    chat = client.chat.completions.create(messages=MESSAGES, logprobs=True, max_tokens=9, **asked).choices[0]
+    asked |= {"input": MESSAGES, "include": ["message.output_text.logprobs"], "max_output_tokens": 9}
+    expected = [one.model_dump() for one in chat.logprobs.content if one.bytes]
+    events = list(client.responses.create(stream=True, **asked))
+    for answer in (client.responses.create(**asked), events[-1].response):
+        assert answer.output_text == chat.message.content
+        assert [one.model_dump() for one in answer.output[0].content[0].logprobs] == expected
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [one.token for delta in deltas for one in delta.logprobs] == [one["token"] for one in expected]
+    (done,) = (event for event in events if event.type == "response.output_text.done")
+    assert [one.logprob for one in done.logprobs] == [one["logprob"] for one in expected]
+
+
 # What the tokens are in the text, for tokenizers of several kinds. The vocabularies are padded: some ids have no token.
 
 

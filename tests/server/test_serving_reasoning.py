@@ -245,6 +245,19 @@ def test_items_of_a_response_follow_on_each_other(client, says, speculative):
     assert done == ["response.output_text.done", "response.content_part.done", "response.output_item.done"]
 
 
+def test_log_probabilities_of_a_response_are_those_of_its_texts(client, says):
+    says(f"<think>hm</think>the cat {CALL}{CALL}a <dog{CALL}")
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    asked = {"model": "tiny", "input": MESSAGES, "temperature": 0, "tools": tools, "max_output_tokens": 400}
+    asked["include"] = ["message.output_text.logprobs"]
+    events = list(client.responses.create(**asked, stream=True))
+    for output in (client.responses.create(**asked).output, events[-1].response.output):
+        texts = [item.content[0] for item in output if item.type == "message"]
+        assert [text.text for text in texts] == ["the cat ", "a <dog"]
+        for text in texts:
+            assert b"".join(bytes(one.bytes) for one in text.logprobs) == text.text.encode()
+
+
 def test_items_of_one_answer_are_one_message_to_the_template():
     def call(number):
         return {"type": "function_call", "call_id": f"c{number}", "name": "go", "arguments": "{}"}

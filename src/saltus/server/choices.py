@@ -14,7 +14,7 @@ from saltus.engine.channel_reader import ChannelReader
 from saltus.engine.engine import TextRequest
 from saltus.engine.reasoning import Reasoning, ReasoningReader
 from saltus.engine.request import CallRecord
-from saltus.engine.token_texts import token_name, written_bytes
+from saltus.engine.token_texts import token_name
 from saltus.engine.tool_calls import ToolCallReader
 from saltus.server.answers import Answer, Backend, Choice
 from saltus.server.errors import ApiError
@@ -22,6 +22,7 @@ from saltus.server.events import event_text
 from saltus.server.protocol import ChatCompletionRequest, CompletionRequest
 from saltus.server.served_request import Delta
 from saltus.server.structured import Tools, call_object
+from saltus.server.token_entries import token_entries
 from saltus.server.translation import speculation_metrics, usage
 
 AnyText = TypeVar("AnyText", Choice, Delta)
@@ -140,16 +141,7 @@ class ChatForm(_Form):
         return thought, content, [call_object(call, f"call_{uuid.uuid4().hex[:24]}") for call in calls]
 
     def _logprobs(self, index: int, of: Choice | Delta) -> dict[str, Any]:
-        content, listed = [], of.top_logprobs or [[]] * len(of.scored)
-        for one, value, likely in zip(of.scored, of.logprobs, listed, strict=True):
-            name = written_bytes(one.content) or token_name(self.tokenizer, one.token)[0]
-            own, top = {"token": name, "bytes": list(one.content)}, []
-            for token, alternative in likely:
-                other, its_bytes = token_name(self.tokenizer, token, one.drops_space)
-                entry = own if token == one.token else {"token": other, "bytes": list(its_bytes)}
-                top.append({**entry, "logprob": alternative})
-            content.append({**own, "logprob": value, "top_logprobs": top})
-        return {"content": content, "refusal": None}
+        return {"content": token_entries(self.tokenizer, of), "refusal": None}
 
 
 class TextForm(_Form):

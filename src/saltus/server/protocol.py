@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from saltus.engine.decoder import MAX_DRAFT_TOKENS
 from saltus.server.fields import Fields, Items, JsonObject
@@ -30,7 +30,7 @@ MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 RANDOM_SEED = -1  # of vLLM and llama.cpp
 NO_LIMIT = -1  # of new tokens, in llama.cpp and others
 MAX_TOP_LOGPROBS = 20
-LOGPROBS = "message.output_text.logprobs"  # that a response would include
+LOGPROBS = "message.output_text.logprobs"  # what a response includes
 MAX_STOPS, MAX_STOP_LENGTH = 64, 256  # stop strings, and characters of each
 MAX_STOP_TOKENS = 1024
 MAX_METHOD_LENGTH = 256  # characters of methods joined by +
@@ -379,16 +379,15 @@ class ResponsesRequest(SamplingFields, ChatFields):
     reasoning: ReasoningSettings | None = None
     truncation: Literal["auto", "disabled"] | None = None  # auto: as disabled, and an input that is too long an error
     background: Literal[False] | None = None
+    include: Items[str] | None = None  # log-probabilities; others are ignored
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     # accepted and ignored
-    include: Items[str] | None = None
     stream_options: StreamOptions | None = None
 
-    @field_validator("include")
-    @classmethod
-    def _without_logprobs(cls, names: list[str] | None) -> list[str] | None:
-        if names and LOGPROBS in names:
-            raise ValueError(f"{LOGPROBS} are not given here; leave it out of include, or use chat completions")
-        return names
+    @property
+    def logprobs(self) -> bool:
+        """Whether log-probabilities are asked for."""
+        return LOGPROBS in (self.include or ())
 
     @model_validator(mode="after")
     def _check(self) -> ResponsesRequest:

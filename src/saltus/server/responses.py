@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from saltus.engine.engine import TextRequest
 from saltus.engine.reasoning import Reasoning
 from saltus.engine.tool_calls import ToolCall
-from saltus.server.answers import Answer, Backend
+from saltus.server.answers import Answer, Backend, Choice
 from saltus.server.errors import ApiError
 from saltus.server.events import KEEP_ALIVE, event_text
 from saltus.server.protocol import (
@@ -20,7 +20,9 @@ from saltus.server.protocol import (
     ResponseReasoning,
     ResponsesRequest,
 )
+from saltus.server.served_request import Delta
 from saltus.server.structured import Tools
+from saltus.server.token_entries import token_entries
 from saltus.server.translation import ROLES, joined_text, speculation_metrics
 
 REASONING_PLACE = {"output_index": 0, "content_index": 0}
@@ -94,11 +96,15 @@ class ResponseAnswer(Answer):
         self.items: list[dict[str, Any]] = []  # of the output
         self.thought: dict[str, Any] | None = None  # the reasoning among them
         self.message: dict[str, Any] | None = None  # the one that is being written, the last of them
+        self.unscored = ""  # text whose tokens have not come
+        self.entries: list[dict[str, Any]] = []  # of tokens whose text has not come to a message
+        self.num_scored = 0
+        self.num_reasoning_tokens = self.num_counted = 0  # of as many tokens
 
     async def whole(self) -> dict[str, Any]:
         async for _ in self.arriving():
             pass
-        for _ in self._add(self.choices[0].text, last=True):
+        for _ in self._add_with_entries(self.choices[0]):
             pass
         return self._response()
 
@@ -116,7 +122,7 @@ class ResponseAnswer(Answer):
         yield event("in_progress", started)
         try:
             async for _, delta in self.arriving():
-                events = [event(*each) for each in self._add(delta.text, last=delta.finish_reason is not None)]
+                events = [event(*each) for each in self._add_with_entries(delta)]
                 yield "".join(events) or KEEP_ALIVE  # a call that is being written has no events
         except ApiError as error:
             failed = {**self._response("failed"), "error": {"code": "server_error", "message": error.message}}
@@ -125,10 +131,29 @@ class ResponseAnswer(Answer):
         whole = self._response()
         yield event(whole["status"], {"response": whole})
 
+    def _add_with_entries(self, new: Choice | Delta) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Put what has arrived into the output's items, token by token where their log-probabilities are asked for."""
+        last = new.finish_reason is not None
+        self.unscored += new.text
+        if self.body.logprobs:
+            num_thoughts = self._num_reasoning_tokens()
+            for token, entry in zip(new.scored, token_entries(self.backend.tokenizer, new), strict=True):
+                text, self.unscored = self.unscored[: len(token.text)], self.unscored[len(token.text) :]
+                if token.content and self.num_scored >= num_thoughts:
+                    self.entries.append(entry)
+                self.num_scored += 1
+                yield from self._add(text, last=False)
+                if self.reader is not None and self.reader.in_call:
+                    self.entries = []
+        if last or not self.body.logprobs:
+            text, self.unscored = self.unscored, ""
+            yield from self._add(text, last)
+
     def _add(self, text: str, last: bool) -> Iterator[tuple[str, dict[str, Any]]]:
         """Put text into the output's items; the events of that: kinds and fields."""
         if self.reasoning_reader is not None:
             thought, text = self.reasoning_reader.read(text, last)
+            self.entries = [] if thought else self.entries
             yield from self._add_reasoning(thought, last or bool(text))
         for part in [text] if self.reader is None else self.reader.parts(text, last):
             if isinstance(part, ToolCall):
@@ -168,22 +193,25 @@ class ResponseAnswer(Answer):
             }  # fmt: skip
             yield "output_item.added", {"output_index": len(self.items), "item": {**self.message, "content": []}}
             self.items.append(self.message)
-            yield "content_part.added", {**self._place(), "part": dict(part)}
+            yield "content_part.added", {**self._place(), "part": {**part, "logprobs": []}}
         if text:
-            self.message["content"][0]["text"] += text
-            yield "output_text.delta", {**self._place(), "delta": text, "logprobs": []}
+            part, entries, self.entries = self.message["content"][0], self.entries, []
+            part["text"] += text
+            part["logprobs"] += entries
+            yield "output_text.delta", {**self._place(), "delta": text, "logprobs": entries}
 
     def _finish_message(self, status: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Complete the message that is being written, if there is one: a text behind calls is another one."""
         if (message := self.message) is None:
             return
         part, place = message["content"][0], self._place()
-        yield "output_text.done", {**place, "text": part["text"], "logprobs": []}
+        yield "output_text.done", {**place, "text": part["text"], "logprobs": part["logprobs"]}
         yield "content_part.done", {**place, "part": part}
         message["status"], self.message = status, None
         yield "output_item.done", {"output_index": place["output_index"], "item": message}
 
     def _add_call(self, call: ToolCall) -> Iterator[tuple[str, dict[str, Any]]]:
+        self.entries = []
         item = {
             "id": self._item_id("fc"), "type": "function_call", "call_id": self._item_id("call"), "name": call.name,
             "arguments": call.arguments, "status": "completed",
@@ -229,6 +257,7 @@ class ResponseAnswer(Answer):
             "text": {"format": _dumped(body.text.format) if body.text and body.text.format else {"type": "text"}},
             "tool_choice": _dumped(body.tool_choice) or "auto",
             "tools": [{"parameters": {}, "strict": True, **_dumped(tool)} for tool in body.tools or ()],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
             "truncation": body.truncation or "disabled",
             "usage": self._usage() if finished else None,
@@ -236,6 +265,14 @@ class ResponseAnswer(Answer):
         if finished and body.include_metrics:
             response["metrics"] = {"speculative_decoding": speculation_metrics(self.calls)}
         return response
+
+    def _num_reasoning_tokens(self) -> int:
+        """How many tokens are reasoning by now."""
+        choice, known = self.choices[0], self.num_reasoning_tokens
+        if self.reasoning is not None and known in (0, self.num_counted):
+            known = self.reasoning.count(choice.request.request.prompt, choice.tokens, known)
+        self.num_counted, self.num_reasoning_tokens = len(choice.tokens), known
+        return known
 
     def _usage(self) -> dict[str, Any]:
         choice = self.choices[0]
@@ -247,11 +284,7 @@ class ResponseAnswer(Answer):
                 "cache_write_tokens": 0,
             },
             "output_tokens": written,
-            "output_tokens_details": {
-                "reasoning_tokens": self.reasoning.count(choice.request.request.prompt, choice.tokens)
-                if self.reasoning is not None
-                else 0
-            },
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens()},
             "total_tokens": read + written,
         }
 

@@ -16,12 +16,14 @@ from saltus.engine.text_bounds import PromptTooLongError
 from saltus.methods import make_methods, require_draft_models
 from saltus.server.errors import ApiError
 from saltus.server.protocol import (
+    LOGPROBS,
     MAX_SEED,
     RANDOM_SEED,
     ChatCompletionRequest,
     CompletionRequest,
     ContentPart,
     Message,
+    ResponsesRequest,
     SamplingFields,
     Speculative,
 )
@@ -198,10 +200,11 @@ def requested_logprobs(body: SamplingFields) -> tuple[bool, int]:
     """Whether a request wants log-probabilities, and of how many of the likeliest tokens beside. Errors: ApiError."""
     if isinstance(body, CompletionRequest):
         return body.logprobs is not None, body.logprobs or 0
-    if not isinstance(body, ChatCompletionRequest):
+    if not isinstance(body, ChatCompletionRequest | ResponsesRequest):
         return False, 0
     if body.top_logprobs and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+        needed = "logprobs: true" if isinstance(body, ChatCompletionRequest) else f"include: [{LOGPROBS!r}]"
+        raise ApiError(400, f"top_logprobs needs {needed}", "top_logprobs")
     return body.logprobs, body.top_logprobs or 0
 
 
