@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from saltus.engine import calibration
 from saltus.engine.calibration import CALIBRATION_ROWS, MAX_TURNS, measure_call_seconds
+from saltus.kernels import native
 
 
 @pytest.mark.parametrize("vocab", [96, 7919, 2 * 7919, 49152])
@@ -42,3 +44,15 @@ def test_calls_of_a_small_model_are_timed_more_often():
     taken.clear()
     assert measure_call_seconds(network, (1, 2, 4), turns=3, min_seconds=1.0) == {1: 0.004, 2: 0.004, 4: 0.004}
     assert len(taken) == 2 + 3 * MAX_TURNS, "and no more than that"
+
+
+@pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
+def test_times_are_kept_for_a_number_of_threads(monkeypatch):
+    monkeypatch.setattr(calibration, "MIN_CACHED_BYTES", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    network = SimpleNamespace(native_decoder=1, model=torch.nn.Linear(2, 2), device=torch.device("cpu"))
+    files = set()
+    for allowed in (2, 3, 8, 9):
+        monkeypatch.setattr(native, "allowed_processors", lambda allowed=allowed: allowed)
+        files.add(calibration._cache_file(network))
+    assert len(files) == 3, "what a container grants limits the threads"

@@ -576,13 +576,14 @@ def test_a_thread_that_begins_during_a_call_has_as_many_threads_as_others():
         ({"cpu.max": "no number"}, 8),
     ],
 )
-def test_a_container_limits_the_threads_of_kernels(files, wanted, tmp_path, monkeypatch):
+def test_affinity_and_a_container_limit_the_threads_of_kernels(files, wanted, tmp_path, monkeypatch):
     for name, content in {"own": "2:cpu:/\n0::/slice/of/mine\n", **files}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
     monkeypatch.setattr(processor, "CGROUPS", tmp_path)
     monkeypatch.setattr(processor, "OWN_CGROUPS", tmp_path / "own")
-    monkeypatch.setattr(processor.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(processor.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(processor.os, "sched_getaffinity", lambda process: set(range(8)))
     processor.allowed_processors.cache_clear()
     assert processor.allowed_processors() == wanted
     processor.allowed_processors.cache_clear()

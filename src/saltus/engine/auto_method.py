@@ -19,10 +19,10 @@ MAX_COST_OF_EIGHT_ROWS = 1.75
 def resolve_method(
     method: str, target: TargetNetwork, options: Mapping[str, Mapping[str, Any]], call_cost: CallCost, rule: str
 ) -> tuple[str, str | None]:
-    """The method itself, or for `auto`: `assd` for an any-subset model, `ptp+lookup` where a drafter is given by the
-    option `ptp.model`, `mtp+lookup` where the model's checkpoint has heads for multi-token prediction, `ptp+lookup`
-    where a drafter comes with the package and pays on this machine, else `lookup`. Also a line for the user where the
-    drafter would not pay.
+    """The method itself, or for `auto`: `assd` for an any-subset model, `ptp+lookup` or `mtp+lookup` where a drafter or
+    a head is given by the option `ptp.model` or `mtp.model`, `mtp+lookup` where the model's checkpoint has heads for
+    multi-token prediction, `ptp+lookup` where a drafter comes with the package and pays on this machine, else `lookup`.
+    Also a line for the user where the drafter would not pay.
 
     Whether it pays depends on what more rows of a call cost; they are timed if `call_cost` has no times yet. Under
     `reject` the text depends on the method, so times decide nothing and the drafter must be given.
@@ -33,8 +33,8 @@ def resolve_method(
         return "assd", None
     if not target.accepts_drafters:
         return "lookup", None
-    if "model" in options.get("ptp", {}):
-        return "ptp+lookup", None
+    if given := next((name for name in ("ptp", "mtp") if options.get(name, {}).get("model")), None):
+        return f"{given}+lookup", None
     if has_heads(target.model):
         return "mtp+lookup", None
     if rule == "reject" or find_shipped("drafter", target.model) is None:

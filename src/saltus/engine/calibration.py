@@ -79,7 +79,8 @@ def _cache_file(network: Any) -> Path | None:
     if sum(weight.nbytes for weight in model.parameters()) < MIN_CACHED_BYTES:
         return None
     shapes = [(name, tuple(weight.shape)) for name, weight in model.named_parameters()]
-    key = shapes, describe_weights(model), machine_name(network.device), torch.get_num_threads(), kernels._name
+    threads = min(torch.get_num_threads(), native.allowed_processors())
+    key = shapes, describe_weights(model), machine_name(network.device), threads, kernels._name
     return cache_folder() / "call_costs" / f"{blake2b(repr(key).encode(), digest_size=12).hexdigest()}.json"
 
 

@@ -16,7 +16,9 @@ import saltus
 from conftest import byte_tokenizer
 from mtp_checkpoints import FORMS, edit, head_tensors, write_checkpoint
 from saltus.core.canvas import continuation
+from saltus.core.control.call_cost import CallCost
 from saltus.core.forward import ForwardInputs
+from saltus.engine.auto_method import resolve_method
 from saltus.kernels.packed_weight import PackedWeight
 from saltus.loading import stored_tensors
 from saltus.methods.mtp.drafter import Mtp
@@ -265,6 +267,11 @@ def test_auto_takes_whole_heads(checkpoint, tmp_path, tiny_folder):
     edit(folder, lambda tensors: {name: weight for name, weight in tensors.items() if name != "mtp.fc.weight"})
     assert saltus.load(str(folder)).decoder.chosen_method("auto") == "lookup"
     assert saltus.load(str(tiny_folder())).decoder.chosen_method("auto") == "lookup"
+
+
+def test_auto_takes_a_head_that_is_given(tiny_folder):
+    target = saltus.load(str(tiny_folder()), "plain").target.network
+    assert resolve_method("auto", target, {"mtp": {"model": "head"}}, CallCost(), "match") == ("mtp+lookup", None)
 
 
 def test_other_methods_read_no_head(checkpoint, monkeypatch):

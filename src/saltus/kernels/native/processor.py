@@ -55,7 +55,8 @@ def lesser_flags(features: str) -> list[list[str]]:
 
 @lru_cache(maxsize=1)
 def allowed_processors() -> int:
-    """How many processors' time this process may take: what its container grants (cgroup), at most all.
+    """How many processors' time this process may take: those that it may run on (taskset), and what its container
+    grants of them (cgroup).
 
     A thread for each of a host's processors would wait for its turn most of the time.
     """
@@ -64,7 +65,8 @@ def allowed_processors() -> int:
         own = OWN_CGROUPS.read_text()
     for path in (line.removeprefix("0::/") for line in own.splitlines() if line.startswith("0::/")):
         folders += [CGROUPS / folder for folder in (Path(path), *Path(path).parents)]
-    granted = [float(os.cpu_count() or 1)]
+    own_processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    granted = [float(own_processors or 1)]
     for folder in folders:
         with contextlib.suppress(OSError, ValueError):
             granted.append(_quota(*(folder / "cpu.max").read_text().split()))
