@@ -13,6 +13,7 @@ from saltus.engine.tool_calls import FORMATS, ToolCallReader, call_markers, has_
 from saltus.engine.tool_formats.call_lists import GRANITE_3, MISTRAL_LISTS, PHI_4_MINI
 from saltus.engine.tool_formats.call_sections import DEEPSEEK_V3, DEEPSEEK_V3_1, KIMI_K2
 from saltus.engine.tool_formats.command import COMMAND
+from saltus.engine.tool_formats.gemma import GEMMA_4
 from saltus.engine.tool_formats.glm import GLM
 from saltus.engine.tool_formats.gpt_oss import GPT_OSS
 from saltus.engine.tool_formats.hermes import HERMES, PHI_4_TAGS
@@ -57,6 +58,7 @@ TEMPLATES = {
     "</{{ mark }}function_calls>",
     COMMAND: '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "n", "parameters": {}}]<|END_ACTION|>',
     OLMO: "{{ '<function_calls>\n' }}n(k='v'){{ '\n</function_calls>' }}",
+    GEMMA_4: "{{ '<|tool_call>call:' + n + '{' }}k:{{ '<|\"|>' + v + '<|\"|>' + '}<tool_call|>' }}",
     PHI_4_MINI: 'write functools[{"name": "n", "arguments": {}}]',
     PHI_4_TAGS: '<|tool_call|>{"name": "n", "arguments": {}}<|/tool_call|>',
     MISTRAL_LISTS: '[TOOL_CALLS][{"name": "n", "arguments": {}}]',
@@ -325,3 +327,32 @@ def test_an_answer_may_stand_between_markers_that_are_tokens(allowed, tokenizer)
         assert not allowed(COMMAND, text), text
     assert not allowed(COMMAND, f"No.{end}{COMMAND.write(CALLS)}", "auto")
     assert not set(names) & set(call_markers(tokenizer).values()), "they are not shown"
+
+
+def test_values_between_quotes_of_their_own_follow_their_schemas(allowed):
+    properties = {
+        "b": {"type": "array", "items": {"type": "integer", "maximum": 9}, "minItems": 1, "maxItems": 2},
+        "A": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]},
+        "c": {"type": "object", "additionalProperties": {"type": "boolean"}},
+        "d": {"enum": [1, "x", [None, "y"]]},
+        "e": {},
+    }
+    node = {"type": "object", "properties": {"of": {"$ref": "#/$defs/node"}, "name": {"type": "string"}}}
+    parameters = {"properties": properties, "$defs": {"node": node}, "required": ["b"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    quote = '<|"|>'
+    for arguments, expected in (
+        ("b:[1]", True), ("b:[1,2]", True), ("b:[]", False), ("b:[1,2,3]", False), ("b:[10]", False), ("", False),
+        ("A:null,b:[1]", True), ("b:[1],A:null", False), ("A:{},b:[1]", True), ("A:{name:1},b:[1]", False),
+        (f"A:{{name:{quote}, }}{quote},of:{{of:{{}}}}}},b:[1]", True), ("b:[1],c:{x:true,y:false}", True),
+        ("b:[1],c:{x:1}", False), (f"b:[1],d:[null,{quote}y{quote}]", True), ("b:[1],d:1", True), ("b:[1],d:x", False),
+        (f"b:[1],e:[{quote}{quote},-1.5e3,{{k:true}}]", True), ("b:[1],f:1", False),
+    ):  # fmt: skip
+        text = f"{GEMMA_4.begin}f{{{arguments}}}{GEMMA_4.end}"
+        assert allowed(GEMMA_4, text, tools=tools) == expected, arguments
+        if expected:
+            _, (call,) = read(GEMMA_4, [text])
+            assert json.loads(call.arguments)["b"]
+    strict = {"name": "f", "strict": True, "parameters": {"properties": {"a": {"items": {"minLength": 1}}}}}
+    with pytest.raises(ValueError, match=r"'f' .* follow no minLength"):
+        allowed(GEMMA_4, "", tools=[{"type": "function", "function": strict}])

@@ -16,6 +16,7 @@ from saltus.engine.json_schemas import followed_schema
 from saltus.engine.tool_formats.call_lists import GRANITE_3, MISTRAL_LISTS, PHI_4_MINI
 from saltus.engine.tool_formats.call_sections import DEEPSEEK_V3, DEEPSEEK_V3_1, KIMI_K2
 from saltus.engine.tool_formats.command import COMMAND
+from saltus.engine.tool_formats.gemma import GEMMA_4
 from saltus.engine.tool_formats.glm import GLM
 from saltus.engine.tool_formats.gpt_oss import GPT_OSS
 from saltus.engine.tool_formats.hermes import HERMES, PHI_4_TAGS
@@ -31,14 +32,14 @@ ToolChoice = Literal["auto", "required"]
 
 FORMATS: tuple[ToolFormat, ...] = (  # the first that a template shows; Hermes's if it shows none
     GPT_OSS, QWEN3_CODER, GLM, MISTRAL, DEEPSEEK_V3_1, DEEPSEEK_V3, DEEPSEEK_V3_2, KIMI_K2, MINIMAX_M2, COMMAND, OLMO,
-    PHI_4_MINI, PHI_4_TAGS, GRANITE_3, MISTRAL_LISTS, LLAMA,
+    GEMMA_4, PHI_4_MINI, PHI_4_TAGS, GRANITE_3, MISTRAL_LISTS, LLAMA,
 )  # fmt: skip
 OTHER_FORMATS = (  # not read, unless the template's form has them: Command R and R+, Gemma 3, DeepSeek V4 and others
     "to=functions.", "<|START_ACTION|>", "<start_function_call>", "<function=", "<arg_key>", "<function_calls>",
     "functools[", "｜DSML｜", "directly_answer", "directly-answer",
 )  # fmt: skip
 OTHER_MARKER = re.compile(r"""<[^<>\s'"]*(?i:tool[_▁]?calls?)[^<>\s'"]*>|\[TOOL_CALLS?\]""")
-# as those of Gemma 4, older ones of Nemotron, and of the forms that are read
+# as those of older ones of Nemotron, and of the forms that are read
 
 
 def tool_format(tokenizer: Any) -> ToolFormat:
@@ -114,8 +115,9 @@ def _parameters(function: Mapping[str, Any], form: ToolFormat) -> dict[str, Any]
     strict = bool(function.get("strict"))
     try:
         schema = followed_schema({"type": "object", **(function.get("parameters") or {})}, strict)
-        if strict and not form.quotes_texts and (limits := texts_with_limits(schema)):
-            raise ValueError(f"texts of this model's calls follow no {next(iter(limits.values()))}; leave it out")
+        limits = {} if form.quotes_texts else texts_with_limits(schema)
+        if strict and (ignored := next(iter(limits.values()), form.not_followed(schema))):
+            raise ValueError(f"this model's calls follow no {ignored}; leave it out")
         return schema
     except ValueError as error:
         cure = ", or strict" if strict else ""

@@ -136,6 +136,10 @@ class ToolFormat(ABC):
     def write(self, calls: Sequence[ToolCall]) -> str:
         """Calls as a model writes them."""
 
+    def not_followed(self, schema: Mapping[str, Any]) -> str:
+        """A keyword of the arguments' schema that `rules` ignores, besides limits of texts; empty if there is none."""
+        return ""
+
     def new_scanner(self) -> MarkerScanner | ObjectScanner:
         """What says in which pieces of a text a call may end: those with its `end`, if it has one."""
         return MarkerScanner(self.end)
