@@ -437,7 +437,7 @@ def test_an_error_without_teacher_texts_names_the_command_that_writes_them(recip
         ("layers = 1", "layers = true", "must be a whole number"),
         ("layers = 1", "layers = 0", "must be 1 or more"),
         ("hidden_state_layers = [1]", "hidden_state_layers = 1", "must be a list, each a whole number"),
-        ("hidden_state_layers = [1]", "hidden_state_layers = [0.5]", "must be a whole number"),
+        ("hidden_state_layers = [1]", "hidden_state_layers = [0.5]", "is [0.5], but must be a list, each a whole"),
         ('"thermometer"', '"tt"', "must be one of bits"),
         ('kind = "drafter"', 'kind = "draft"', "must be one of adapter, any-subset, dflash, drafter"),
         ('kind = "drafter"', "", "lacks kind"),

@@ -1,14 +1,13 @@
 """Parsing of recipes: TOML files whose keys are the fields of `settings.Recipe` and of the settings of its kind.
 
-The parser is our own: its errors are one line with the cure, and it has no dependency. A schema library such as
-pydantic would save few lines, since its errors had to be translated.
+The parser is our own, and `value_types` checks values as elsewhere: errors are one line with the cure. A schema library
+such as pydantic would save few lines, since its errors had to be translated.
 """
 
 from __future__ import annotations
 
 import difflib
 import tomllib
-import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from saltus import methods
+from saltus.core.value_types import alternatives, typed_value
 from saltus.training.objectives import OBJECTIVES
 from saltus.training.settings import Recipe
 
@@ -142,25 +142,11 @@ def _parse_dataclass(make: Callable[..., Any], hints: Mapping[str, Any], table: 
 
 
 def _parse_value(value: Any, hint: Any, where: str) -> Any:
-    """The value, checked against the type of its field; an integer may be a float."""
-    kind, inner = typing.get_origin(hint), typing.get_args(hint)
-    if kind is Literal:
-        if value in inner:
-            return value
-        raise ValueError(f"{where} is {value!r}, but must be one of {', '.join(inner)}")
-    if kind is types.UnionType:  # X | None
-        return _parse_value(value, inner[0], where)
-    if kind is tuple and isinstance(value, list):
-        return tuple(_parse_value(item, inner[0], where) for item in value)
-    if hint is float and type(value) is int:
-        return float(value)
-    if kind is None and type(value) is hint:
-        return value
-    expected = f"a list, each {_TYPE_NAMES[inner[0]]}" if kind is tuple else _TYPE_NAMES[hint]
-    raise ValueError(f"{where} is {value!r}, but must be {expected}")
-
-
-_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+    """The value in the type of its field. TOML has no none, so that of `X | None` is X."""
+    hint = alternatives(hint)[0]
+    if typing.get_origin(hint) is Literal and value not in (known := typing.get_args(hint)):
+        raise ValueError(f"{where} is {value!r}, but must be one of {', '.join(known)}")
+    return typed_value(value, hint, where)
 
 
 def _suggestion(name: str, known: Sequence[str], listed: Sequence[str] = ()) -> str:
