@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import saltus
+import saltus.engine.grammar as grammars
 from saltus.core.constraint import FAST_FORWARD_PROBABILITY, SOURCE, constrained_branches, restricted
 from saltus.core.tree import Branch
 from saltus.engine.grammar import BYTES_PER_TOKEN, Grammar
@@ -118,6 +119,45 @@ def test_tokens_that_the_tokenizer_lacks_end_drafts_and_no_text(engine, method):
     constraint = settings["grammar"].constraint(engine.tokenizer, engine.target.end_tokens)
     assert constraint.num_allowed([], [*known, 299, *known]) == 1
     assert constraint.num_allowed([], [299]) == 0
+
+
+def test_drafts_that_use_up_a_limit_of_the_grammar_end_no_text(engine, monkeypatch):
+    """They are allowed, but not what the text takes: that is all a."""
+    letter = engine.tokenizer("a", add_special_tokens=False).input_ids
+    draft = engine.tokenizer("bxaxbxcxxxaxaxaxaxxaxaxxaxxaxxaxxaxxaxxaxxaaxaaxaaax", add_special_tokens=False).input_ids
+    pattern = "a{3,40}|b([a-z]{0,30}x[a-z]{0,30}){3}"
+
+    def constraint_within(limit):
+        monkeypatch.setattr(grammars, "grammar_limits", lambda: llguidance.LLParserLimits(max_lexer_states=limit))
+        grammars._compile.cache_clear()
+        return Grammar.regex(pattern).constraint(engine.tokenizer, engine.target.end_tokens)
+
+    def suffices(limit):
+        constraint = constraint_within(limit)
+        used = constraint.matcher
+        try:
+            return (
+                all(constraint.allowed(letter * count) is not None for count in range(21))
+                and constraint.matcher is used
+            )
+        except ValueError:
+            return False
+
+    expected = [constraint_within(250_000).allowed(letter * count) for count in range(21)]
+    constraint = constraint_within(next(limit for limit in range(20, 400, 4) if suffices(limit)))
+    used = constraint.matcher
+    for count, mask in enumerate(expected):
+        constraint.num_allowed(letter * count if count < 3 else [], draft)
+        constraint.fast_forward(draft[:9], 4)
+        np.testing.assert_array_equal(constraint.allowed(letter * count), mask)
+    assert constraint.matcher is not used, "it has come to the limit"
+    settings = {"grammar": Grammar.regex(pattern), "max_new_tokens": 20, "logit_bias": ((letter[0], 50.0),)}
+    prompt = [*draft, *letter * 3, *draft]
+    plain = engine.generate(prompt, method="plain", **settings)
+    assert plain.text == "a" * 20
+    for method in ("lookup", "jacobi"):
+        assert engine.generate(prompt, method=method, **settings).tokens == plain.tokens
+    grammars._compile.cache_clear()
 
 
 class _OnlyAscending:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -92,22 +92,54 @@ class Grammar:
         ends = frozenset(token for token in end_tokens if token < len(tokenizer))  # a model may have more tokens
         if not ends:
             raise ValueError("a text with a grammar has to end, but no token ends it; give stop_token_ids")
+        compile_anew = partial(_matcher, self.definition, tokenizer, ends)
         compiled = _compile(self.definition, tokenizer, ends)
-        return GrammarConstraint(compiled.deep_copy(), _grammar_tokenizer(tokenizer, ends), ends)
+        return GrammarConstraint(compiled.deep_copy(), compile_anew, _grammar_tokenizer(tokenizer, ends), ends)
 
 
 class GrammarConstraint:
-    """A grammar and how far a text has come in it."""
+    """A grammar and how far a text has come in it.
 
-    def __init__(self, matcher: Any, tokenizer: Any, end_tokens: frozenset[int]) -> None:
-        self.matcher, self.tokenizer, self.end_tokens = matcher, tokenizer, end_tokens
+    Matchers have limits, and what has once been looked at counts, also wrong drafts, and other texts of a matcher that
+    was copied. At a limit a matcher is in error or refuses any text. So a text is an error only if it is one for a
+    matcher that has looked at nothing else.
+    """
+
+    def __init__(
+        self, matcher: Any, compile_anew: Callable[[], Any], tokenizer: Any, end_tokens: frozenset[int]
+    ) -> None:
+        self.matcher, self.compile_anew = matcher, compile_anew
+        self.tokenizer, self.end_tokens = tokenizer, end_tokens
         self.read: list[int] = []  # by the matcher
 
     def allowed(self, text: Sequence[int]) -> np.ndarray | None:
         """The tokens that may follow; None if all may, as after a text that has ended.
 
-        Errors: ValueError for a text that the grammar forbids, and where no token may follow.
+        Errors: ValueError for a text that the grammar forbids, where no token may follow, and for one that is too much.
         """
+        try:
+            return self._allowed(text)
+        except ValueError:
+            self.matcher, self.read = self.compile_anew(), []
+            allowed = self._allowed(text)
+            _compile.cache_clear()  # copies have the same limit in common
+            return allowed
+
+    def num_allowed(self, text: Sequence[int], tokens: Sequence[int]) -> int:
+        """How many of the tokens may follow the text, one after the other; 0 if a limit does not let it tell."""
+        try:
+            return self._num_allowed(text, tokens)
+        except ValueError:
+            return 0
+
+    def fast_forward(self, text: Sequence[int], max_tokens: int) -> Sequence[int]:
+        """The usual tokens of the characters that must come next, and the end of a text that is complete then."""
+        try:
+            return self._fast_forward(text, max_tokens)
+        except ValueError:
+            return ()
+
+    def _allowed(self, text: Sequence[int]) -> np.ndarray | None:
         if self._has_ended(text):
             return None
         if not self._go_to(text):
@@ -122,20 +154,19 @@ class GrammarConstraint:
             raise ValueError(CANNOT_FOLLOW)
         return allowed
 
-    def num_allowed(self, text: Sequence[int], tokens: Sequence[int]) -> int:
-        """How many of the tokens may follow the text, one after the other."""
+    def _num_allowed(self, text: Sequence[int], tokens: Sequence[int]) -> int:
         if self._has_ended(text):
             return len(tokens)
         if not self._go_to(text):
             return 0
         known = itertools.takewhile(lambda token: token < self.tokenizer.vocab_size, map(int, tokens))
         count = self.matcher.validate_tokens(list(known))  # any other token is an error, which would end the text
+        self._check()
         if self.matcher.is_stopped() and len(tokens):  # llguidance knows no end behind a text that is complete
             count = int(tokens[0] in self.end_tokens)
         return len(tokens) if self._has_ended(tokens[:count]) else count
 
-    def fast_forward(self, text: Sequence[int], max_tokens: int) -> Sequence[int]:
-        """The usual tokens of the characters that must come next, and the end of a text that is complete then."""
+    def _fast_forward(self, text: Sequence[int], max_tokens: int) -> Sequence[int]:
         fast_forwarded: list[int] = []
         while (left := max_tokens - len(fast_forwarded)) > 0:
             so_far = [*text, *fast_forwarded]
@@ -145,6 +176,7 @@ class GrammarConstraint:
                 return [*fast_forwarded, *sorted(self.end_tokens)[:1]]
             # Only as many bytes as the tokens may have: all that a grammar forces may be as long as the grammar allows.
             next_bytes = self.matcher.compute_ff_bytes()[: left * BYTES_PER_TOKEN]
+            self._check()
             tokens = self.tokenizer.tokenize_bytes(next_bytes)[:left]
             if not tokens or self.matcher.validate_tokens(tokens) < len(tokens):  # llguidance asks for others
                 break
@@ -156,6 +188,7 @@ class GrammarConstraint:
 
     def _go_to(self, text: Sequence[int]) -> bool:
         """Read the text; False if the grammar forbids it."""
+        self._check()
         shared = min(len(self.read), len(text))
         if self.read[:shared] != list(text[:shared]):
             shared = next(place for place in range(shared) if self.read[place] != text[place])
@@ -174,6 +207,11 @@ class GrammarConstraint:
 
 @lru_cache(maxsize=32)
 def _compile(definition: str, tokenizer: Any, end_tokens: frozenset[int]) -> Any:
+    return _matcher(definition, tokenizer, end_tokens)
+
+
+def _matcher(definition: str, tokenizer: Any, end_tokens: frozenset[int]) -> Any:
+    """A matcher of its own for a grammar. Errors: ValueError of one line."""
     matcher = matcher_class()(
         _grammar_tokenizer(tokenizer, end_tokens), definition, log_level=0, limits=grammar_limits()
     )
