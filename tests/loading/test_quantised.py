@@ -246,6 +246,10 @@ def refused(folder: Path, said: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def expanded(numbers) -> torch.Tensor:
+    return numbers if isinstance(numbers, torch.Tensor) else numbers.expand()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_damaged_weight_is_refused_and_nothing_else_happens(case):
     settings, writer, _ = CASES[case]
@@ -256,9 +260,7 @@ def test_a_damaged_weight_is_refused_and_nothing_else_happens(case):
 
     def read(changed: dict[str, torch.Tensor]) -> None:
         """Errors: ValueError, also for a weight of other sizes, which who loads it would find."""
-        numbers = method.read(settings, "model.layers.0.mlp.up_proj.weight", changed)
-        numbers = numbers if isinstance(numbers, torch.Tensor) else numbers.expand()
-        if numbers.shape != weight.shape:
+        if expanded(method.read(settings, "model.layers.0.mlp.up_proj.weight", changed)).shape != weight.shape:
             raise ValueError("has another size")
 
     read(parts)
@@ -314,4 +316,8 @@ def test_floats_of_experts_in_stacks_have_scales_by_block():
     fp8 = find_method("fp8")
     assert fp8 is not None
     numbers = fp8.read({"weight_block_size": [32, 48]}, "model.layers.0.mlp.experts.down_proj", stack)
-    assert torch.equal(numbers.expand()[0], torch.from_numpy(weight))
+    assert torch.equal(expanded(numbers)[0], torch.from_numpy(weight))
+    halves = {"gate_up_proj": parts["weight"][None], "gate_up_proj_scale_inv": torch.tensor([[[0.5], [2.0]]])}
+    numbers = expanded(fp8.read({}, "model.layers.0.mlp.experts.gate_up_proj", halves))
+    assert torch.equal(numbers[0, :24], 0.5 * parts["weight"][:24].float())
+    assert torch.equal(numbers[0, 24:], 2 * parts["weight"][24:].float())

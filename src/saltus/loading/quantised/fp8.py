@@ -56,8 +56,10 @@ def scaled(values: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Ten
     *stack, outputs, inputs = values.shape
     if scales.ndim == values.ndim - 1:
         scales = scales[..., None]
-    if scales.shape[-1] == 1 and scales.shape[-2] in (outputs, 1) and list(scales.shape[:-2]) == stack:
-        return numbers * scales
+    rows = scales.shape[-2] if scales.ndim > 1 else 0  # a stack of gates and values may have one for each half
+    is_even = rows in (outputs, 1) or (block is None and rows > 0 and outputs % rows == 0)
+    if scales.shape[-1] == 1 and is_even and list(scales.shape[:-2]) == stack:
+        return numbers * scales.repeat_interleave(outputs // rows, -2)
     if block is None:
         raise ValueError(f"has scales {list(scales.shape)} of {list(values.shape)}, and no weight_block_size")
     if list(scales.shape) != [*stack, -(-outputs // block[0]), -(-inputs // block[1])]:
