@@ -23,8 +23,8 @@ from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
 from saltus.methods.ptp.network import DrafterShape, DraftModel, DraftNetwork
 from saltus.methods.shared.context_rows import ContextKVCache, DraftRows
 from saltus.models.causal import CausalNetwork
-from saltus.models.cuda import linear_kernels
-from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings, size_class
+from saltus.models.cuda import attention_kernels, linear_kernels
+from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings, first_recent_position, size_class
 from saltus.models.cuda.gpu_decoder import GPUDecoder, fits_kernels
 from saltus.models.cuda.packed_weight import GPUPackedWeight
 
@@ -151,6 +151,38 @@ def test_packed_weights_decode_as_their_numbers_do():
     assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < BOUND
     alone = logits(network, tokens)
     assert torch.equal(alone[0], found[0])
+
+
+def test_groups_of_long_texts_attend_in_turn_with_the_bits_that_they_have_at_once(monkeypatch):
+    queries, keys, values = (
+        torch.randn(*sizes, 32, generator=torch.Generator().manual_seed(len(sizes))).to(DEVICE, DTYPE)
+        for sizes in ((6, 2), (512, 1), (512, 1))
+    )
+    tables, positions = torch.tensor([[1, 2], [3, 0], [2, 3]]), torch.tensor([200, 201, 90, 91, 255, 170])
+    recent = torch.from_numpy(first_recent_position(positions.numpy(), 32)[:, None] + np.arange(64))
+    slots = tables.repeat_interleave(2, 0).gather(1, recent // 128) * 128 + recent % 128
+    found = []
+    for limit in (1 << 28, 1):
+        monkeypatch.setattr(attention_kernels, "MAX_SUM_BYTES", limit)
+        sums = attention_kernels.SplitSums.empty(queries, 1, 3, 256)
+        assert len(sums.tops) == (3 if limit > 1 else 1)
+        found.append(torch.empty_like(queries))
+        attention_kernels.attend(
+            queries, keys, values, tables.to(DEVICE), slots.to(DEVICE), positions.to(DEVICE), sums, found[-1],
+            rows_per_group=2, page=128, scale=0.2, window=None,
+        )  # fmt: skip
+    assert torch.equal(*found)
+    weights = (queries[4].float() @ torch.cat([keys[256:384], keys[384:]])[:, 0].float().T * 0.2).softmax(-1)
+    expected = weights @ torch.cat([values[256:384], values[384:]])[:, 0].float()
+    assert (found[1][4].float() - expected).norm() < BOUND * expected.norm()
+
+
+def test_sums_of_splits_take_a_bounded_memory_whatever_the_texts():
+    queries = torch.empty(512, 28, 128, dtype=torch.bfloat16, device="meta")
+    for positions, groups in ((1 << 17, 64), (1 << 17, 1), (512, 64)):
+        sums = attention_kernels.SplitSums.empty(queries, 4, groups, positions)
+        assert sums.weighted.nbytes <= attention_kernels.MAX_SUM_BYTES
+        assert len(sums.tops) == min(groups, 2 if positions > 512 else 64)
 
 
 def test_a_prompt_that_begins_like_a_known_text_is_read_from_there_with_the_same_bits(llama):

@@ -28,6 +28,7 @@ BLOCK = 64  # recent columns of a product
 MAX_GROUP = 8  # rows
 COMBINED = 16  # splits that are read at once when they are added
 COMBINED_DIMS = 32  # of a head, that a program adds
+MAX_SUM_BYTES = 1 << 28  # of SplitSums: groups of long texts attend in turn
 
 
 @kernel("num_pages", "window", "group_rows")
@@ -116,7 +117,10 @@ def _combine(
 
 
 class SplitSums(NamedTuple):
-    """What splits leave for `_combine`, [groups, kv_heads, splits, tile] and dim; the layers use it in turn."""
+    """What splits leave for `_combine`, [groups, kv_heads, splits, tile] and dim.
+
+    The layers use it in turn, and so do groups where there are fewer than those of a call.
+    """
 
     weighted: Tensor
     tops: Tensor
@@ -124,10 +128,14 @@ class SplitSums(NamedTuple):
 
     @classmethod
     def empty(cls, like: Tensor, kv_heads: int, groups: int, positions: int) -> SplitSums:
-        """For queries [rows, heads, dim] like these, and groups that attend to so many positions."""
+        """For queries [rows, heads, dim] like these, and groups that attend to so many positions.
+
+        It has at most MAX_SUM_BYTES of weighted values, or those of one group.
+        """
         heads, dim = like.shape[1:]
-        tile = max(16, power_of_two(MAX_GROUP * heads // kv_heads))
-        tops = like.new_empty(groups, kv_heads, -(-positions // SPLIT), tile, dtype=torch.float32)
+        splits, tile = -(-positions // SPLIT), max(16, power_of_two(MAX_GROUP * heads // kv_heads))
+        groups = min(groups, max(1, MAX_SUM_BYTES // (kv_heads * splits * tile * dim * 4)))
+        tops = like.new_empty(groups, kv_heads, splits, tile, dtype=torch.float32)
         return cls(tops.new_empty(*tops.shape, dim), tops, torch.empty_like(tops))
 
 
@@ -143,18 +151,21 @@ def attend(
     """
     (groups, pages), (rows, wide) = tables.shape, recent.shape
     heads, dim, kv_heads = *queries.shape[1:], keys.shape[1]
-    splits, tile = sums.tops.shape[2:]
+    at_once, _, splits, tile = sums.tops.shape
     assert page % SPLIT == 0 and wide % BLOCK == 0 and rows_per_group <= MAX_GROUP
     constants = {
         "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "TILE": tile, "DEPTH": wide // 2, "SPLIT": SPLIT,
         "num_warps": 4,
     }  # fmt: skip
     last = window or 1 << 30
-    _attend_split[(splits, kv_heads, groups)](
-        queries, keys, values, tables, positions, *sums, pages, scale, last, rows_per_group, PAGE=page, **constants
-    )
     padded, dims = max(16, power_of_two(heads // kv_heads)), min(dim, COMBINED_DIMS)
-    _combine[(rows, kv_heads, dim // dims)](
-        queries, keys, values, recent, positions, *sums, out, splits, scale, last, rows_per_group,
-        PADDED=padded, BLOCK=BLOCK, COMBINED=COMBINED, DIMS=dims, **constants,
-    )  # fmt: skip
+    for first in range(0, groups, at_once):
+        own = slice(first * rows_per_group, min(rows, (first + at_once) * rows_per_group))
+        _attend_split[(splits, kv_heads, min(at_once, groups - first))](
+            queries[own], keys, values, tables[first:], positions[own], *sums, pages, scale, last, rows_per_group,
+            PAGE=page, **constants,
+        )  # fmt: skip
+        _combine[(own.stop - own.start, kv_heads, dim // dims)](
+            queries[own], keys, values, recent[own], positions[own], *sums, out[own], splits, scale, last,
+            rows_per_group, PADDED=padded, BLOCK=BLOCK, COMBINED=COMBINED, DIMS=dims, **constants,
+        )  # fmt: skip
