@@ -45,6 +45,7 @@ from saltus.models.cuda.fixed_shape_calls import (
 from saltus.models.gated_lora import Adapter, StaticGate
 
 MAX_TREE_NODES = 512  # of one text, its queries included
+MAX_KEPT_BLOCKS = 16  # whose scores are kept for their weights; of longer texts they are computed twice, in less memory
 
 
 class StaticInputs:
@@ -195,8 +196,17 @@ class FixedShapeAttention:
         by_row = q.permute(2, 3, 0, 1, 4).flatten(1, 2).reshape(rows * kv_heads, shared, -1)
 
         hidden_old, hidden_recent = self._hidden_columns(span)
-        old = torch.stack([by_group @ self._block(keys, number).mT for number in range(len(self.pages_by_block))])
-        old = _masked(old.view(-1, groups, kv_heads, shared, rows // groups, self.block), hidden_old, softcap)
+
+        def scores_of(number: int) -> Tensor:
+            """[groups, kv_heads, shared, rows of a group, block] of a block"""
+            scores = (by_group @ self._block(keys, number).mT).view(groups, kv_heads, shared, -1, self.block)
+            return _masked(scores, hidden_old[number], softcap)
+
+        blocks = range(len(self.pages_by_block))
+        if len(blocks) <= MAX_KEPT_BLOCKS:
+            old_scores = [scores_of(number) for number in blocks].__getitem__
+        else:
+            old_scores = scores_of
         recent = (by_row @ self._recent(keys).mT).view(rows, kv_heads, shared, -1)
         recent = _masked(recent, hidden_recent, softcap)
 
@@ -204,15 +214,18 @@ class FixedShapeAttention:
             """[groups, kv_heads, shared, rows of a group, …] → [rows, kv_heads, shared, …]"""
             return x.movedim(3, 1).flatten(0, 1)
 
-        largest = torch.maximum(as_rows(old.amax(-1).amax(0)), recent.amax(-1))
+        greatest = old_scores(0).amax(-1)
+        for number in blocks[1:]:
+            greatest = torch.maximum(greatest, old_scores(number).amax(-1))
+        largest = torch.maximum(as_rows(greatest), recent.amax(-1))
         if sinks is not None:
             sinks = sinks.float().view(kv_heads, shared)
             largest = torch.maximum(largest, sinks)
         by_groups = largest.view(groups, -1, kv_heads, shared).movedim(1, 3)
-        old = (old - by_groups[..., None]).exp()
         recent = (recent - largest[..., None]).exp()
-        total = out = old.new_zeros(())
-        for number, weights in enumerate(old):
+        total = out = recent.new_zeros(())
+        for number in blocks:
+            weights = (old_scores(number) - by_groups[..., None]).exp()
             total = total + weights.sum(-1)
             product = weights.flatten(0, 1).flatten(1, 2) @ self._block(values, number)
             out = out + product.view(*weights.shape[:-1], -1)
