@@ -14,6 +14,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from saltus.kernels.packed_weight import PackedWeight
+from saltus.models.cuda.packed_weight import GPUPackedWeight
+
+SPAN = 128  # inputs that share a scale of 8-bit floats, as in DeepSeek V3 and Qwen3-FP8
 
 
 def _sizes(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, Any]:
@@ -47,7 +50,8 @@ def random_model(
 
     Rows of a matrix repeat the first `distinct_rows`, which draws faster and reads alike; None: all are different, as
     those of routers always are.
-    `weights` may be packed ("q4_1", "q8_0", on the CPU) and then multiply activations of 8 bits.
+    `weights` may be packed ("q4_1", "q8_0", on the CPU) and then multiply activations of 8 bits. "fp8" are 8-bit floats
+    with a scale for 128 inputs, to be moved to a GPU; embeddings and the output layer stay in `dtype`.
     """
     config = SHAPES[shape]()
     with torch.device("meta"):
@@ -55,7 +59,11 @@ def random_model(
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
     torch.manual_seed(0)
     for module in model.modules():
-        kind = ("bf16", None) if type(module).__name__.endswith("Router") else (weights, distinct_rows)
+        kind = weights, distinct_rows
+        if type(module).__name__.endswith("Router"):
+            kind = "bf16", None
+        elif weights == "fp8" and (isinstance(module, nn.Embedding) or module is model.lm_head):
+            kind = "bf16", distinct_rows
         for name, parameter in list(module.named_parameters(recurse=False)):
             values = _random(parameter, *kind, device, dtype)
             module.register_parameter(name, nn.Parameter(values, requires_grad=False))
@@ -71,6 +79,8 @@ def _random(parameter: Any, weights: str, distinct_rows: int | None, device: str
     rows = math.prod(stack)
     if weights != "bf16":
         assert distinct_rows is not None, "packed rows repeat"
+        if weights == "fp8":
+            return _random_floats8(stack, width, distinct_rows)
         format = GGMLQuantizationType[weights.upper()]
         few = (torch.randn(distinct_rows, width) * 0.02).numpy()
         blocks = np.array(quantize(few, format)).view(np.uint8).reshape(distinct_rows, -1)
@@ -80,3 +90,14 @@ def _random(parameter: Any, weights: str, distinct_rows: int | None, device: str
         return torch.randn(parameter.shape, dtype=dtype, device=device).mul_(0.02)
     few = (torch.randn(distinct_rows, width, device=device) * 0.02).to(dtype)
     return few.repeat(rows // distinct_rows, 1).unflatten(0, stack)
+
+
+def _random_floats8(stack: list[int], width: int, distinct_rows: int) -> GPUPackedWeight:
+    spans = (torch.randn(distinct_rows, width) * 0.02).split(SPAN, 1)
+    scales = torch.stack([each.abs().amax(1) for each in spans], 1) / torch.finfo(torch.float8_e4m3fn).max
+    floats = torch.cat([each / scale[:, None] for each, scale in zip(spans, scales.T, strict=True)], 1)
+    repeated = [
+        each.repeat(math.prod(stack) // distinct_rows, 1).unflatten(0, stack)
+        for each in (floats.to(torch.float8_e4m3fn), scales)
+    ]
+    return GPUPackedWeight.from_floats(*repeated, min(SPAN, width))

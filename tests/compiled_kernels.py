@@ -36,13 +36,16 @@ from saltus.models.cuda.expert_kernels import SortedPairs, expert_product, route
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.fixed_shape_calls import FixedShape, KVPagePool
 from saltus.models.cuda.gpu_decoder import GPUDecoder
-from saltus.models.cuda.packed_weight import LAYOUTS, GPUPackedWeight
+from saltus.models.cuda.packed_planes import LAYOUTS
+from saltus.models.cuda.packed_weight import GPUPackedWeight
 
 TYPES = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int64: "*i64", torch.int32: "*i32",
     torch.uint8: "*u8",
 }  # fmt: skip
-EXPERT_FORMATS = [getattr(GGMLQuantizationType, name) for name in ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "MXFP4")]
+FLOATS8 = "8-bit floats by 128 inputs"
+Format = GGMLQuantizationType | str
+EXPERT_FORMATS = [getattr(GGMLQuantizationType, name) for name in ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "MXFP4")] + [FLOATS8]
 OPTIONS = ("num_warps", "num_stages")
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes of a program
 
@@ -141,7 +144,10 @@ def decode(
     pick_kernels.pick_tokens(logits, greatest, inputs.keys, inputs.temperatures)
 
 
-def packed_weight(format: GGMLQuantizationType, outputs: int, inputs: int) -> GPUPackedWeight:
+def packed_weight(format: Format, outputs: int, inputs: int) -> GPUPackedWeight:
+    if not isinstance(format, GGMLQuantizationType):
+        floats = torch.zeros(outputs, inputs, dtype=torch.float8_e4m3fn)
+        return GPUPackedWeight.from_floats(floats, torch.ones(outputs, -(-inputs // 128)), 128)
     weights, size = GGML_QUANT_SIZES[format]
     blocks = torch.zeros(outputs, inputs // weights * size, dtype=torch.uint8)
     return GPUPackedWeight.from_packed(PackedWeight.from_blocks(blocks, format, "int8"), "cpu")
@@ -149,7 +155,7 @@ def packed_weight(format: GGMLQuantizationType, outputs: int, inputs: int) -> GP
 
 def multiply_packed() -> None:
     """Products with weights of each format, by tiles of few and of many rows and of few and of many outputs."""
-    for format in LAYOUTS:
+    for format in (*LAYOUTS, FLOATS8):
         for rows, outputs in ((1, 64), (200, 256)):
             linear_kernels.product(
                 torch.zeros(rows, 512, dtype=torch.bfloat16), packed_weight(format, outputs, 512), rows
@@ -170,8 +176,9 @@ def multiply_by_experts() -> None:
         sum_experts(outputs, weights, torch.float32)
 
 
-def packed_stack(format: GGMLQuantizationType, experts: int, outputs: int, inputs: int) -> GPUPackedWeight:
-    return GPUPackedWeight(packed_weight(format, experts * outputs, inputs).planes, format, (experts, outputs, inputs))
+def packed_stack(format: Format, experts: int, outputs: int, inputs: int) -> GPUPackedWeight:
+    whole = packed_weight(format, experts * outputs, inputs)
+    return GPUPackedWeight(whole.planes, whole.block_layout, (experts, outputs, inputs))
 
 
 def draft() -> None:

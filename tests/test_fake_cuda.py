@@ -1,6 +1,7 @@
 """Decoding on a CUDA device that does not exist: every tensor is where it has to be, and texts are those of plain."""
 
 import queue
+import shutil
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from methods.published.reference_dflash import block_drafter
 from methods.published.reference_eagle import published_head
 from models.test_fixed_queries import adapter_folder
 from mtp_checkpoints import write_checkpoint
+from quantised_models import CASES, write_quantised
 from saltus.core import distributions
+from saltus.engine.checkpoints import load_model
 from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
 from saltus.models.cuda import (
     expert_kernels,
@@ -237,25 +240,57 @@ def test_experts_on_a_gpu_do_not_depend_on_the_other_rows_of_a_call(
     assert device.graphs
 
 
-def test_packed_experts_stay_packed_on_the_device(device, architecture_folder, monkeypatch):
-    def product(x, stack, pairs, is_transposed):
-        starts, found = pairs.starts.tolist(), x.new_empty(len(pairs.order), stack.shape[1])
-        for expert, matrix in enumerate(stack.dequantize()):
-            own = pairs.order[starts[expert] : starts[expert + 1]].long()
-            found[own] = x[own if len(x) == len(found) else own // pairs.chosen] @ matrix.T
-        return found
+def expanding_product(x, stack, pairs, is_transposed=False):
+    """As `expanding`, of experts."""
+    starts, found = pairs.starts.tolist(), x.new_empty(len(pairs.order), stack.shape[1])
+    for expert, matrix in enumerate(stack.dequantize()):
+        own = pairs.order[starts[expert] : starts[expert + 1]].long()
+        found[own] = x[own if len(x) == len(found) else own // pairs.chosen] @ matrix.T
+    return found
 
+
+@pytest.fixture
+def expanding_products(monkeypatch):
     monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", set())
     monkeypatch.setattr(packed_weight, "_linear", expanding)
-    monkeypatch.setattr(expert_kernels, "expert_product", product)
-    sizes = {**OWN_KERNELS, "moe_intermediate_size": 64}
+    monkeypatch.setattr(expert_kernels, "expert_product", expanding_product)
+
+
+@pytest.mark.usefixtures("expanding_products")
+@pytest.mark.parametrize("name", ["Qwen3Moe", "Llama4"])
+def test_packed_experts_stay_packed_on_the_device(device, architecture_folder, name):
+    sizes = OWN_KERNELS | ({"moe_intermediate_size": 64} if name == "Qwen3Moe" else {})
     engine = saltus.load(
-        str(architecture_folder("Qwen3Moe", **sizes)), "plain", device="cuda", weights="q8_0", adaptive=False
+        str(architecture_folder(name, **sizes)), "plain", device="cuda", weights="q8_0", adaptive=False
     )
     assert kinds_of_weights(engine.network.model)["experts"] == {GPUPackedWeight}
     network = engine.network
     network.fixed_shape_runner.use_cuda_graphs = False  # this product waits for the device
     check_texts(engine, ["lookup"], temperature=0.0, tokens=4)
+
+
+@pytest.mark.usefixtures("expanding_products")
+@pytest.mark.parametrize(("name", "case"), [("Llama", "fp8 of channels"), ("Qwen3Moe", "fp8 of tensors")])
+def test_8_bit_floats_stay_such_on_the_device_and_are_the_numbers_of_the_cpu(
+    device, architecture_folder, tmp_path, name, case
+):
+    settings, writer, _ = CASES[case]
+    sizes = OWN_KERNELS | ({"moe_intermediate_size": 64} if name == "Qwen3Moe" else {})
+    folder = shutil.copytree(architecture_folder(name, **sizes), tmp_path / "fp8")
+    write_quantised(folder, settings, writer, tmp_path / "meant")
+    engine = saltus.load(str(folder), "plain", device="cuda", adaptive=False)
+    kinds = kinds_of_weights(engine.network.model)
+    assert kinds["q_proj"] == kinds["experts" if name == "Qwen3Moe" else "down_proj"] == {GPUPackedWeight}
+    meant = load_model("meant", tmp_path / "meant", torch.bfloat16)
+    weights = dict(engine.network.model.named_parameters())
+    for own, weight in meant.named_parameters():
+        if isinstance(found := weights[own], GPUPackedWeight):
+            assert torch.equal(found.dequantize().cpu(), weight), own
+            assert found.nbytes < 0.6 * weight.nbytes or weight.shape[-2] % 64
+    if name == "Llama":  # texts of experts are tested above
+        check_texts(engine, ["lookup"], temperature=0.0, tokens=4)
+        unpacked = saltus.load(str(folder), "plain", device="cuda", weights="bf16", adaptive=False)
+        assert GPUPackedWeight not in set().union(*kinds_of_weights(unpacked.network.model).values())
 
 
 def test_without_our_kernels_a_warning_says_what_does_not_hold_of_experts(

@@ -15,6 +15,7 @@ import torch
 
 import saltus
 from fake_cuda import fake_cuda
+from saltus.models.cuda.packed_weight import GPUPackedWeight
 
 ROOT = Path(__file__).parents[1]
 
@@ -155,6 +156,16 @@ def test_calls_of_packed_weights_are_timed(run, monkeypatch):
     assert code == 0
     read = {one["model"]: one["weight_bytes"] for one in found if one["what"] == "call"}
     assert read["tiny@q4_1"] < 0.4 * read["tiny"]
+
+
+def test_a_shape_in_8_bit_floats_keeps_embeddings_and_output_layer():
+    from random_models import random_model
+
+    model = random_model("tiny", "fp8")
+    kinds = {name.split(".")[-2]: type(weight) for name, weight in model.named_parameters() if weight.ndim > 1}
+    assert {name for name, kind in kinds.items() if kind is not GPUPackedWeight} == {"embed_tokens", "lm_head"}
+    expanded = model.model.layers[0].mlp.up_proj.weight.dequantize()
+    assert 0.015 < expanded.float().std() < 0.025
 
 
 @pytest.mark.slow

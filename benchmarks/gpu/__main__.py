@@ -100,7 +100,10 @@ def add_shared_options(options: argparse.ArgumentParser, stage: str) -> None:
     """What all stages take; `models` and `methods` where the stage has them."""
     models, methods = options.get_default("models"), options.get_default("methods")
     if models is not None:
-        shapes = f"models, and shapes with random weights ({SHAPE_NAMES}); MODEL@FORMAT: with --weights FORMAT"
+        shapes = (
+            f"models, and shapes with random weights ({SHAPE_NAMES}); MODEL@FORMAT: with --weights FORMAT (file for a"
+            " checkpoint in 8-bit floats), SHAPE@fp8: in 8-bit floats"
+        )
         options.add_argument("--models", default=models, help=shapes)
     if methods is not None:
         options.add_argument("--methods", default=methods, help="methods, by commas as all lists")

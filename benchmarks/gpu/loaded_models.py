@@ -64,6 +64,8 @@ def load_network(args: argparse.Namespace, model: str, dtype: str = "bfloat16") 
     if name not in SHAPES:
         return saltus.load(name, "plain", device=args.device, dtype=dtype, weights=weights).network
     kind = getattr(torch, dtype)
+    if weights == "fp8" and args.device == "cpu":
+        raise ValueError(f"{model} has 8-bit floats, which are multiplied on a GPU alone; take another format")
     if weights == "bf16":
         random = random_model(name, device=args.device, distinct_rows=None, dtype=kind)
     else:

@@ -8,12 +8,14 @@ import torch
 pytest.importorskip("triton")
 
 from test_gpu_packed_weights import blocks
+from test_gpu_packed_weights import packed as packed_weight
 
 from saltus.kernels import native
 from saltus.kernels.packed_weight import PackedWeight
 from saltus.models.cuda.expert_kernels import SortedPairs, expert_product, route, sum_experts
-from saltus.models.cuda.gpu_experts import gpu_experts_forward
-from saltus.models.cuda.packed_weight import GPUPackedWeight, Q, can_pack
+from saltus.models.cuda.gpu_experts import gpu_experts_forward, llama4_experts_forward
+from saltus.models.cuda.packed_planes import Q
+from saltus.models.cuda.packed_weight import GPUPackedWeight, can_pack
 
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE, BOUND = ("cuda", torch.bfloat16, 0.01) if CUDA else ("cpu", torch.float32, 1e-6)
@@ -74,6 +76,19 @@ def test_packed_stacks_give_the_products_of_their_matrices(format):
     assert (found.double() - expected).norm() < 4e-3 * expected.norm()
 
 
+def test_stacks_of_8_bit_floats_are_made_of_matrices_and_give_their_products():
+    halves = [[packed_weight(128, 64, 256, seed=2 * expert + half) for expert in range(4)] for half in range(2)]
+    stack = torch.cat([torch.stack([weight for weight, _ in half]) for half in halves], 1)
+    assert isinstance(stack, GPUPackedWeight)
+    numbers = torch.cat([torch.stack([own for _, own in half]) for half in halves], 1)
+    assert torch.equal(stack.dequantize().cpu(), numbers.to(torch.bfloat16))
+    x, picks = drawn(40, 256), chosen(40, 2, 4)
+    found = expert_product(x, stack, SortedPairs.of(picks, 4))
+    expected = expert_product(x, numbers.to(DEVICE, DTYPE), SortedPairs.of(picks, 4)).double()
+    assert (found.double() - expected).norm() < BOUND * expected.norm()
+    assert torch.equal(expert_product(x[9:10], stack, SortedPairs.of(picks[9:10], 4)), found[18:20])
+
+
 def test_stacks_of_outputs_that_fill_no_tile_are_not_packed():
     packed = PackedWeight.from_blocks(blocks(Q.Q4_0, 2 * 48, 64).unflatten(0, (2, 48)), Q.Q4_0, "int8")
     assert not can_pack(packed)
@@ -103,6 +118,32 @@ def test_experts_are_summed_by_their_weights():
     outputs, weights = drawn(12, 1030), drawn(4, 3, seed=1)
     expected = (outputs.double().view(4, 3, -1) * weights.double()[..., None]).sum(1)
     assert (sum_experts(outputs, weights).double() - expected).norm() < BOUND * expected.norm()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_experts_of_llama_4_multiply_the_rows_that_chose_them(packed):
+    sizes = {"gate_up_proj": (64, 128), "down_proj": (64, 64)}  # [in, out]
+    if packed and native.load_kernels() is None:
+        pytest.skip("packed weights need compiled kernels")
+    stacks, numbers = {}, {}
+    for name, (inputs, outputs) in sizes.items():
+        stacks[name] = numbers[name] = drawn(3, inputs, outputs, seed=inputs + outputs)
+        if packed:
+            weight = PackedWeight.from_blocks(
+                blocks(Q.Q8_0, 3 * outputs, inputs).unflatten(0, (3, outputs)), Q.Q8_0, "int8"
+            )
+            stacks[name] = GPUPackedWeight.from_packed(weight, DEVICE)
+            numbers[name] = stacks[name].dequantize().mT.to(DTYPE)
+    experts = SimpleNamespace(**stacks, num_experts=3, act_fn=torch.tanh)
+    x = drawn(3, 5, 64)
+    x[0, 1:] = x[1] = x[2, 0] = 0  # the second expert has no rows
+    gate, up = (x @ numbers["gate_up_proj"]).chunk(2, -1)
+    expected = ((up * gate.tanh()) @ numbers["down_proj"]).flatten(0, 1).double()
+    found = llama4_experts_forward(experts, x.flatten(0, 1))
+    assert (found.double() - expected).norm() < (8e-3 if packed else BOUND) * expected.norm()
+    assert not found[1:11].any()
+    few = llama4_experts_forward(experts, x[:, 2:4].flatten(0, 1))
+    assert torch.equal(few.view(3, 2, -1), found.view(3, 5, -1)[:, 2:4])
 
 
 @pytest.mark.parametrize("kind", ["gated", "plain, with biases and a norm", "transposed"])

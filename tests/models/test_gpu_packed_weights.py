@@ -12,7 +12,8 @@ from gguf.quants import dequantize
 from saltus.kernels import native
 from saltus.kernels.packed_weight import PackedWeight
 from saltus.models.cuda import linear_kernels
-from saltus.models.cuda.packed_weight import LAYOUTS, GPUPackedWeight, Q, can_pack, joined_packed
+from saltus.models.cuda.packed_planes import LAYOUTS, Q
+from saltus.models.cuda.packed_weight import GPUPackedWeight, can_pack, joined_packed
 
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE, BOUND = ("cuda", torch.bfloat16, 0.01) if CUDA else ("cpu", torch.float32, 1e-6)
@@ -36,8 +37,20 @@ def blocks(format: Q, outputs: int, inputs: int, seed: int = 0) -> torch.Tensor:
     return made.flatten(1)
 
 
-def packed(format: Q, outputs: int, inputs: int, seed: int = 0) -> tuple[GPUPackedWeight, torch.Tensor]:
-    """A weight, and its numbers in float32."""
+def floats8(span: int, outputs: int, inputs: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """All numbers of E4M3, in a random order, and scales [outputs, spans] of either sign."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (outputs, inputs), dtype=torch.uint8, generator=generator)
+    codes[codes & 127 == 127] = 0  # no numbers
+    return codes.view(torch.float8_e4m3fn), torch.randn(outputs, -(-inputs // span), generator=generator) * 0.01
+
+
+def packed(format: Q | int, outputs: int, inputs: int, seed: int = 0) -> tuple[GPUPackedWeight, torch.Tensor]:
+    """A weight in a format, or of 8-bit floats with a scale for so many inputs, and its numbers in float32."""
+    if not isinstance(format, Q):
+        floats, scales = floats8(format, outputs, inputs, seed)
+        numbers = floats.float() * scales.repeat_interleave(format, 1)[:, :inputs]
+        return GPUPackedWeight.from_packed(GPUPackedWeight.from_floats(floats, scales, format), DEVICE), numbers
     made = blocks(format, outputs, inputs, seed)
     weight = PackedWeight.from_blocks(made, format, "int8")
     return GPUPackedWeight.from_packed(weight, DEVICE), torch.from_numpy(np.array(dequantize(made.numpy(), format)))
@@ -52,7 +65,15 @@ def test_numbers_are_those_of_the_cpus_weight(format, outputs, inputs):
     assert torch.equal(GPUPackedWeight.from_packed(weight, DEVICE).dequantize().cpu(), weight.dequantize())
 
 
-@pytest.mark.parametrize("format", LAYOUTS, ids=lambda format: format.name)
+@pytest.mark.parametrize("span", [64, 128, 320])  # inputs of a scale; 128: the last one has fewer
+def test_8_bit_floats_times_scales_are_rounded_once(span):
+    weight, numbers = packed(span, 100, 320)
+    assert torch.equal(weight.dequantize().cpu(), numbers.to(torch.bfloat16))
+    scales = -(-320 // span) * 4
+    assert weight.nbytes == 128 * (320 + scales)
+
+
+@pytest.mark.parametrize("format", [*LAYOUTS, 64, 192, 512], ids=lambda format: getattr(format, "name", format))
 def test_a_product_is_right_and_its_rows_do_not_depend_on_their_number(format):
     weight, numbers = packed(format, 100, 512)
     x = torch.randn(128, 512, generator=torch.Generator().manual_seed(1)).to(DEVICE, DTYPE)
@@ -65,7 +86,7 @@ def test_a_product_is_right_and_its_rows_do_not_depend_on_their_number(format):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("format", LAYOUTS, ids=lambda format: format.name)
+@pytest.mark.parametrize("format", [*LAYOUTS, 128], ids=lambda format: getattr(format, "name", format))
 def test_large_products_are_those_of_expanded_weights_every_time(format):
     """A warp group's product reads its registers late: what is written to them too early shows in large tiles only."""
     weight, _ = packed(format, 4096, 4096)
@@ -80,15 +101,16 @@ def test_large_products_are_those_of_expanded_weights_every_time(format):
 
 def test_weights_of_several_formats_share_a_product():
     several = [packed(Q.Q4_K, 64, 256, 0), packed(Q.Q4_K, 128, 256, 1), packed(Q.Q6_K, 64, 256, 2)]
+    several += [packed(128, 64, 256, 3), packed(128, 64, 256, 4)]
     dense = torch.randn(32, 256, generator=torch.Generator().manual_seed(3))
     numbers = torch.cat([*(each for _, each in several), dense])
     weights = joined_packed([*(weight for weight, _ in several), dense.to(DEVICE, DTYPE)])
-    assert [len(weight) for weight in weights] == [192, 64, 32]
+    assert [len(weight) for weight in weights] == [192, 64, 128, 32]
     x = torch.randn(16, 256, generator=torch.Generator().manual_seed(4)).to(DEVICE, DTYPE)
     parts = linear_kernels.linear_parts(x, weights, linear_kernels.blocks_of(*weights), 16)
     expected = x.double().cpu() @ numbers.double().T
     assert ((parts.double().sum(0).cpu() - expected).norm() / expected.norm()) < BOUND
-    for weight, own in several[:2]:  # views of the joined one
+    for weight, own in [*several[:2], *several[3:]]:  # views of joined ones
         assert torch.equal(weight.dequantize().cpu(), own.to(torch.bfloat16))
         found = linear_kernels.product(x, weight, 16).double().cpu()
         assert (found - x.double().cpu() @ own.double().T).norm() < BOUND * expected.norm()

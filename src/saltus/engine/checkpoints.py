@@ -186,7 +186,7 @@ def load_model(
         model: Any = load_evabyte(folder, dtype)
     else:
         packed = _of_packed(arithmetic, device) if weights == "file" else None
-        model = _transformers_model(name, folder, dtype, packed)
+        model = _transformers_model(name, folder, dtype, packed, device != "cpu")
     if weights in PACKINGS:
         pack_model(model, weights, folder, _of_packed(arithmetic, device))
     model = (model if device == "cpu" else move_to_gpu(model, device)).eval()
@@ -205,7 +205,9 @@ def _of_packed(arithmetic: str, device: str) -> Arithmetic:
     return "bf16" if arithmetic == "bf16" and device == "cpu" else "int8"
 
 
-def _transformers_model(name: str, folder: Path, dtype: Any, arithmetic: Arithmetic | None) -> Any:
+def _transformers_model(
+    name: str, folder: Path, dtype: Any, arithmetic: Arithmetic | None, for_gpu: bool = False
+) -> Any:
     """The model of Transformers' class; quantised weights are packed for an `arithmetic` where they can be."""
     from transformers import AutoModelForCausalLM  # seconds to import
 
@@ -213,7 +215,7 @@ def _transformers_model(name: str, folder: Path, dtype: Any, arithmetic: Arithme
     quantised = find_quantised(folder)
     try:
         if quantised is not None:
-            loaded: Any = quantised.load(name, torch.bfloat16 if dtype == "auto" else dtype, arithmetic)
+            loaded: Any = quantised.load(name, torch.bfloat16 if dtype == "auto" else dtype, arithmetic, for_gpu)
         else:
             loaded = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False,

@@ -1,4 +1,4 @@
-"""What a quantised weight of a checkpoint holds: integers with scales, blocks of a GGUF format, or numbers."""
+"""What a quantised weight of a checkpoint holds: integers or 8-bit floats with scales, blocks of a GGUF format."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from saltus.kernels.packed_weight import Arithmetic, PackedWeight, dequantize_blocks
+from saltus.models.cuda.packed_planes import MAX_SCALE, STEP, TILE_OUTPUTS
+from saltus.models.cuda.packed_weight import GPUPackedWeight
 
 Q = GGMLQuantizationType
 BLOCK = 32  # inputs that share a scale in Q4_0, Q5_0 and Q8_0
@@ -104,6 +106,44 @@ class Blocks:
         """The same blocks."""
         weight = PackedWeight.from_blocks(self.blocks, self.format, arithmetic)
         return weight.flipped() if self.is_transposed else weight
+
+
+@dataclass(frozen=True)
+class ScaledFloats:
+    """The weights scales[out // height, in // width] · floats[out, in], of a matrix or a stack of them.
+
+    `floats` [.., out, in] are E4M3 (Micikevicius et al. 2022), `scales` of blocks [height, width], which edges may cut,
+    in float32.
+    """
+
+    floats: Tensor
+    scales: Tensor
+    block: tuple[int, int]
+
+    def expand(self) -> Tensor:
+        """The weights in float32."""
+        scales, inputs = self._of_outputs(), self.floats.shape[-1]
+        if self.block[1] < inputs:
+            scales = scales.repeat_interleave(self.block[1], -1)[..., :inputs]
+        return self.floats.float() * scales
+
+    def _of_outputs(self) -> Tensor:
+        """Scales [.., out, blocks of a row]."""
+        return self.scales.repeat_interleave(self.block[0], -2)[..., : self.floats.shape[-2], :]
+
+    def why_not_packed(self) -> str | None:
+        """What our kernels for GPUs do not read; None if they do."""
+        *stack, outputs, inputs = self.floats.shape
+        width = self.block[1]
+        if inputs % STEP or (width % STEP and width < inputs) or (stack and outputs % TILE_OUTPUTS):
+            return f"8-bit floats in blocks of {width} inputs, of {outputs} × {inputs}"
+        if not (self.scales.abs() < MAX_SCALE).all() or (self.floats.view(torch.uint8) & 0x7F == 0x7F).any():
+            return f"scales of {MAX_SCALE:g} or more, or numbers that are none"
+        return None
+
+    def pack(self) -> GPUPackedWeight:
+        """The same floats and scales, for a GPU."""
+        return GPUPackedWeight.from_floats(self.floats, self._of_outputs(), self.block[1])
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:

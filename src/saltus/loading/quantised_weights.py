@@ -24,7 +24,7 @@ from saltus.kernels.packed_weight import Arithmetic
 from saltus.loading.fetching import SourceError, first_line
 from saltus.loading.model_folders import quantization_settings, text_part, weight_files
 from saltus.loading.quantised import find_method
-from saltus.loading.quantised_numbers import FLOAT16_ROUNDING, ScaledIntegers
+from saltus.loading.quantised_numbers import FLOAT16_ROUNDING, ScaledFloats, ScaledIntegers
 
 log = logging.getLogger("saltus")
 
@@ -46,10 +46,13 @@ class QuantisedCheckpoint:
     def method_name(self) -> str:
         return str(self.settings["quant_method"])
 
-    def load(self, name: str, dtype: torch.dtype, arithmetic: Arithmetic | None) -> tuple[Any, Any]:
+    def load(
+        self, name: str, dtype: torch.dtype, arithmetic: Arithmetic | None, for_gpu: bool = False
+    ) -> tuple[Any, Any]:
         """The model of Transformers, and what it lacks (`output_loading_info`).
 
-        With an `arithmetic` and in bfloat16, weights are packed where they and the kernels can. Errors: SourceError.
+        With an `arithmetic` and in bfloat16, weights are packed where they and the kernels can, 8-bit floats for a GPU.
+        Errors: SourceError.
         """
         from transformers import AutoConfig, GenerationConfig
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -59,7 +62,7 @@ class QuantisedCheckpoint:
             del given["config"].quantization_config  # Transformers would replace layers
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(given["config"])]
         can_pack = dtype == torch.bfloat16 and native.load_kernels() is not None
-        reading = _Reading(self, arithmetic if can_pack else None)
+        reading = _Reading(self, arithmetic if can_pack else None, for_gpu)
         model, found = kind.from_pretrained(
             None, state_dict=reading.weights(), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
             **given,
@@ -93,6 +96,7 @@ class _Reading:
 
     checkpoint: QuantisedCheckpoint
     arithmetic: Arithmetic | None
+    for_gpu: bool = False
     packed: int = 0
     expanded: Counter[str] = field(default_factory=Counter)  # by why they were not packed
     rounded: int = 0
@@ -146,14 +150,16 @@ class _Reading:
         )
 
     def _as_tensor(self, numbers: Any) -> Tensor:
-        if isinstance(numbers, Tensor):
+        if isinstance(numbers, Tensor) or (isinstance(numbers, ScaledFloats) and not self.for_gpu):
             self.expanded["no packed format holds such numbers"] += 1
-            return numbers
+            return numbers if isinstance(numbers, Tensor) else numbers.expand()
         why = numbers.why_not_packed()
         if self.arithmetic is None or why is not None:
             self.expanded[why or "as asked for"] += 1
             return numbers.expand()
         self.packed += 1
+        if isinstance(numbers, ScaledFloats):
+            return numbers.pack()
         self.rounded += isinstance(numbers, ScaledIntegers) and not numbers.is_exact()
         return numbers.pack(self.arithmetic)
 

@@ -20,6 +20,7 @@ from saltus.loading.quantised.mxfp4 import blocks_of_pairs
 from saltus.loading.quantised_numbers import (
     WORDS,
     Blocks,
+    ScaledFloats,
     ScaledIntegers,
     check_shape,
     required,
@@ -36,7 +37,9 @@ FOUR_BIT_FLOATS = torch.tensor(
 )  # E2M1, by their bits
 
 
-def read(settings: Mapping[str, Any], name: str, parts: Mapping[str, Tensor]) -> ScaledIntegers | Blocks | Tensor:
+def read(
+    settings: Mapping[str, Any], name: str, parts: Mapping[str, Tensor]
+) -> ScaledIntegers | ScaledFloats | Blocks | Tensor:
     """See saltus.loading.quantised."""
     for field in ("sparsity_config", "transform_config"):
         if (given := settings.get(field)) and (not isinstance(given, dict) or given.get("format") != "dense"):
@@ -124,7 +127,7 @@ def _scales(parts: Mapping[str, Tensor]) -> Tensor:
     return required(parts, "weight_scale", FLOATS, 2)
 
 
-def _integers_or_floats(weights: Mapping[str, Any], parts: Mapping[str, Tensor]) -> ScaledIntegers | Tensor:
+def _integers_or_floats(weights: Mapping[str, Any], parts: Mapping[str, Tensor]) -> ScaledIntegers | ScaledFloats:
     """Weights in their own bytes."""
     if weights.get("type") != "float":
         return _plain_integers(weights, parts)

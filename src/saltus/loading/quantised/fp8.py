@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saltus.loading.quantised_numbers import required
+from saltus.loading.quantised_numbers import ScaledFloats, required
 
 STACKS = ("gate_up_proj", "down_proj")  # of experts
 PARTS = dict.fromkeys(("weight_scale_inv", "weight_scale"), "weight") | {
@@ -21,7 +21,7 @@ FLOATS = (torch.float8_e4m3fn,)
 SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 
 
-def read(settings: Mapping[str, Any], name: str, parts: Mapping[str, Tensor]) -> Tensor:
+def read(settings: Mapping[str, Any], name: str, parts: Mapping[str, Tensor]) -> ScaledFloats:
     """See saltus.loading.quantised."""
     own = name.rpartition(".")[2]
     if own not in parts:
@@ -43,29 +43,24 @@ def block_of(settings: Mapping[str, Any]) -> tuple[int, int] | None:
     return block[0], block[1]
 
 
-def scaled(values: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Tensor:
-    """The weights in float32: values [.., out, in] times scales of all, of outputs [.., out, 1] or of blocks.
-
-    Blocks at the edges may be cut.
-    """
-    numbers, scales = values.float(), scales.float()
-    if scales.numel() == 1:
-        return numbers * scales.flatten()
+def scaled(values: Tensor, scales: Tensor, block: tuple[int, int] | None) -> ScaledFloats:
+    """Values [.., out, in] with scales of all, of outputs [.., out, 1] or of blocks. Errors: ValueError."""
     if values.ndim < 2:
         raise ValueError(f"has {scales.numel()} scales of {list(values.shape)}")
+    scales = scales.float()
     *stack, outputs, inputs = values.shape
+    if scales.numel() == 1:
+        return ScaledFloats(values, scales.flatten().expand(*stack, 1, 1), (outputs, inputs))
     if scales.ndim == values.ndim - 1:
         scales = scales[..., None]
     rows = scales.shape[-2] if scales.ndim > 1 else 0  # a stack of gates and values may have one for each half
     is_even = rows in (outputs, 1) or (block is None and rows > 0 and outputs % rows == 0)
     if scales.shape[-1] == 1 and is_even and list(scales.shape[:-2]) == stack:
-        return numbers * scales.repeat_interleave(outputs // rows, -2)
+        return ScaledFloats(values, scales, (outputs // rows, inputs))
     if block is None:
         raise ValueError(f"has scales {list(scales.shape)} of {list(values.shape)}, and no weight_block_size")
     if list(scales.shape) != [*stack, -(-outputs // block[0]), -(-inputs // block[1])]:
         raise ValueError(
             f"has scales {list(scales.shape)}, not one for each {block[0]} × {block[1]} of {list(values.shape)}"
         )
-    for dimension, size in ((-2, block[0]), (-1, block[1])):
-        scales = scales.repeat_interleave(size, dimension)
-    return numbers * scales[..., :outputs, :inputs]
+    return ScaledFloats(values, scales, block)

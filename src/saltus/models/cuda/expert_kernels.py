@@ -34,14 +34,17 @@ class SortedPairs(NamedTuple):
     tile_rows: int
 
     @classmethod
-    def of(cls, experts: Tensor, count: int) -> SortedPairs:
-        """Of the experts [rows, chosen] of each row, out of `count`."""
+    def of(cls, experts: Tensor, count: int, rows_of_expert: int | None = None) -> SortedPairs:
+        """Of the experts [rows, chosen] of each row, out of `count`; the number `count` belongs to none.
+
+        An expert has at most `rows_of_expert` pairs, without it one of each row.
+        """
         pairs = experts.numel()
         order = torch.zeros(pairs, dtype=torch.int32, device=experts.device)
         starts = torch.empty(count + 1, dtype=torch.int32, device=experts.device)
         block = min(SCANNED, power_of_two(pairs))
         _sort_pairs[(count,)](experts.contiguous(), order, starts, pairs, EXPERTS=count, BLOCK=block, num_warps=4)
-        return cls(order, starts, experts.shape[1], min(MAX_TILE_ROWS, tile_rows(len(experts))))
+        return cls(order, starts, experts.shape[1], min(MAX_TILE_ROWS, tile_rows(rows_of_expert or len(experts))))
 
 
 @kernel("num_pairs")
@@ -100,7 +103,7 @@ def _packed_expert_linear(
     x, low, high, fine, coarse, out, order, starts,
     N: tl.constexpr, STRIDE: tl.constexpr, K: tl.constexpr, CHOSEN: tl.constexpr, BITS: tl.constexpr,
     ZERO: tl.constexpr, OF_256: tl.constexpr, MINIMUMS: tl.constexpr, HALVES: tl.constexpr, BFLOAT16: tl.constexpr,
-    BLOCK_N: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr,
+    SPAN: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """The same with a packed stack; N is a multiple of BLOCK_N, so that a tile of outputs belongs to one expert."""
     columns, expert = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1)
@@ -111,7 +114,7 @@ def _packed_expert_linear(
         inputs = x + rows[None, :] * K + tl.arange(0, LANES)[:, None]
         sums = packed_sums(
             inputs, exists[None, :], low, high, fine, coarse, expert * N + columns, whole,
-            STRIDE, K, 1, BITS, ZERO, OF_256, MINIMUMS, HALVES, BFLOAT16, True, LANES, STEP,
+            STRIDE, K, 1, BITS, ZERO, OF_256, MINIMUMS, HALVES, BFLOAT16, SPAN, True, LANES, STEP,
         )  # fmt: skip
         to = out + pairs[None, :].to(tl.int64) * N + columns[:, None]
         tl.store(to, sums.to(out.dtype.element_ty), mask=exists[None, :])
@@ -164,7 +167,7 @@ def _sum_experts(outputs, weights, out, SIZE: tl.constexpr, CHOSEN: tl.constexpr
 def expert_product(x: Tensor, stack: Tensor, pairs: SortedPairs, is_transposed: bool = False) -> Tensor:
     """[pairs, N] of x [rows, K], or [pairs, K], and a stack [experts, N, K], or [experts, K, N] if it is transposed.
 
-    A packed stack is [experts, N, K] in either case.
+    A packed stack is [experts, N, K] in either case. Pairs of no expert are not written.
     """
     chosen = 1 if len(x) == len(pairs.order) else pairs.chosen
     if isinstance(stack, GPUPackedWeight):

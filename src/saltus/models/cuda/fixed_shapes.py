@@ -50,7 +50,7 @@ from saltus.models.cuda.kernel_support import has_kernels
 from saltus.models.gated_lora import Adapter, StaticGate
 from saltus.models.memory_use import layer_sizes
 
-DENSE_EXPERTS = {"llama4_text"}  # models of Transformers in which every expert reads all rows, in one batched product
+DENSE_EXPERTS = {"llama4_text"}  # in whose layers every expert reads all rows, in one batched product or by our kernels
 MAX_VARIED_ROWS = 512  # of a decoding call by our own kernels
 
 RunModel = Callable[[Tensor, Tensor, int, StaticGate | None], tuple[Tensor, Tensor]]

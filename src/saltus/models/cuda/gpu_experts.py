@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +18,19 @@ GPU_EXPERTS = "saltus_gpu"
 
 def are_gpu_experts(module: Any) -> bool:
     """True for experts whose products our kernels can compute."""
-    return not is_llama4(module) and bool(expert_stacks(module))
+    return bool(expert_stacks(module))
 
 
 def gpu_experts_implementation(model: Any) -> str | None:
-    """What a mixture on a GPU computes its experts by, so that no row depends on another; None: our kernels do not."""
+    """What a mixture on a GPU computes its experts by, so that no row depends on another; None: our kernels do not.
+
+    Llama 4's experts have no implementations to choose from, and on a GPU get ours here.
+    """
     if not has_kernels() or not any(map(are_gpu_experts, model.modules())):
         return None
+    for module in filter(is_llama4, model.modules()):
+        if module.gate_up_proj.device.type == "cuda":
+            module.forward = partial(llama4_experts_forward, module)
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(GPU_EXPERTS, gpu_experts_forward)
@@ -47,6 +54,20 @@ def gpu_experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, t
     if getattr(self, "has_post_expert_norm", False):  # releases before it have no experts with one
         outputs = self.post_expert_norm(outputs)
     return sum_experts(outputs, top_k_weights)
+
+
+def llama4_experts_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    """Of inputs [experts · rows, hidden], expert after expert; what a row did not choose is 0, as its output is."""
+    from saltus.models.cuda.expert_kernels import SortedPairs, expert_product
+
+    experts, rows = self.num_experts, len(hidden_states) // self.num_experts
+    chosen = hidden_states.any(-1)
+    expert = torch.arange(experts, device=chosen.device)[:, None].expand(-1, rows).flatten()
+    pairs = SortedPairs.of(torch.where(chosen, expert, experts)[:, None], experts, rows)
+    both = expert_product(hidden_states.contiguous(), self.gate_up_proj, pairs, is_transposed=True)
+    gate, up = both.chunk(2, -1)
+    outputs = expert_product((up * self.act_fn(gate)).contiguous(), self.down_proj, pairs, is_transposed=True)
+    return torch.where(chosen[:, None], outputs, 0)
 
 
 @dataclass(frozen=True)

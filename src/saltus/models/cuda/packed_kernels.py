@@ -1,4 +1,4 @@
-"""Multiply rows by packed weights, whose integers become numbers in registers: a call reads the bytes of the blocks.
+"""Multiply rows by packed weights, which become bfloat16 numbers in registers: a call reads the bytes of the blocks.
 
 Tiles, parts and the order of sums are as in linear_kernels.py: they follow from the layer's sizes alone. A step
 multiplies 64 inputs, first one of the two that each lane has, then the other (`packed_weight.Planes`).
@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import triton.language as tl
-from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from saltus.models.cuda.launching import device_function, kernel, pipeline_bytes
-from saltus.models.cuda.packed_weight import LANES, STEP, TILE_OUTPUTS, GPUPackedWeight
+from saltus.models.cuda.packed_planes import LANES, STEP, TILE_OUTPUTS
+from saltus.models.cuda.packed_weight import GPUPackedWeight
 
 STAGES = 4  # of the pipeline, at most: they change no sums
 WIDE_TILE = 2 * TILE_OUTPUTS  # outputs, where a weight has whole ones: what is common to all lanes is half as often
@@ -41,13 +41,16 @@ def _number(word, place: tl.constexpr, BFLOAT16: tl.constexpr):
 @device_function
 def _scales(
     word, second_word, whole, upper, place: tl.constexpr, UNIT: tl.constexpr,
-    OF_256: tl.constexpr, MINIMUMS: tl.constexpr, HALVES: tl.constexpr, BFLOAT16: tl.constexpr,
+    OF_256: tl.constexpr, MINIMUMS: tl.constexpr, HALVES: tl.constexpr, BFLOAT16: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """The scale, over UNIT, and the minimum of each output's first or second 32 inputs, [outputs, 1].
 
     Where halves of these have their own, [outputs, lanes]; `upper` says which lanes belong to the second half.
     """
-    if OF_256:
+    if SPAN:
+        scales = word.to(tl.float32, bitcast=True)[:, None]
+        minimums = scales  # there are none
+    elif OF_256:
         first, second = (word >> 16 * place) & 255, (word >> 16 * place + 8) & 255
         scale, least = _number(whole, 0, BFLOAT16) * (1 / UNIT), -_number(whole, 1, BFLOAT16)
         if HALVES:
@@ -74,6 +77,14 @@ def _less(integer, zero: tl.constexpr):
 
 
 @device_function
+def _number_of(byte, zero: tl.constexpr, SPAN: tl.constexpr):
+    """What a scale multiplies: an integer less `zero`, or an 8-bit float (E4M3) over FLOAT_SHIFT, in float32."""
+    if SPAN:  # its sign and, four bits below, its exponent and digits; -0x78100000 keeps these bits
+        return ((byte << 24 >> 4) & -0x78100000).to(tl.float32, bitcast=True)
+    return _less(byte, zero)
+
+
+@device_function
 def _bytes(words):
     """The bytes [outputs, 4 · words] of words of 32 bits, each in a number of its own."""
     first, second = words & 255, (words >> 8) & 255
@@ -86,7 +97,7 @@ def _bytes(words):
 def packed_sums(
     inputs, exists, low, high, fine, coarse, columns, part,
     STRIDE: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
-    OF_256: tl.constexpr, MINIMUMS: tl.constexpr, HALVES: tl.constexpr, BFLOAT16: tl.constexpr,
+    OF_256: tl.constexpr, MINIMUMS: tl.constexpr, HALVES: tl.constexpr, BFLOAT16: tl.constexpr, SPAN: tl.constexpr,
     MASKED: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """The part's sums [outputs, rows] of some outputs of a weight, and rows whose first lanes are at `inputs`.
@@ -121,20 +132,20 @@ def packed_sums(
             more = more >> (step % per_byte * 2 * width).to(tl.int32)
             first = _bytes((both & 0x0F0F0F0F) | (more & mask) << 4)
             second = _bytes(((both >> 4) & 0x0F0F0F0F) | ((more >> width) & mask) << 4)
-        word = tl.load(fine + at + columns)
+        word = tl.load(fine + (step // SPAN * STRIDE if SPAN else at) + columns)
         second_word, whole = word, word
         if OF_256:
             whole = tl.load(coarse + step // 4 * STRIDE + columns)
         elif MINIMUMS:
             second_word = tl.load(fine + steps * STRIDE + at + columns)
-        scale, minimum = _scales(word, second_word, whole, upper, 0, 1, OF_256, MINIMUMS, HALVES, BFLOAT16)
-        weight = _less(first, ZERO) * scale
+        scale, minimum = _scales(word, second_word, whole, upper, 0, 1, OF_256, MINIMUMS, HALVES, BFLOAT16, SPAN)
+        weight = _number_of(first, ZERO, SPAN) * scale
         if MINIMUMS:
             weight += minimum
         row = _rows(inputs + step * STEP, exists, MASKED)
         sums = tl.dot(_moved(weight.to(dtype)), row, sums, input_precision="ieee")
-        scale, minimum = _scales(word, second_word, whole, upper, 1, unit, OF_256, MINIMUMS, HALVES, BFLOAT16)
-        weight = _less(second, ZERO * unit) * scale
+        scale, minimum = _scales(word, second_word, whole, upper, 1, unit, OF_256, MINIMUMS, HALVES, BFLOAT16, SPAN)
+        weight = _number_of(second, ZERO * unit, SPAN) * scale
         if MINIMUMS:
             weight += minimum
         row = _rows(inputs + step * STEP + LANES, exists, MASKED)
@@ -169,7 +180,7 @@ def _packed_linear(
     x, low, high, fine, coarse, out, num_rows,
     N: tl.constexpr, STRIDE: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr,
     WIDTH: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, OF_256: tl.constexpr, MINIMUMS: tl.constexpr,
-    HALVES: tl.constexpr, BFLOAT16: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    HALVES: tl.constexpr, BFLOAT16: tl.constexpr, SPAN: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     LANES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """out[part, row, FIRST + n]: the part's sums, in the dtype of `out`."""
@@ -178,7 +189,7 @@ def _packed_linear(
     inside = rows[None, :] < num_rows
     sums = packed_sums(
         x + rows[None, :] * K + tl.arange(0, LANES)[:, None], inside, low, high, fine, coarse, columns, part,
-        STRIDE, K, PARTS, BITS, ZERO, OF_256, MINIMUMS, HALVES, BFLOAT16, False, LANES, STEP,
+        STRIDE, K, PARTS, BITS, ZERO, OF_256, MINIMUMS, HALVES, BFLOAT16, SPAN, False, LANES, STEP,
     )  # fmt: skip
     to = out + (part * num_rows + rows[None, :]) * WIDTH + FIRST + columns[:, None]
     tl.store(to, sums.to(out.dtype.element_ty), mask=(columns < N)[:, None] & inside)
@@ -195,7 +206,7 @@ def launch_facts(x: Tensor, weight: GPUPackedWeight, outputs: int, tile_rows: in
     return planes, {
         "STRIDE": planes.fine.stride(1), "K": weight.shape[-1], "BITS": layout.kept_bits, "ZERO": layout.zero,
         "OF_256": layout.of_256, "MINIMUMS": layout.minimums, "HALVES": layout.halves,
-        "BFLOAT16": weight.format is GGMLQuantizationType.MXFP4, "BLOCK_N": columns, "ROWS": tile_rows,
+        "BFLOAT16": layout.bfloat16, "SPAN": layout.span, "BLOCK_N": columns, "ROWS": tile_rows,
         "LANES": LANES, "STEP": STEP, "num_warps": 4,
         "num_stages": max(1, min(STAGES, pipeline_bytes(x.device) // stage)),
     }  # fmt: skip
