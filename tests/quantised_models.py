@@ -175,6 +175,7 @@ def compressed(form: str, **weights: Any) -> dict[str, Any]:
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "checkpoint_format": "gptq"}
 INT4 = compressed("pack-quantized", num_bits=4, strategy="group", group_size=32)
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 48]}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
 CASES: dict[str, tuple[dict[str, Any], Writer, str]] = {  # settings, writer, and what the weights become
     "gptq symmetric": (GPTQ, gptq(zero=8), "Q4_0"),
@@ -186,6 +187,9 @@ CASES: dict[str, tuple[dict[str, Any], Writer, str]] = {  # settings, writer, an
     "gptq act order": ({**GPTQ, "desc_act": True}, gptq(act_order=True), "bfloat16"),
     "gptq groups of 16": ({**GPTQ, "group_size": 16}, gptq(group=16), "bfloat16"),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, awq, "Q5_0"),
+    "auto-round": ({**AUTO_ROUND, "packing_format": "auto_round:auto_gptq"}, gptq(zero=8), "Q4_0"),
+    "auto-round with zeros": ({**AUTO_ROUND, "packing_format": "auto_round"}, gptq(less=0), "Q5_0"),
+    "auto-round as awq": ({**AUTO_ROUND, "packing_format": "auto_round:auto_awq"}, awq, "Q5_0"),
     "int4": (INT4, packed_integers(), "Q4_0"),
     "int4 with zeros": (
         compressed("pack-quantized", num_bits=4, symmetric=False), packed_integers(symmetric=False), "Q5_0"

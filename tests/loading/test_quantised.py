@@ -284,6 +284,7 @@ def test_a_damaged_weight_is_refused_and_nothing_else_happens(case):
             "holds weights quantised by BITSANDBYTES, which do not",
         ),
         ({**GPTQ, "checkpoint_format": "marlin"}, "is in the form marlin"),
+        ({**GPTQ, "quant_method": "auto-round", "packing_format": "auto_round:fake"}, "is in the form auto_round:fake"),
         ({**GPTQ, "quant_method": "awq", "version": "gemv"}, "is in the version gemv"),
         ({**INT4, "config_groups": {}}, "lacks"),
         ({**GPTQ, "quant_method": "../gptq"}, "do not load here"),

@@ -35,7 +35,7 @@ def read(settings: Mapping[str, Any], name: str, parts: Mapping[str, Tensor]) ->
         raise ValueError(f"is in the form {form}, of GPTQ's only {' and '.join(STORED_LESS)} are read")
     words, scales = required(parts, "qweight", (WORDS,), 2), required(parts, "scales", FLOATS, 2)
     packed_zeros = required(parts, "qzeros", (WORDS,), 2)
-    bits = _bits(settings, words, parts.get("g_idx"))
+    bits = _bits(packed_zeros, scales)
     inputs, (groups, outputs) = len(words) * 32 // bits, scales.shape
     check_shape("qweight", words, inputs * bits // 32, outputs)
     check_shape("qzeros", packed_zeros, groups, outputs * bits // 32)
@@ -44,13 +44,11 @@ def read(settings: Mapping[str, Any], name: str, parts: Mapping[str, Tensor]) ->
     return unsigned_groups(unpack_words(words.T, bits), zeros.T, scales.T, bits, group_numbers)
 
 
-def _bits(settings: Mapping[str, Any], words: Tensor, group_numbers: Tensor | None) -> int:
-    """Those of this weight: some checkpoints store a few with more (`dynamic`), which the length of g_idx shows."""
-    bits = settings.get("bits")
-    if group_numbers is not None and group_numbers.numel():
-        bits = 32 * len(words) / group_numbers.numel()
+def _bits(zeros: Tensor, scales: Tensor) -> int:
+    """Those of this weight, by the words of its zeros: some checkpoints store a few weights with more than others."""
+    bits = 32 * zeros.shape[1] / scales.shape[1]
     if bits not in (2, 4, 8):
-        raise ValueError(f"has integers of {bits} bits, of GPTQ's only those of 2, 4 and 8 are read")
+        raise ValueError(f"has integers of {bits:g} bits, of GPTQ's only those of 2, 4 and 8 are read")
     return int(bits)
 
 
