@@ -143,7 +143,8 @@ class AuditedServer:
             logits = self.model.logits(prompt, ids, salt if len(ids) > 4 else 0, chance)
             scores = logits if temperature == 0 else logits / temperature + np.random.default_rng(
                 _hash(seed, len(ids))).gumbel(size=len(logits))  # fmt: skip
-            scores = scores - self.penalty * np.isin(np.arange(len(scores)), ids)  # llama-cpp-python has one by default
+            if self.penalty:  # llama-cpp-python has one by default
+                scores = scores - self.penalty * np.isin(np.arange(len(scores)), ids)
             chosen = int(scores.argmax())
             whole = VOCABULARY[chosen] not in LEADS and not (ids and VOCABULARY[ids[-1]] in LEADS)
             if "changed tokens" in faults and chance.random() < 0.01 and whole:
@@ -153,7 +154,8 @@ class AuditedServer:
             top = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
             if "wrong logprobs" in faults:
                 top = top / 2
-            listed = {VOCABULARY[i]: float(top[i]) for i in np.argsort(-top)[:20] if np.isfinite(top[i])}
+            likeliest = np.argsort(-top)[:20] if body.get("logprobs") else ()
+            listed = {VOCABULARY[i]: float(top[i]) for i in likeliest if np.isfinite(top[i])}
             if "no likeliest tokens" in faults and chance.random() < 0.3:  # of accepted drafts, as in llama.cpp 11434
                 top[chosen], listed = 0.0, {}
             ids.append(chosen)

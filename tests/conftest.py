@@ -2,7 +2,9 @@
 
 import os
 import signal
+import ssl
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: one kernel thread each
@@ -25,7 +27,7 @@ from transformers import (
     set_seed,
 )
 
-import interpreted_products
+import triton_interpreter
 import type_checks
 import wide_frame
 from saltus.kernels import native
@@ -49,10 +51,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     wide_frame.install()
-    type_checks.install()
     config.pluginmanager.register(type_checks)
+    ssl.create_default_context = cache(ssl.create_default_context)  # httpx makes one for each request, in 40 ms
     if os.environ.get("TRITON_INTERPRET") == "1":
-        interpreted_products.install()
+        triton_interpreter.install()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and so would its children
 
 

@@ -1,11 +1,13 @@
 """Check types and tensor shapes while the first case of each test runs, and not in its other cases.
 
-jaxtyping wraps every function of saltus where it is imported (`--jaxtyping-packages`). A checked call takes some
-0.1 ms, and a function made inside another is wrapped anew each time: checks of all calls were three quarters of the
-suite's time.
+jaxtyping's import hook decorates every function of saltus (`--jaxtyping-packages`). A checked call takes some 0.1 ms,
+and to wrap a function some ms, those made inside others each time: it was three quarters of the suite's time.
 """
 
+import dataclasses
+import functools
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 import jaxtyping
@@ -15,22 +17,39 @@ IS_CHECKED = pytest.StashKey[bool]()
 _wrapped = jaxtyping.jaxtyped
 
 
-def install() -> None:
-    """Check nothing, until a test asks for it."""
-    jaxtyping.jaxtyped = _for_local_functions_if_on
-    jaxtyping.config.update("jaxtyping_disable", True)
-
-
-def _for_local_functions_if_on(*args: Any, **named: Any) -> Any:
-    """What jaxtyping's import hook decorates functions by; those of a module are wrapped also while checks are off."""
+def _wrapped_when_checked(*args: Any, **named: Any) -> Any:
+    """What jaxtyping's import hook decorates functions by: a function is wrapped in its first checked call."""
     if args:
         return _wrapped(*args, **named)
 
     def decorate(function: Any) -> Any:
-        is_local = "<locals>" in getattr(function, "__qualname__", "")
-        return function if is_local and jaxtyping.config.jaxtyping_disable else _wrapped(function, **named)
+        if isinstance(function, FunctionType):
+            return _lazy(function, named)
+        if isinstance(function, type) and dataclasses.is_dataclass(function):
+            if isinstance(function.__init__, FunctionType):
+                function.__init__ = _lazy(function.__init__, named)
+            return function
+        return _wrapped(function, **named)
 
     return decorate
+
+
+def _lazy(function: FunctionType, settings: dict[str, Any]) -> Any:
+    wrapped = None
+
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        nonlocal wrapped
+        if jaxtyping.config.jaxtyping_disable:
+            return function(*args, **named)
+        wrapped = wrapped or _wrapped(function, **settings)
+        return wrapped(*args, **named)
+
+    return call
+
+
+jaxtyping.jaxtyped = _wrapped_when_checked  # before anything of saltus is imported
+jaxtyping.config.update("jaxtyping_disable", True)
 
 
 def choose(items: list[pytest.Item]) -> None:

@@ -15,7 +15,6 @@ from saltus.engine.tool_formats.gpt_oss import GPT_OSS
 from saltus.engine.tool_formats.tool_format import ToolCall
 from saltus.engine.tool_messages import readable_messages
 
-pytestmark = pytest.mark.unchecked
 SCHEMA = {"type": "object", "properties": {"animal": {"type": "string"}}, "required": ["animal"]}
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("look", "see")]
 TEMPLATE = (  # short, with the markers of gpt-oss's

@@ -72,7 +72,6 @@ CALLS = [
 ]
 OWN = [form for form in (*FORMATS, HERMES) if form != GPT_OSS]  # gpt-oss's is in test_channel_reader.py
 forms = pytest.mark.parametrize("form", OWN, ids=lambda form: type(form).__name__)
-pytestmark = pytest.mark.unchecked
 
 
 def read(form, pieces, tools=TOOLS) -> tuple[str, list[ToolCall]]:
@@ -97,6 +96,7 @@ def test_a_form_is_told_by_the_template(form):
     assert has_other_format(TEMPLATES[form] + "<start_function_call>")
 
 
+@pytest.mark.unchecked
 @pytest.mark.slow
 @forms
 def test_calls_are_read_as_they_are_written_wherever_the_text_is_cut(form):

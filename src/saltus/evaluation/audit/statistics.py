@@ -55,7 +55,7 @@ def _labellings(replies: int) -> np.ndarray:
 
 def _across_less_within(group: Differences) -> np.ndarray:
     signs = _labellings(len(group))
-    return -np.einsum("li,ij,lj->l", signs, group.astype(np.int64), signs) // 2  # across minus within, by pairs
+    return -(signs @ group.astype(np.int64) * signs).sum(axis=1) // 2  # across minus within, by pairs
 
 
 def _odd_side(group: Differences) -> np.ndarray:
