@@ -408,3 +408,13 @@ def test_without_a_compiler_for_our_kernels_a_warning_says_so_and_texts_are_writ
         assert told.endswith("Failed to find C compiler. Please specify via CC environment variable.")
     finally:
         kernel_support._kernels_run.cache_clear()
+
+
+def test_our_kernels_are_off_on_gpus_that_do_not_multiply_bfloat16(device, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+    kernel_support._kernels_run.cache_clear()
+    try:
+        assert not kernel_support.has_kernels()
+        assert caplog.messages[-1].endswith("need a GPU of compute capability 8.0 or more, and this one has 7.5")
+    finally:
+        kernel_support._kernels_run.cache_clear()

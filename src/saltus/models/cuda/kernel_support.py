@@ -17,7 +17,7 @@ def has_kernels() -> bool:
 
 @lru_cache
 def _kernels_run() -> bool:
-    """True if Triton is there and can compile, for which it needs a C compiler; where it fails a warning says so."""
+    """True if Triton is there and compiles for the GPU, for which it needs a C compiler; a warning says what fails."""
     if importlib.util.find_spec("triton") is None:
         return False
     try:
@@ -26,6 +26,6 @@ def _kernels_run() -> bool:
         check_launch()
     except Exception as error:  # of many kinds, by what is missing
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        log.warning("our kernels for GPUs are off, since Triton compiles nothing here: %s", reason)
+        log.warning("our kernels for GPUs are off, since they do not run here: %s", reason)
         return False
     return True

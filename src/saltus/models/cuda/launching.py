@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+MIN_CAPABILITY = 8, 0  # of GPUs that multiply bfloat16; for others Triton makes products number by number
 LARGEST_SHARED_MEMORY = 232_448  # bytes of a program, of the GPUs that have most (compute capability 9.0 and 10.0)
 
 
@@ -48,8 +49,14 @@ def _write_one(out):
 
 
 def check_launch() -> None:
-    """Compile and run a kernel on the GPU, if there is one. Errors: those of Triton, which needs a C compiler."""
+    """Compile and run a kernel on the GPU, if there is one.
+
+    Errors: RuntimeError for a GPU of less than MIN_CAPABILITY; those of Triton, which needs a C compiler.
+    """
     if torch.cuda.is_available():
+        if (capability := torch.cuda.get_device_capability()) < MIN_CAPABILITY:
+            needed, found = (f"{major}.{minor}" for major, minor in (MIN_CAPABILITY, capability))
+            raise RuntimeError(f"they need a GPU of compute capability {needed} or more, and this one has {found}")
         out = torch.zeros(1, device="cuda")
         _write_one[(1,)](out)
         if out.item() != 1:
