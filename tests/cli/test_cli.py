@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import runpy
 import select
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from typer.testing import CliRunner
 import saltus
 import saltus.engine.engine as engine_module
 from conftest import tiny_llama
+from saltus.cli import open_engine
 from saltus.cli.app import app
 from saltus.cli.coloured_text import CALL_COLOURS, VISIBLE_CONTROL_CHARACTERS, ColouredTextWriter
 from saltus.cli.methods import describe_method
@@ -31,6 +33,8 @@ from saltus.cli.options import DEFAULT_COUPLING, DEFAULT_METHOD
 from saltus.cli.report import RECORD_KEYS, comparison_line
 from saltus.core.sampling import Sampling
 from saltus.engine.comparison import first_difference
+from saltus.kernels import native
+from saltus.loading.progress import Stage
 from saltus.loading.sources import ALL_SHORT_NAMES, DEFAULT_MODEL
 from saltus.methods import AUTO, available_methods
 from saltus.models.causal import CausalNetwork
@@ -812,3 +816,15 @@ def test_a_text_follows_a_grammar(folder, tmp_path):
 def test_a_character_that_does_not_exist_is_named(folder):
     with pytest.raises(ValueError, match=r"U\+D800\) at character 5"):
         saltus.load(folder, "plain").generate("the \ud800")
+
+
+def test_kernels_are_compiled_while_a_model_is_downloaded_and_not_without(monkeypatch):
+    started, shown = [], []
+    monkeypatch.setattr(open_engine.subprocess, "Popen", lambda command, **_: started.append(command))
+    report = open_engine._compiling_meanwhile(shown.append)
+    stages = [Stage("asking the hub"), Stage("downloading", 0, 9), Stage("downloading", 9, 9)]
+    for stage, processes in zip(stages, (0, 1, 1), strict=True):
+        report(stage)
+        assert len(started) == processes
+    assert shown == stages
+    assert runpy.run_module(started[0][-1])["load_kernels"] is native.load_kernels

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import subprocess
 import sys
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 from saltus.cli.options import DEFAULT_METHOD, MethodOptions, ModelOptions, SamplingOptions
 from saltus.engine.target_drafters import is_drafter_spec
-from saltus.loading.progress import no_progress, progress_bars
+from saltus.loading.progress import ProgressCallback, Stage, no_progress, progress_bars
 from saltus.loading.sources import resolve
 
 
@@ -54,7 +55,7 @@ def open_engine(
     live = sys.stderr.isatty()
     with progress_bars() if live else nullcontext(no_progress) as show:
         for name in (model, *conflicting):
-            resolve(name, progress=show)
+            resolve(name, progress=_compiling_meanwhile(show))
     note = _temporary_note(f"loading {model}") if live else nullcontext()
     shown = progress_bars() if live and settings.get("ngram_corpus") else nullcontext(no_progress)
     with note, shown as show:
@@ -67,6 +68,20 @@ def open_engine(
     if engine.decoder.auto_note:
         print_note(engine.decoder.auto_note)
     return engine
+
+
+def _compiling_meanwhile(show: ProgressCallback) -> ProgressCallback:
+    """The same progress. With a download begins a process that compiles the kernels, which takes as long."""
+    started: list[Any] = []
+
+    def report(stage: Stage) -> None:
+        if stage.total and not started:
+            command = [sys.executable, "-m", "saltus.kernels.native"]
+            nothing = subprocess.DEVNULL
+            started.append(subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing))
+        show(stage)
+
+    return report
 
 
 @contextmanager

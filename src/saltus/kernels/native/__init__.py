@@ -427,11 +427,11 @@ def _compilers() -> list[list[str]]:
 def _compile(commands: list[list[str]], sources: dict[str, bytes], target: Path) -> str | None:
     """Compile into place atomically by the first command that can; returns the first error, None on success."""
     errors: list[str] = []
+    log.warning("compiling the kernels for this processor, once; it takes up to a minute")
     try:
         with disk_errors(cache_folder(), "them"), FileLock(target.with_suffix(".lock")):
             if is_own_file(target):  # made by another process meanwhile
                 return None
-            log.warning("compiling the kernels for this processor, once; it takes up to a minute")
             with new_file_with_digest(target) as made:
                 for name, text in sources.items():
                     made.with_name(name).write_bytes(text)
