@@ -1,10 +1,12 @@
 """Compile every kernel for GPUs that a decoder, a drafter and the picks launch, for a GPU that need not be there.
 
     python tests/compiled_kernels.py CAPABILITY…    # such as 80 90
+    python tests/compiled_kernels.py --widest CAPABILITY…    # a few, among them those that need most memory
 
 Launches compile in place of running, so that calls on the CPU reach all of them; what they compute is memory as it was.
-Prints a line for each binary. Exits with an error where Triton or ptxas refuses one, and where a register is written to
-while a product of a warp group may still read it.
+Prints a line for each binary. Exits with an error where Triton or ptxas refuses one, where a register is written to
+while a product of a warp group may still read it, and where products of few rows have other matrix instructions than
+those of many, which may add in another order.
 """
 
 import re
@@ -47,6 +49,7 @@ FLOATS8 = "8-bit floats by 128 inputs"
 Format = GGMLQuantizationType | str
 EXPERT_FORMATS = [getattr(GGMLQuantizationType, name) for name in ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "MXFP4")] + [FLOATS8]
 OPTIONS = ("num_warps", "num_stages")
+PRODUCTS = ("HMMA", "HGMMA", "UTCHMMA")  # instructions of warps, of warp groups (Hopper), of tensor memory (Blackwell)
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes of a program
 
 
@@ -56,6 +59,7 @@ class Compiler:
     def __init__(self, capability: int) -> None:
         self.capability = capability
         self.binaries: dict[Any, Any] = {}
+        self.products: dict[str, set[str]] = {}  # the matrix instructions of each kernel of linear layers
 
     def run(self, function: JITFunction, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
         options = {name: named.pop(name) for name in OPTIONS if name in named}
@@ -76,8 +80,13 @@ class Compiler:
             made = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
             self.binaries[key] = made
             assert made.metadata.shared <= SHARED_MEMORY[self.capability], "more shared memory than there is"
-            early = early_writes(machine_code(made.asm["cubin"])) if self.capability == 90 else []
+            code = machine_code(made.asm["cubin"])
+            early = early_writes(code) if self.capability == 90 else []
             assert not early, f"{key[0]} writes to registers that a product reads: {early[0]}"
+            if "linear" in key[0] or key[0] == "_gate_and_up":
+                found = self.products.setdefault(key[0], set())
+                found |= {name for line in code for name in PRODUCTS if re.search(rf"\b{name}\b", line)}
+                assert len(found) == 1, f"{key[0]} multiplies by {' and '.join(sorted(found)) or 'single numbers'}"
             print(self.capability, key[0], f"{made.metadata.shared:,} bytes of shared memory", flush=True)
 
 
@@ -142,6 +151,16 @@ def decode(
     logits, _ = decoder(inputs, pool)
     greatest = torch.zeros(len(logits), dtype=torch.float64)
     pick_kernels.pick_tokens(logits, greatest, inputs.keys, inputs.temperatures)
+
+
+def multiply_widest() -> None:
+    """Products of few and of many rows, attention to large heads, packed experts."""
+    decode(1)
+    decode(160, norms=True, heads=8, kv_heads=1, head_dim=256)
+    for rows in (1, 200):
+        linear_kernels.product(torch.zeros(rows, 512, dtype=torch.bfloat16), packed_weight(FLOATS8, 256, 512), rows)
+    pairs = SortedPairs.of(torch.zeros(128, 2, dtype=torch.int64), 8)
+    expert_product(torch.zeros(128, 256, dtype=torch.bfloat16), packed_stack(FLOATS8, 8, 192, 256), pairs)
 
 
 def packed_weight(format: Format, outputs: int, inputs: int) -> GPUPackedWeight:
@@ -212,12 +231,16 @@ def draft_as_published() -> None:
 
 def main() -> None:
     warnings.filterwarnings("ignore")
-    for capability in map(int, sys.argv[1:]):
+    widest = sys.argv[1] == "--widest"
+    for capability in map(int, sys.argv[2 if widest else 1 :]):
         compiler = Compiler(capability)
         launching.LARGEST_SHARED_MEMORY = SHARED_MEMORY[capability]
         launching.pipeline_bytes.cache_clear()
         JITFunction.run = lambda self, *args, compiler=compiler, **named: compiler.run(self, *args, **named)
         with torch.inference_mode():
+            if widest:
+                multiply_widest()
+                continue
             decode(1)
             decode(160, bias=True)
             decode(1, norms=True, heads=28, kv_heads=4, head_dim=128)
