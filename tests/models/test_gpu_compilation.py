@@ -18,7 +18,7 @@ def compiled(cache: Path, *arguments: str) -> set[str]:
     """The kernels that the script compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, SCRIPT, *arguments], env=environment | {"TRITON_CACHE_DIR": str(cache)}, timeout=600,
+        [sys.executable, SCRIPT, *arguments], env=environment | {"TRITON_CACHE_DIR": str(cache)}, timeout=1200,
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -26,10 +26,10 @@ def compiled(cache: Path, *arguments: str) -> set[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # minutes of the compiler
 @pytest.mark.skipif(native.load_kernels() is None, reason="packed weights need compiled kernels")
-@pytest.mark.parametrize("capability", ["89", "90"])
-def test_every_kernel_compiles(capability, tmp_path):
-    assert compiled(tmp_path, capability) == {
+def test_every_kernel_compiles(tmp_path):
+    assert compiled(tmp_path, "90") == {
         "_linear", "_gate_and_up", "_activate", "_packed_linear", "_add_and_norm", "_rotate_and_store", "_attend_split",
         "_combine", "_race", "_best", "_sort_pairs", "_expert_linear",
         "_packed_expert_linear", "_route", "_sum_experts", "_normalize_features", "_draft_inputs",
@@ -37,6 +37,7 @@ def test_every_kernel_compiles(capability, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", ["100", "120"])
-def test_large_tiles_compile_for_blackwell_and_products_multiply_alike_whatever_the_rows(capability, tmp_path):
+@pytest.mark.parametrize("capability", ["89", "100", "120"])
+def test_large_tiles_compile_for_others_and_products_multiply_alike_whatever_the_rows(capability, tmp_path):
+    """Ada has little shared memory, Blackwell matrix instructions of its own."""
     assert compiled(tmp_path, "--widest", capability) >= {"_linear", "_packed_linear", "_attend_split"}
