@@ -115,7 +115,7 @@ def test_a_template_that_makes_too_much_is_refused_before_it_has_made_it(templat
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 200 << 20
-    assert time.thread_time() - begun < 1
+    assert time.thread_time() - begun < 10  # what is not refused takes minutes, or for ever
     assert re.search("take another chat template|maximum recursion depth", said)
 
 
