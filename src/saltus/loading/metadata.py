@@ -77,8 +77,9 @@ def _parse(data: dict[str, Any]) -> DrafterMetadata:
 def _check_types(metadata: DrafterMetadata) -> None:
     """Raise TypeError for a field of another type than metadata have."""
     tables = metadata.settings, metadata.training, metadata.files
-    texts = metadata.target_name, metadata.target_fingerprint or "", metadata.target_signs or ""
-    if not all(isinstance(table, dict) for table in tables) or not all(isinstance(text, str) for text in texts):
+    texts = metadata.target_fingerprint, metadata.target_signs
+    are_texts = isinstance(metadata.target_name, str) and all(text is None or isinstance(text, str) for text in texts)
+    if not are_texts or not all(isinstance(table, dict) for table in tables):
         raise TypeError("a field is of another type")
 
 
