@@ -21,7 +21,7 @@ test-all: lint  ## the same, and tests that drive Ray, Chromium, litellm, schema
 	@echo; echo "── tests ──"
 	@$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
-quick: .venv/.ready-dev  ## a minute's worth: the first case of every test that is not slow
+quick: .venv/.ready-dev  ## a few minutes: the first case of every test that is not slow, without type checks
 	@$(BIN)/python -m pytest $(WORKERS) --quick -q $(ARGS)
 
 sanitize: .venv/.ready-dev  ## the kernels' tests, with kernels that check every address and undefined operation

@@ -64,7 +64,7 @@ def choose(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Around the test and its fixtures."""
-    jaxtyping.config.update("jaxtyping_disable", not item.stash[IS_CHECKED])
+    jaxtyping.config.update("jaxtyping_disable", not item.stash.get(IS_CHECKED, False))
     try:
         return (yield)
     finally:
