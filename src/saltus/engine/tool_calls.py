@@ -39,7 +39,7 @@ OTHER_FORMATS = (  # not read, unless the template's form has them: Command R an
     "functools[", "｜DSML｜", "directly_answer", "directly-answer",
 )  # fmt: skip
 OTHER_MARKER = re.compile(r"""<[^<>\s'"]*(?i:tool[_▁]?calls?)[^<>\s'"]*>|\[TOOL_CALLS?\]""")
-# as those of older ones of Nemotron, and of the forms that are read
+# such as older Nemotron's, and those of the forms that are read
 
 
 def tool_format(tokenizer: Any) -> ToolFormat:
