@@ -1,7 +1,7 @@
 """Check types and tensor shapes while the first case of each test runs, and not in its other cases.
 
-`--quick` checks none. jaxtyping's import hook decorates every function of saltus (`--jaxtyping-packages`). A checked call
-takes some 0.1 ms, and to wrap a function some ms, those made inside others each time: it was three quarters of the
+`--quick` checks none. jaxtyping's import hook decorates every function of saltus (`--jaxtyping-packages`). A checked
+call takes some 0.1 ms, and to wrap a function some ms, those made inside others each time: it was three quarters of the
 suite's time.
 """
 
@@ -19,7 +19,7 @@ _wrapped = jaxtyping.jaxtyped
 
 
 def _wrapped_when_checked(*args: Any, **named: Any) -> Any:
-    """What `--quick` checks none. jaxtyping's import hook decorates functions by: a function is wrapped in its first checked call."""
+    """What jaxtyping's import hook decorates functions by: a function is wrapped in its first checked call."""
     if args:
         return _wrapped(*args, **named)
 
