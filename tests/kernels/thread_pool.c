@@ -28,9 +28,9 @@ static void own(const void *job, int64_t piece) {
   for (volatile int i = 0; i < 20000; i++) continue;  // so that others have the time to take a piece
 }
 
-// How many threads took pieces of some jobs, at most.
-static int num_owners(int jobs) {
-  int most = 0;
+// Of so many jobs, those of which more than `threads` took pieces.
+static int shared_by_more_than(int threads, int jobs) {
+  int more = 0;
   while (jobs--) {
     Owners owners;
     int different = 0;
@@ -40,9 +40,9 @@ static int num_owners(int jobs) {
       while (!pthread_equal(owners.of[before], owners.of[piece])) before++;
       different += before == piece;
     }
-    most = different > most ? different : most;
+    more += different > threads;
   }
-  return most;
+  return more;
 }
 
 int main(void) {
@@ -54,10 +54,13 @@ int main(void) {
   pthread_join(other, &found);
   if (own || found) return 1;
   saltus_threads(2);
-  num_owners(1);  // a worker may be at a piece of the job before
-  if (num_threads() != 2 || num_owners(50) > 2) return 2;
+  // Each of the two workers beyond the limit may have read the old one, and lose its processor before it takes a last piece.
+  if (num_threads() != 2 || shared_by_more_than(2, 50) > 2) return 2;
   saltus_threads(1);
-  if (num_threads() != 1 || num_owners(5) > 1) return 3;
+  if (num_threads() != 1 || shared_by_more_than(1, 5)) return 3;
   saltus_threads(4);
-  return num_threads() == 4 && num_owners(50) > 2 && !call("wrong") ? 0 : 4;
+  if (num_threads() != 4 || call("wrong")) return 4;
+  for (int tries = 0; tries < 1000; tries++)  // on a busy machine two threads may do many jobs before the others run
+    if (shared_by_more_than(2, 1)) return 0;
+  return 5;
 }
