@@ -16,6 +16,7 @@ from saltus.methods.ptp.network import DraftNetwork
 from saltus.methods.published import find_form
 from saltus.methods.shared.adapter_files import load_adapter
 from saltus.methods.shared.drafter_files import find_shipped
+from saltus.methods.shared.published_files import warn_of_another_target
 from saltus.models.protocols import DrafterHost, TargetNetwork
 
 DRAFTER_KINDS = ("drafter", "heads", "adapter")
@@ -80,6 +81,7 @@ def _load_drafter(kind: str, place: str, target: TargetNetwork, target_name: str
         network = HeadNetwork(load_heads(folder, target.model, target_name), target)
     elif (form := find_form(folder)) is not None:
         network = form.load_network(folder, target, target_name)
+        warn_of_another_target(folder, target_name)
     else:
         network = DraftNetwork(load_drafter(folder, target.model, target_name), target)
     target.add_hidden_state_layers(network.model.shape.hidden_state_layers)

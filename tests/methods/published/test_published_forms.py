@@ -48,8 +48,8 @@ def folder(form, tmp_path) -> Path:
     return tmp_path
 
 
-def load(folder: Path):
-    return load_drafter_for_target(f"drafter:{folder}", CausalNetwork(tiny_llama(num_hidden_layers=6)), "tiny")
+def load(folder: Path, target_name: str = "tiny"):
+    return load_drafter_for_target(f"drafter:{folder}", CausalNetwork(tiny_llama(num_hidden_layers=6)), target_name)
 
 
 def test_a_folder_is_of_one_form(form, folder):
@@ -102,6 +102,35 @@ def test_a_drafter_of_another_size_is_refused_in_a_line(folder):
     with pytest.raises(ValueError, match="tiny has 64") as error:
         load_drafter_for_target(f"drafter:{folder}", target, "tiny")
     assert "\n" not in str(error.value)
+
+
+VERIFIER = "Qwen/Qwen3-8B"
+
+
+@pytest.mark.parametrize(
+    "named", [{"speculators_config": {"verifier": {"name_or_path": VERIFIER}}}, {"target_model_name_or_path": VERIFIER}]
+)
+def test_a_drafter_that_names_another_target_says_so_in_a_line(form, folder, named, caplog):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | named))
+    for name in (VERIFIER, "tiny", "models/qwen3-8b-Q4_K_M.gguf"):
+        load(folder, name)
+    assert not caplog.messages
+    load(folder, "meta-llama/Llama-3.1-8B-Instruct")
+    (line,) = caplog.messages
+    assert f"was trained for {VERIFIER}, not for meta-llama/Llama-3.1-8B-Instruct" in line
+
+
+@pytest.mark.parametrize(
+    "table",
+    [{"speculators_config": None}, {"speculators_config": {"verifier": [1]}}, {"verifier": {"name_or_path": 3}}],
+)
+def test_a_target_that_is_no_name_draws_no_warning(tmp_path, table, caplog):
+    EXAMPLES["eagle3"](tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | table))
+    load(tmp_path, VERIFIER)
+    assert not caplog.messages
 
 
 def test_a_drafter_of_no_form_is_refused_in_a_line(tmp_path):

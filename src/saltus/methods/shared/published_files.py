@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,9 @@ from torch import Tensor
 from saltus.kernels.packed_weight import select_rows
 from saltus.loading.fetching import first_line
 from saltus.loading.model_folders import weight_files
+from saltus.loading.model_names import surely_differ
+
+log = logging.getLogger("saltus")
 
 CONFIG_FILE = "config.json"
 LAYER_KINDS = ("full_attention", "sliding_attention")
@@ -29,6 +33,20 @@ def read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}
+
+
+def warn_of_another_target(folder: Path, target_name: str) -> None:
+    """Log a line where a folder names a target that is surely another model than the one of this name."""
+    config = read_config(folder)
+    table = config.get("speculators_config")
+    verifier = (table if isinstance(table, dict) else config).get("verifier")
+    named = verifier.get("name_or_path") if isinstance(verifier, dict) else verifier
+    named = named or config.get("target_model_name_or_path")
+    if isinstance(named, str) and surely_differ(named, target_name):
+        log.warning(
+            "the drafter in %s was trained for %s, not for %s: the text is exact, but few drafts may be accepted",
+            folder, named, target_name,
+        )  # fmt: skip
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
