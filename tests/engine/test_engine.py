@@ -86,6 +86,21 @@ def refused(cure: str):
     assert "\n" not in str(error.value)
 
 
+def test_options_of_methods_that_auto_is_not_draw_a_line(tiny_folder, tiny_drafter, monkeypatch, caplog):
+    folder = str(tiny_folder())
+    engine = saltus.load(folder, options={"mtpc": {"top_k": 2}, "ptp": {"max_nodes": 64}, "mtp": {}, "lookup": {}})
+    (line,) = caplog.messages
+    assert "auto is lookup here: the options of mtpc and ptp have no effect on it" in line
+    engine.copy_with().generate(PROMPT, method="auto", max_new_tokens=2)
+    options = {"ptp": {"model": str(tiny_drafter())}, "lookup": {"max_ngram_size": 5}}
+    saltus.load(folder, options=options)
+    saltus.load(folder, "lookup", options=options)
+    monkeypatch.setattr("saltus.engine.auto_method.find_shipped", lambda kind, target: "drafter")
+    monkeypatch.setattr("saltus.engine.auto_method.call_seconds", lambda network: {1: 1.0, 8: 2.0})
+    assert saltus.load(folder, options={"ptp": {"max_nodes": 64}}).decoder.auto_note
+    assert caplog.messages == [line]
+
+
 def test_auto_takes_the_drafter_that_fits_the_model_and_lookup_always(tiny_folder, tiny_drafter, monkeypatch):
     folder = str(tiny_folder())
     without = saltus.load(folder)

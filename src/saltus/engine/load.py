@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -27,6 +28,8 @@ from saltus.loading.model_identity import model_fingerprint
 from saltus.loading.progress import ProgressCallback, no_progress
 from saltus.loading.sources import DEFAULT_MODEL
 from saltus.models.protocols import TargetNetwork
+
+log = logging.getLogger("saltus")
 
 
 @with_checked_types
@@ -111,7 +114,21 @@ def load(
     decoder = Decoder(target.network, target.name, load_draft_model, options, rule, nodes, adaptive, batch_size, tuned)
     if ngram_corpus:
         decoder.corpus = load_corpus(ngram_corpus, target.tokenizer, target.num_token_ids, progress or no_progress)
-    return Engine(target, decoder.chosen_method(method), decoder)
+    engine = Engine(target, decoder.chosen_method(method), decoder)
+    if method == methods.AUTO:
+        _report_unused_options(engine)
+    return engine
+
+
+def _report_unused_options(engine: Engine) -> None:
+    """Log a line where options are given of methods that `auto` is not, unless the decoder's note says why."""
+    explained = {"ptp"} if engine.decoder.auto_note else set()
+    given = {name for name, fields in engine.decoder.options.items() if fields}
+    if unused := sorted(given - explained - {*engine.method.split("+")}):
+        log.warning(
+            "auto is %s here: the options of %s have no effect on it; name the method to use them",
+            engine.method, " and ".join(unused),
+        )  # fmt: skip
 
 
 def _find_tuned_settings(
