@@ -40,12 +40,9 @@ class Noise:
             raise ValueError(f"noise was requested at position {positions.min()}, but positions start at 0")
         if first == last:
             return np.asarray(_block(self.seed, stream, first)[positions % BLOCK])
-        out = np.empty(positions.shape)
-        blocks = positions // BLOCK
-        for block in np.unique(blocks):
-            here = blocks == block
-            out[here] = _block(self.seed, stream, int(block))[positions[here] % BLOCK]
-        return out
+        blocks, rows = np.unique(positions // BLOCK, return_inverse=True)
+        uniforms = np.stack([_block(self.seed, stream, block) for block in blocks.tolist()])
+        return uniforms[rows.reshape(positions.shape), positions % BLOCK]
 
     def uniform(self, stream: str, position: int | np.integer) -> float:
         """The uniform of one position ≥ 0."""
