@@ -16,6 +16,7 @@ from saltus.models.memory_use import kv_bytes_per_token
 FORMS = {  # what a published head may be
     "speculators": ("speculators", {}, {}),
     "original": ("original", {}, {}),
+    "authors": ("original", {}, {"architectures": ["LlamaForCausalLM"]}),
     "3.1": ("speculators", {}, {"fc_norm": True}),
     "gpt-oss": ("speculators", {"rope_scaling": YARN}, {"norm_before_fc": True, "norm_output": False}),
     "llama3": ("original", {"rope_scaling": LLAMA3, "attention_bias": True}, {}),
@@ -58,6 +59,48 @@ def test_layers_in_a_table_of_its_own_count_from_the_first_output(tmp_path):
     assert target.hidden_state_layers == (1, 2, 5)
 
 
+def rewrite(folder, **changes) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def network(folder):
+    target = CausalNetwork(tiny_llama(num_hidden_layers=6))
+    return load_drafter_for_target(f"drafter:{folder}", target, "tiny")
+
+
+def test_the_authors_only_layer_is_one_where_the_number_is_that_of_the_target(tmp_path):
+    published_head(tmp_path, "original")
+    rewrite(tmp_path, architectures=["LlamaForCausalLM"], num_hidden_layers=40)
+    assert network(tmp_path).model.shape.layers == 1
+    other = tmp_path / "speculators"
+    _, config = published_head(other)
+    rewrite(other, transformer_layer_config=config["transformer_layer_config"] | {"num_hidden_layers": 20})
+    with pytest.raises(ValueError, match="a model of 20 layers has"):
+        network(other)
+
+
+@pytest.mark.parametrize(
+    ("form", "names"),
+    [
+        ("original", ["Eagle3MiniMaxM2ForCausalLM"]),
+        ("original", ["Eagle3Qwen3vlForCausalLM"]),
+        ("peagle", ["PeagleLlamaForCausalLM"]),
+        ("peagle", ["PeagleQwen3ForCausalLM"]),
+    ],
+)
+def test_heads_are_known_by_the_names_that_vllm_has_for_them(tmp_path, form, names):
+    published_head(tmp_path, form)
+    rewrite(tmp_path, architectures=names, speculators_model_type=None)
+    assert type(network(tmp_path)).__name__ == ("PEagleNetwork" if form == "peagle" else "Eagle3Network")
+
+
+def test_norms_of_each_state_have_an_older_name_in_sglang(tmp_path):
+    published_head(tmp_path, "original", fc_norm=True)
+    rewrite(tmp_path, fc_norm=None, use_aux_norm=True)
+    assert network(tmp_path).model.shape.norm_each
+
+
 @pytest.mark.parametrize("form", ["speculators", "peagle"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_text_of_a_batch_has_the_bits_that_it_has_alone(tmp_path, dtype, form):
@@ -81,7 +124,6 @@ def test_each_text_of_a_batch_has_the_bits_that_it_has_alone(tmp_path, dtype, fo
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_hidden_layers": 20}, "a model of 20 layers has"),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "rotary embeddings of the type dynamic"),
         ({"norm_before_fc": True}, "lacks input_norm.weight"),
         ({"fc_norm": True}, "lacks fc_norm.0.weight"),

@@ -20,14 +20,19 @@ from saltus.methods.shared.context_rows import ContextKVCache, unread_states
 from saltus.methods.shared.draft_tree import DraftOutputs
 from saltus.models.protocols import TargetNetwork
 
-ARCHITECTURES = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"}
+ARCHITECTURES = {
+    "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel",
+    "Eagle3Qwen3ForCausalLM", "Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM", "Eagle3MiniMaxM2ForCausalLM",
+}  # fmt: skip
+AUTHORS = "LlamaForCausalLM"  # in the authors' folders, beside the size of the drafted vocabulary
 
 
 def recognises(config: Mapping[str, Any]) -> bool:
     """True for the config.json of a published EAGLE-3 head."""
     if kind := config.get("speculators_model_type"):
         return kind == "eagle3"
-    return bool(ARCHITECTURES & set(config.get("architectures") or ()))
+    named = set(config.get("architectures") or ())
+    return bool(ARCHITECTURES & named) or (AUTHORS in named and "draft_vocab_size" in config)
 
 
 def load_network(folder: Path, target: TargetNetwork, target_name: str) -> Eagle3Network:

@@ -1,7 +1,7 @@
 """Hold and read heads of the EAGLE-3 family: a layer that reads token embeddings beside hidden states, and more layers.
 
 Two formats are read: that of the library speculators, with the layers' settings in a table of their own, and that of
-the authors, whose first layer is `midlayer`.
+the authors, whose only layer is `midlayer`: their config.json may give the number of the target's.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from saltus.models.packed_decoder import (
     check_layer_count,
 )
 
+AUTHORS_LAYER = "midlayer."
 DEFAULTS = {  # of Transformers' configurations by model type: the format of speculators leaves them out
     "llama": {
         "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -194,7 +195,7 @@ def load_eagle(
     embeddings, unembedding = (
         module.weight.detach() for module in (target.get_input_embeddings(), target.get_output_embeddings())
     )
-    weights = {name.replace("midlayer.", "layers.0."): weight for name, weight in weights.items()}
+    weights = {name.replace(AUTHORS_LAYER, "layers.0."): weight for name, weight in weights.items()}
     tokens, order = drafted_tokens(folder, weights, len(unembedding))
     own_embeddings, own_head = take_own_matrices(folder, weights, shape.hidden, len(embeddings), len(tokens))
     if own_embeddings is not None and not is_same(own_embeddings, embeddings):
@@ -231,7 +232,8 @@ def _read_shape(
             "scaled logits": config.get("logit_scale", 1.0) != 1.0,
         },
     )  # fmt: skip
-    heads, count = layers["num_attention_heads"], layers["num_hidden_layers"]
+    heads = layers["num_attention_heads"]
+    count = 1 if any(name.startswith(AUTHORS_LAYER) for name in weights) else layers["num_hidden_layers"]
     return EagleShape(
         layers["hidden_size"], layers["intermediate_size"], _hidden_state_layers(config, target), heads,
         layers.get("num_key_value_heads") or heads, layers.get("head_dim") or layers["hidden_size"] // heads,
@@ -239,7 +241,7 @@ def _read_shape(
         layer_spans(layers, count, folder),
         norm_before_residual=bool(config.get("norm_before_residual")), norm_output=bool(config.get("norm_output")),
         norm_all=bool(config.get("norm_before_fc") or eagle.get("norm_before_fc")),
-        norm_each=bool(config.get("fc_norm")), biased=bool(layers.get("attention_bias")),
+        norm_each=bool(config.get("fc_norm") or config.get("use_aux_norm")), biased=bool(layers.get("attention_bias")),
         head_norms=any(name.endswith("self_attn.q_norm.weight") for name in weights),
     )  # fmt: skip
 

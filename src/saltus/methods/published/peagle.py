@@ -27,7 +27,7 @@ from saltus.methods.shared.query_predictions import rows_linear
 from saltus.models.cpu.torch_decoder import normed
 from saltus.models.protocols import TargetNetwork
 
-ARCHITECTURES = {"PEagleDraftModel", "PEagleSpeculator", "PEagleLlamaForCausalLM"}
+ARCHITECTURES = {"PEagleDraftModel", "PEagleSpeculator", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM"}
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # of the mask token, as engines read them
 MASK_STATE = "mask_hidden"
 
