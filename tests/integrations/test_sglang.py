@@ -74,7 +74,7 @@ class NgramWorker:
     def __init__(self, server_args, gpu_id, nccl_port, target_worker) -> None:
         self.enable_overlap, self.draft_token_num = self.overlap, NODES
         self.model_runner, self.server_args = target_worker.model_runner, server_args
-        self.page_size, self.topk = server_args.page_size, 10
+        self.page_size, self.topk = server_args.page_size, 10  # resolved, as `context` below
 
     def _prepare_for_speculative_decoding(self, batch) -> None:
         if not batch.forward_mode.is_decode():
@@ -87,7 +87,7 @@ class NgramWorker:
         batch.forward_mode = ForwardMode("verify")
         batch.spec_info = SimpleNamespace(tokens=tokens, mask=mask)
 
-    def forward_batch_generation(self, batch, on_publish=None):
+    def forward_batch_generation(self, batch, on_publish=None, pp_proxy_tensors=None):
         self._prepare_for_speculative_decoding(batch)
         if not batch.forward_mode.is_target_verify():
             logits = torch.stack([self.model_runner.after(one.origin_input_ids_unpadded) for one in batch.reqs])
@@ -138,11 +138,16 @@ class Scheduler:
 
 def scheduler() -> Scheduler:
     target = SimpleNamespace(model_runner=ModelRunner())
-    return Scheduler(saltus_worker(NgramWorker)(server_args(), gpu_id=0, nccl_port=0, target_worker=target))
+    return Scheduler(worker(target))
 
 
-def server_args(**changes):
-    return SimpleNamespace(**{"page_size": 1, "attention_backend": "triton"} | changes)
+def worker(target, base=NgramWorker, page_size=1, backend="triton", attn_dp_size=1):
+    """A SaltusWorker. `server_args` holds what was typed: nothing of what SGLang resolved itself."""
+    context = SimpleNamespace(
+        attention_backends=lambda: ("fa3", backend), get_parallel=lambda: SimpleNamespace(attn_dp_size=attn_dp_size)
+    )
+    typed = SimpleNamespace(page_size=page_size, attention_backend=None, enable_dp_attention=None)
+    return saltus_worker(base, context)(typed, gpu_id=0, nccl_port=0, target_worker=target)
 
 
 def plain(one, length: int) -> list[int]:
@@ -255,19 +260,20 @@ def test_batches_of_other_workers_are_verified_as_before():
 def test_overlap_is_refused():
     overlapping = type("Overlapping", (NgramWorker,), {"overlap": True})
     with pytest.raises(ValueError, match="--disable-overlap-schedule"):
-        saltus_worker(overlapping)(server_args(), 0, 0, SimpleNamespace(model_runner=ModelRunner()))
+        worker(SimpleNamespace(model_runner=ModelRunner()), overlapping)
 
 
 @pytest.mark.parametrize(
     ("changes", "cure"),
-    [
-        ({"page_size": 16}, "--page-size 1"),
-        ({"enable_dp_attention": True}, "--enable-dp-attention"),
-    ],
+    [({"page_size": 16}, "--page-size 1"), ({"attn_dp_size": 2}, "--attn-dp-size")],
 )
 def test_settings_with_which_trees_are_wrong_are_refused(changes, cure):
     with pytest.raises(ValueError, match=cure):
-        saltus_worker(NgramWorker)(server_args(**changes), 0, 0, SimpleNamespace(model_runner=ModelRunner()))
+        worker(SimpleNamespace(model_runner=ModelRunner()), **changes)
+
+
+def test_pages_are_allowed_with_a_backend_that_sglang_chose_itself():
+    worker(SimpleNamespace(model_runner=ModelRunner()), page_size=16, backend="flashinfer")
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,10 @@ def register_with(algorithms: Any, custom_algorithm: type[Any]) -> None:
 
     @algorithms.register(NAME, supports_overlap=False, spec_class=SaltusAlgorithm)
     def worker_class(server_args: Any) -> type[Any]:
+        from sglang.srt import runtime_context  # pyright: ignore[reportMissingImports]
         from sglang.srt.speculative import ngram_worker  # pyright: ignore[reportMissingImports]
 
         from saltus.integrations.sglang.worker import saltus_worker, sample_by_match
 
         ngram_worker.eagle_sample = sample_by_match(ngram_worker.eagle_sample)  # the worker's module calls it by name
-        return saltus_worker(ngram_worker.NGRAMWorker)
+        return saltus_worker(ngram_worker.NGRAMWorker, runtime_context)

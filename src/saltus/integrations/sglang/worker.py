@@ -25,8 +25,9 @@ from saltus.methods import make_methods
 log = logging.getLogger("saltus")
 
 
-def saltus_worker(ngram_worker: type[Any]) -> type[Any]:
-    """SGLang's NGRAMWorker with our drafts and tokens.
+def saltus_worker(ngram_worker: type[Any], context: Any) -> type[Any]:
+    """SGLang's NGRAMWorker with our drafts and tokens. `context` is its runtime_context: settings as SGLang resolved
+    them, where `server_args` has only what was typed.
 
     What it inherits is the layout of a verification call, the KV cache and the results. It must run without overlap:
     then a request's tokens are complete when its drafts are made.
@@ -39,14 +40,13 @@ def saltus_worker(ngram_worker: type[Any]) -> type[Any]:
             super().__init__(*args, **kwargs)
             if self.enable_overlap:
                 raise ValueError("the algorithm SALTUS runs without overlap; add --disable-overlap-schedule")
-            own = getattr(self.server_args, "decode_attention_backend", None)
-            backend = own or self.server_args.attention_backend
+            _, backend = context.attention_backends()  # of prompts, and of decoding
             if self.topk > 1 and self.page_size > 1 and backend != "flashinfer":
                 raise ValueError(
                     "draft trees need pages of one token; add --page-size 1 or --attention-backend flashinfer"
                 )
-            if getattr(self.server_args, "enable_dp_attention", False):
-                raise ValueError("the algorithm SALTUS has no data-parallel attention; leave out --enable-dp-attention")
+            if context.get_parallel().attn_dp_size > 1:
+                raise ValueError("the algorithm SALTUS has no data-parallel attention; leave out --attn-dp-size")
             if getattr(self.server_args, "speculative_ngram_external_corpus_path", None):
                 log.warning("--speculative-ngram-external-corpus-path is not read by the algorithm SALTUS")
             self.drafting = Drafting(make_methods("lookup"))
