@@ -148,6 +148,27 @@ def test_drafters_get_the_hidden_states_before_the_tokens_just_decided(monkeypat
     assert run.model.layers == ((1,) if method == "ptp" else ())
 
 
+def test_positions_in_three_dimensions_are_one_where_they_are_those_of_text(monkeypatch, partners):
+    run = runner(monkeypatch, "Mtpc", {"mtpc": partners["mtpc"]})
+    reader = run.proposer.reader
+    tokens, line, last = torch.arange(5), torch.arange(5), torch.randn(5, 32)
+    run.starts = np.array([0, 5])
+    for positions, expected in [(line.expand(3, 5), line), (torch.stack([line, line, line + 1]), None)]:
+        reader._keep((), {"input_ids": tokens, "positions": positions}, last, [], run.starts)
+        found = reader.take()
+        assert found is None if expected is None else found.positions.tolist() == expected.tolist()
+
+
+def test_the_decoder_of_a_model_that_reads_images_has_its_output_layer_outside(partners):
+    model = tiny_llama()
+    inner = VllmModel(model)
+    whole = SimpleNamespace(get_language_model=lambda: inner.model, lm_head=inner.lm_head)
+    shared = VllmTarget(whole, model.config).model
+    assert torch.equal(shared.get_output_embeddings().weight, model.lm_head.weight)
+    with pytest.raises(ValueError, match=r"no embed_tokens in SimpleNamespace of vLLM; use saltus\.vllm\.Lookup"):
+        VllmTarget(SimpleNamespace(model=SimpleNamespace(wte=None)), model.config)
+
+
 def test_without_hidden_states_drafts_come_from_lookup_and_the_log_says_so_once(monkeypatch, partners, caplog):
     run = runner(monkeypatch, "Ptp", {"ptp": partners["ptp"]})
     monkeypatch.setattr(proposers.HiddenStateReader, "take", lambda self: None)

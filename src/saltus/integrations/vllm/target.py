@@ -55,11 +55,18 @@ def _described_model(model: Any, config: Any) -> Any:
     with torch.device("meta"):
         described = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     language_model = model.get_language_model() if hasattr(model, "get_language_model") else model
-    _share_weight(described.get_input_embeddings(), language_model.model.embed_tokens, "input embeddings")
+    decoder = getattr(language_model, "model", language_model)  # some give the decoder itself
+    embeddings, head = getattr(decoder, "embed_tokens", None), getattr(language_model, "lm_head", None)
+    if embeddings is None:
+        raise ValueError(
+            f"drafters find no embed_tokens in {type(model).__name__} of vLLM; use saltus.vllm.Lookup, which needs none"
+        )
+    _share_weight(described.get_input_embeddings(), embeddings, "input embeddings")
     if config.tie_word_embeddings:
         described.get_output_embeddings().weight = described.get_input_embeddings().weight
     else:
-        _share_weight(described.get_output_embeddings(), language_model.lm_head, "output embeddings")
+        head = getattr(model, "lm_head", None) if head is None else head
+        _share_weight(described.get_output_embeddings(), head, "output embeddings")
     return described
 
 
@@ -139,8 +146,12 @@ class HiddenStateReader:
         given = dict(zip(("input_ids", "positions"), args, strict=False)) | kwargs
         token_ids, positions = given.get("input_ids"), given.get("positions")
         self.latest = None
-        if starts is None or token_ids is None or positions is None or positions.dim() != 1:
+        if starts is None or token_ids is None or positions is None:
             return
+        if positions.dim() == 2:  # of models that read images, in three dimensions: one for text
+            if not bool((positions == positions[0]).all()):
+                return
+            positions = positions[0]
         states = torch.cat([*auxiliary, last], -1) if auxiliary else last
         self.latest = StepStates(token_ids.cpu().numpy().copy(), positions.cpu().numpy().copy(), states, starts)
 
