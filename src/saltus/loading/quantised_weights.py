@@ -46,6 +46,13 @@ class QuantisedCheckpoint:
     def method_name(self) -> str:
         return str(self.settings["quant_method"])
 
+    def weights(self, arithmetic: Arithmetic | None) -> dict[str, Any]:
+        """Every weight by the name that a model has for it, also those that its class does not have; `[rows]` reads it.
+
+        Quantised ones stay packed for an `arithmetic` where they can. Errors: SourceError for files of another kind.
+        """
+        return _Reading(self, arithmetic).weights()
+
     def load(
         self, name: str, dtype: torch.dtype, arithmetic: Arithmetic | None, for_gpu: bool = False
     ) -> tuple[Any, Any]:
@@ -86,8 +93,8 @@ class _Weight:
 
     read: Callable[[], Tensor]
 
-    def __getitem__(self, _: Any) -> Tensor:
-        return self.read()
+    def __getitem__(self, rows: Any) -> Tensor:
+        return self.read() if rows in (..., slice(None)) else self.read()[rows]
 
 
 @dataclass

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,20 +17,27 @@ from saltus.kernels.packed_weight import Arithmetic
 from saltus.loading.gguf_index import GgufTensor, read_gguf_index
 from saltus.loading.gguf_parts import check_end, check_part, map_file, read_weight, shape_of
 from saltus.loading.model_folders import INDEX_FILE, read_safetensors_header, text_name, weight_files
+from saltus.loading.quantised_weights import QuantisedCheckpoint, find_quantised
 
 SAMPLED_ROWS = 32  # by which two matrices are compared
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file."""
+    """A tensor in a file, or the weight that several tensors there stand for."""
 
-    shape: tuple[int, ...]
+    listed_shape: tuple[int, ...] | None  # None: only who reads it knows
     read: Callable[..., Tensor]  # all of it, or the numbers in the rows of a slice
     is_reshaped: bool = False  # the weight has another shape, with the numbers in the same order
 
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.read().shape) if self.listed_shape is None else self.listed_shape
+
     def seems_equal(self, other: StoredTensor) -> bool:
         """True if both have the same shape, and the same numbers in some rows."""
+        if None in (self.listed_shape, other.listed_shape):  # any row would be read with all others
+            return torch.equal(self.read(), other.read())
         step = max(self.shape[0] // SAMPLED_ROWS, 1)
         return self.shape == other.shape and all(
             torch.equal(self.read(slice(row, row + 1)), other.read(slice(row, row + 1)))
@@ -39,13 +47,16 @@ class StoredTensor:
 
 def stored_tensors(folder: Path, arithmetic: Arithmetic | None = None) -> dict[str, StoredTensor]:
     """The tensors of safetensors files by name; in a model that reads more than text those of its text part are called
-    as in a model of text. Those of a GGUF file, by their names in Transformers, stay packed for an `arithmetic`.
+    as in a model of text. Those of a GGUF file, by their names in Transformers, stay packed for an `arithmetic`, as do
+    quantised weights of a checkpoint, which are listed by the names that the model has for them.
     None for files of other kinds.
 
     Errors: SourceError for a damaged file.
     """
     if (folder / INDEX_FILE).is_file():
         return _of_gguf(folder, arithmetic)
+    if (quantised := find_quantised(folder)) is not None:
+        return _of_quantised(quantised, arithmetic)
     tensors = {}
     for file in weight_files(folder):
         if file.suffix == ".safetensors":
@@ -57,6 +68,18 @@ def stored_tensors(folder: Path, arithmetic: Arithmetic | None = None) -> dict[s
 def _read(file: Path, name: str, rows: slice | None = None) -> Tensor:
     with safe_open(file, "pt") as opened:
         return opened.get_tensor(name) if rows is None else opened.get_slice(name)[rows]
+
+
+def _of_quantised(checkpoint: QuantisedCheckpoint, arithmetic: Arithmetic | None) -> dict[str, StoredTensor]:
+    def read(weight: Any, rows: slice = slice(None)) -> Tensor:
+        return weight[rows]
+
+    return {
+        text_name(name): StoredTensor(
+            tuple(weight.get_shape()) if hasattr(weight, "get_shape") else None, partial(read, weight)
+        )
+        for name, weight in checkpoint.weights(arithmetic).items()
+    }
 
 
 def _of_gguf(folder: Path, arithmetic: Arithmetic | None) -> dict[str, StoredTensor]:

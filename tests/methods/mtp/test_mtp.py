@@ -15,6 +15,7 @@ from transformers import Qwen3_5Config
 import saltus
 from conftest import byte_tokenizer
 from mtp_checkpoints import FORMS, edit, head_tensors, write_checkpoint
+from quantised_models import CASES, write_quantised
 from saltus.core.canvas import continuation
 from saltus.core.control.call_cost import CallCost
 from saltus.core.forward import ForwardInputs
@@ -192,6 +193,42 @@ def test_heads_are_packed_as_their_target_is(checkpoint):
     assert {"projection.weight", "model.model.layers.0.self_attn.q_proj.weight"} <= set(packed)
     found, plain = (engine.generate("the cat", max_new_tokens=8, method=method) for method in ("mtp", "plain"))
     assert found.tokens == plain.tokens
+
+
+QUANTISED_HEADS = [
+    ("gptq", QWEN), ("gptq act order", QWEN), ("awq", "DeepSeek V3"), ("int4 with zeros", "GLM-4.5"),
+    ("int8 of channels", QWEN), ("nvfp4", QWEN), ("modelopt fp8", QWEN), ("modelopt nvfp4", "MiMo"),
+    ("fp8", "DeepSeek V3"), ("fp8", "Qwen3.5 with experts"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "form"), QUANTISED_HEADS)
+def test_heads_of_quantised_checkpoints_are_the_numbers_that_their_tensors_stand_for(case, form, tmp_path):
+    """Also heads that are not quantised, beside layers that are."""
+    settings, writer, _ = CASES[case]
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 64, "eos_token_id": 0}
+
+    def is_whole(name: str) -> bool:
+        return (".mlp." in name and "proj" in name) or name.endswith((".eh_proj.weight", "mtp.fc.weight"))
+
+    def is_of_the_target(name: str) -> bool:
+        return is_whole(name) and name.startswith(("model.layers.0.", "model.layers.1."))
+
+    for each, chosen in {"whole": is_whole, "target": is_of_the_target}.items():
+        folder = write_checkpoint(tmp_path / each, form, 1, torch.bfloat16, **sizes)
+        write_quantised(folder, settings, writer, tmp_path / f"{each} meant", chosen)
+        engine = saltus.load(str(folder))
+        assert engine.method == "mtp+lookup"
+        network: Any = engine.decoder.setup("mtp").networks["mtp"]
+        _, meant = loaded_heads(tmp_path / f"{each} meant")
+        ours, theirs = (dict(one.modules[0].named_parameters()) for one in (network, meant))
+        assert ours.keys() == theirs.keys()
+        for name, weight in ours.items():
+            if name.startswith(("projection", "model.model.layers")):
+                expanded = weight.dequantize() if isinstance(weight, PackedWeight) else weight
+                assert torch.equal(expanded, theirs[name]), name
+        found, plain = (engine.generate("the cat", max_new_tokens=8, method=method) for method in ("mtp", "plain"))
+        assert found.tokens == plain.tokens
 
 
 @torch.no_grad()

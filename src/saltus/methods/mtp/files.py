@@ -18,6 +18,7 @@ from torch import Tensor
 
 from saltus.kernels.packed_weight import arithmetic_of
 from saltus.loading.model_folders import INDEX_FILE
+from saltus.loading.quantised_weights import find_quantised
 from saltus.loading.stored_tensors import StoredTensor, stored_tensors
 from saltus.methods.mtp.family import MtpFamily, families
 from saltus.methods.mtp.module import MtpModule
@@ -80,9 +81,9 @@ def load_heads(target: TargetNetwork, target_name: str, folder: Path | None = No
     found = _find_heads_for(target.model, target_name, folder)
     modules = new_modules(found, target.model)
     tokens = None if folder is None else drafted_tokens(folder, found.others, target.model)
-    packs = not (found.folder / INDEX_FILE).is_file()  # a GGUF file's blocks stay as they are
+    stays = (found.folder / INDEX_FILE).is_file() or find_quantised(found.folder) is not None  # as it is stored
     for module, tensors in zip(modules, found.modules, strict=True):
-        module.load(_weights(tensors, found.others), packs, tokens)
+        module.load(_weights(tensors, found.others), not stays, tokens)
     return modules
 
 
