@@ -24,7 +24,16 @@ E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
 def words(integers: np.ndarray, bits: int, order: list[int] | None = None) -> Tensor:
-    """Unsigned integers [rows, n] as int32 words [rows, n · bits / 32]: the i-th of a word is shifted by i · bits."""
+    """Unsigned integers [rows, n] as int32 words [rows, n · bits / 32]: the i-th of a word is shifted by i · bits.
+
+    Those of 3 bits follow one another over the ends of words.
+    """
+    if 32 % bits:
+        rows = [sum(int(each) << bits * place for place, each in enumerate(row)) for row in integers]
+        size = integers.shape[1] * bits // 8
+        return torch.tensor(
+            [list(np.frombuffer(row.to_bytes(size, "little"), "<i4")) for row in rows], dtype=torch.int32
+        )
     per_word = 32 // bits
     out = np.zeros((integers.shape[0], integers.shape[1] // per_word), np.uint32)
     for column in range(integers.shape[1]):
@@ -157,6 +166,43 @@ def modelopt4(draws: np.random.Generator, outs: int, ins: int) -> Written:
     }, weight  # fmt: skip
 
 
+def modelopt_awq(scaled_inputs: bool = False) -> Writer:
+    """As ModelOpt packs INT4 (W4A16_AWQ): bytes of two outputs beside each other."""
+
+    def write(draws: np.random.Generator, outs: int, ins: int) -> Written:
+        integers = draws.integers(-8, 8, (outs, ins))
+        scales = draws.uniform(0.5, 1.5, (outs, ins // 32)).astype(np.float32) * np.float32(0.04)
+        weight = scales.astype(np.float16).astype(np.float32)[:, np.arange(ins) // 32] * integers
+        packed = np.zeros((outs // 2, ins), np.uint8)
+        for out in range(outs):
+            packed[out // 2] |= (integers[out] % 16 << 4 * (out % 2)).astype(np.uint8)
+        tensors = {"weight": torch.from_numpy(packed), "weight_scale": torch.from_numpy(scales).half().float()}
+        if scaled_inputs:
+            of_inputs = torch.from_numpy(draws.uniform(0.5, 2, ins)).bfloat16()
+            return tensors | {"pre_quant_scale": of_inputs}, weight * of_inputs.float().numpy()
+        return tensors, weight
+
+    return write
+
+
+def modelopt_int8(draws: np.random.Generator, outs: int, ins: int) -> Written:
+    """As ModelOpt writes INT8 (W8A16, W8A8_SQ_PER_CHANNEL)."""
+    tensors, weight = plain_integers(draws, outs, ins)
+    return {"weight": tensors["weight"], "weight_scale": tensors["weight_scale"].flatten().float()}, weight
+
+
+def modelopt_mxfp8(draws: np.random.Generator, outs: int, ins: int) -> Written:
+    values = torch.from_numpy(draws.normal(0, 60, (outs, ins))).float().to(torch.float8_e4m3fn)
+    exponents = draws.integers(115, 119, (outs, ins // 32))
+    weight = values.float().numpy() * np.exp2(exponents - 127.0).astype(np.float32)[:, np.arange(ins) // 32]
+    return {"weight": values, "weight_scale": torch.from_numpy(exponents.astype(np.uint8))}, weight
+
+
+def modelopt_mxfp4(draws: np.random.Generator, outs: int, ins: int) -> Written:
+    tensors, weight = mxfp4(draws, outs, ins)
+    return {"weight": tensors["weight_packed"], "weight_scale": tensors["weight_scale"]}, weight
+
+
 def mxfp4(draws: np.random.Generator, outs: int, ins: int) -> Written:
     pairs, numbers = floats4(draws, outs, ins)
     exponents = draws.integers(120, 125, (outs, ins // 32)).astype(np.uint8)
@@ -184,6 +230,7 @@ CASES: dict[str, tuple[dict[str, Any], Writer, str]] = {  # settings, writer, an
     "gptq 8 bits": ({**GPTQ, "bits": 8}, gptq(8, zero=128), "Q8_0"),
     "gptq 8 bits with zeros": ({**GPTQ, "bits": 8}, gptq(8), "bfloat16"),
     "gptq 2 bits": ({**GPTQ, "bits": 2}, gptq(2), "Q4_0"),
+    "gptq 3 bits": ({**GPTQ, "bits": 3}, gptq(3), "Q4_0"),
     "gptq act order": ({**GPTQ, "desc_act": True}, gptq(act_order=True), "bfloat16"),
     "gptq groups of 16": ({**GPTQ, "group_size": 16}, gptq(group=16), "bfloat16"),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, awq, "Q5_0"),
@@ -208,6 +255,11 @@ CASES: dict[str, tuple[dict[str, Any], Writer, str]] = {  # settings, writer, an
     "nvfp4": (compressed("nvfp4-pack-quantized", num_bits=4, type="float"), nvfp4, "bfloat16"),
     "mxfp4": (compressed("mxfp4-pack-quantized", num_bits=4, type="float"), mxfp4, "MXFP4"),
     "modelopt fp8": (MODELOPT, floats8("weight_scale", "tensor"), "bfloat16"),
+    "modelopt int4": ({**MODELOPT, "quant_algo": "W4A16_AWQ"}, modelopt_awq(), "Q4_0"),
+    "modelopt int4, scaled inputs": ({**MODELOPT, "quant_algo": "W4A16_AWQ"}, modelopt_awq(True), "bfloat16"),
+    "modelopt int8": ({**MODELOPT, "quant_algo": "W8A16"}, modelopt_int8, "Q8_0"),
+    "modelopt mxfp8": ({**MODELOPT, "quant_algo": "MXFP8"}, modelopt_mxfp8, "bfloat16"),
+    "modelopt mxfp4": ({**MODELOPT, "quant_algo": "MXFP4"}, modelopt_mxfp4, "MXFP4"),
     "modelopt nvfp4": ({**MODELOPT, "quant_algo": "NVFP4"}, modelopt4, "bfloat16"),
     "fp8": (FP8, floats8("weight_scale_inv", "blocks"), "bfloat16"),
     "fp8 of powers of two": (FP8, floats8("weight_scale_inv", "blocks", power_of_two=True), "bfloat16"),

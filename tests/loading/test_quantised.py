@@ -72,9 +72,9 @@ def test_what_older_exports_of_modelopt_say_in_a_file_of_their_own_is_read(check
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": said["quant_algo"]}}))
     require_equal_weights(load_model("tiny", folder), load_model("meant", reference))
     tensors = load_file(folder / "model.safetensors")
-    change = {"model.layers.1.mlp.up_proj.pre_quant_scale": torch.ones(64)}
+    change = {"model.layers.1.mlp.up_proj.svdquant_lora_a": torch.ones(64, 4)}
     save_file(tensors | change, folder / "model.safetensors", {"format": "pt"})
-    refused(folder, "quantised by modelopt, and model.layers.1.mlp.up_proj.weight has a pre_quant_scale, which is not")
+    refused(folder, "quantised by modelopt, and model.layers.1.mlp.up_proj.weight has a svdquant_lora_a, which is not")
 
 
 def test_a_name_goes_before_a_pattern_and_a_pattern_before_a_class():
@@ -253,7 +253,7 @@ def expanded(numbers) -> torch.Tensor:
 @pytest.mark.parametrize("case", CASES)
 def test_a_damaged_weight_is_refused_and_nothing_else_happens(case):
     settings, writer, _ = CASES[case]
-    parts, weight = writer(np.random.default_rng(0), 48, 96)
+    parts, weight = writer(np.random.default_rng(0), 64, 96)
     parts.pop("input_scale", None)
     method = find_method(settings["quant_method"])
     assert method is not None
@@ -264,7 +264,7 @@ def test_a_damaged_weight_is_refused_and_nothing_else_happens(case):
             raise ValueError("has another size")
 
     read(parts)
-    optional = {"g_idx", "weight_shape", "weight_g_idx"}
+    optional = {"g_idx", "weight_shape", "weight_g_idx", "pre_quant_scale"}
     for name, tensor in parts.items():
         others = {other: each for other, each in parts.items() if other != name}
         if name not in optional:

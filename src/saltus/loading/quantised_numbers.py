@@ -147,10 +147,17 @@ class ScaledFloats:
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """The unsigned integers of 2, 4 or 8 bits in words or bytes [.., n], those in the lowest bits first."""
+    """The unsigned integers of 2, 3, 4 or 8 bits in words or bytes [.., n], those in the lowest bits first.
+
+    Those of 3 bits may begin in one word and end in the next: 8 of them are 3 bytes.
+    """
     octets = words.contiguous().view(torch.uint8)
     if bits == 8:
         return octets
+    if bits == 3:
+        first, second, third = octets.int().unflatten(-1, (-1, 3)).unbind(-1)
+        eight = first | second << 8 | third << 16
+        return torch.stack([(eight >> 3 * place & 7).byte() for place in range(8)], -1).flatten(-2)
     shifts = range(0, 8, bits)
     return torch.stack([octets >> shift & (1 << bits) - 1 for shift in shifts], -1).flatten(-2)
 

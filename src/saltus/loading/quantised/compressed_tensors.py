@@ -155,10 +155,14 @@ def four_bit_floats(
 
 
 def _microscaled_floats(weights: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Blocks:
-    """MXFP4 as in gpt-oss, of single matrices [out, in]."""
-    pairs = required(parts, "weight_packed", (torch.uint8,), 2)
+    return microscaled_floats(parts, "weight_packed")
+
+
+def microscaled_floats(parts: Mapping[str, Tensor], name: str) -> Blocks:
+    """MXFP4 as in gpt-oss, of single matrices [out, in], in the bytes of a part."""
+    pairs = required(parts, name, (torch.uint8,), 2)
     exponents = required(parts, "weight_scale", (torch.uint8,), 2)
-    check_shape("weight_packed", pairs, len(exponents), 16 * exponents.shape[1])
+    check_shape(name, pairs, len(exponents), 16 * exponents.shape[1])
     return Blocks(blocks_of_pairs(pairs.unflatten(1, (-1, 16)), exponents), GGMLQuantizationType.MXFP4)
 
 

@@ -1,4 +1,4 @@
-"""GPTQ (Frantar et al. 2023), as AutoGPTQ and GPTQModel write it: integers of 2, 4 or 8 bits with scales and zeros.
+"""GPTQ (Frantar et al. 2023), as AutoGPTQ and GPTQModel write it: integers of 2, 3, 4 or 8 bits with scales and zeros.
 
 weight[out, i] = scales[g, out] · (q[i, out] − zero[g, out]) with the group g of the input i. Words of `qweight`
 [in · bits / 32, out] hold inputs beside each other, those of `qzeros` [groups, out · bits / 32] outputs. The first form
@@ -47,8 +47,8 @@ def read(settings: Mapping[str, Any], name: str, parts: Mapping[str, Tensor]) ->
 def _bits(zeros: Tensor, scales: Tensor) -> int:
     """Those of this weight, by the words of its zeros: some checkpoints store a few weights with more than others."""
     bits = 32 * zeros.shape[1] / scales.shape[1]
-    if bits not in (2, 4, 8):
-        raise ValueError(f"has integers of {bits:g} bits, of GPTQ's only those of 2, 4 and 8 are read")
+    if bits not in (2, 3, 4, 8):
+        raise ValueError(f"has integers of {bits:g} bits, of GPTQ's only those of 2, 3, 4 and 8 are read")
     return int(bits)
 
 

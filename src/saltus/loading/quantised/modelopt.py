@@ -1,8 +1,11 @@
-"""Weights as NVIDIA's Model Optimizer (ModelOpt) exports them: floats of 8 bits (FP8), or of 4 bits (NVFP4).
+"""Weights as NVIDIA's Model Optimizer (ModelOpt) exports them: integers of 8 or 4 bits, floats of 8 or 4 bits.
 
-A weight in FP8 has `weight_scale`, of the tensor or of each output. One in NVFP4, `weight` [out, in / 2] of bytes, has
-an 8-bit float for each 16 inputs, and `weight_scale_2` of the tensor: both multiply. Older exports say so in
-hf_quant_config.json alone.
+Their dtypes say which (modelopt/torch/export): `weight` in FP8 has `weight_scale`, of the tensor or of each output, in
+MXFP8 the exponents plus 127 of powers of two, one for each 32 inputs; in INT8 (W8A16, W8A8_SQ_PER_CHANNEL) one of each
+output. Bytes [out, in / 2] are NVFP4, with an 8-bit float for each 16 inputs and `weight_scale_2` of the tensor, which
+both multiply, or MXFP4. Bytes [out / 2, in] are INT4 (W4A16_AWQ): two outputs beside each other, the first in the low
+half, signed, with a scale for each group of inputs. Where the inputs are multiplied by a `pre_quant_scale`, the weights
+are instead. Older exports say so in hf_quant_config.json alone.
 """
 
 from __future__ import annotations
@@ -14,20 +17,51 @@ import torch
 from torch import Tensor
 
 from saltus.loading.quantised import fp8
-from saltus.loading.quantised.compressed_tensors import four_bit_floats
-from saltus.loading.quantised_numbers import required
+from saltus.loading.quantised.compressed_tensors import four_bit_floats, microscaled_floats
+from saltus.loading.quantised.gptq import FLOATS
+from saltus.loading.quantised_numbers import ScaledIntegers, check_groups, check_shape, required
 
-CHANGES = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b")  # of inputs and of outputs, around the product
-PARTS = dict.fromkeys(("weight_scale", "weight_scale_2", *CHANGES), "weight")
+CHANGES = ("svdquant_lora_a", "svdquant_lora_b")  # of outputs, beside the product
+PARTS = dict.fromkeys(("weight_scale", "weight_scale_2", "pre_quant_scale", *CHANGES), "weight")
 
 
 def read(settings: Mapping[str, Any], name: str, parts: Mapping[str, Tensor]) -> Any:
     """See saltus.loading.quantised."""
     if change := next((part for part in CHANGES if part in parts), None):
         raise ValueError(f"has a {change}, which is not read")
-    if "weight" in parts and parts["weight"].dtype in fp8.FLOATS:
-        return fp8.read({}, name, {part: tensor for part, tensor in parts.items() if part != "weight_scale_2"})
-    if "weight_scale_2" not in parts:
-        raise ValueError(f"has numbers of {settings.get('quant_algo')}, of ModelOpt's only FP8 and NVFP4 are read")
-    of_all = required(parts, "weight_scale_2", (torch.float32,), parts["weight_scale_2"].ndim)
-    return four_bit_floats(parts, "weight", of_all)
+    numbers = _numbers(settings, parts)
+    if "pre_quant_scale" not in parts:
+        return numbers
+    weight = numbers if isinstance(numbers, Tensor) else numbers.expand()
+    of_inputs = required(parts, "pre_quant_scale", FLOATS, 1)
+    check_shape("pre_quant_scale", of_inputs, weight.shape[1])
+    return weight.float() * of_inputs.float()
+
+
+def _numbers(settings: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Any:
+    if "weight" not in parts:
+        raise ValueError("lacks its weight")
+    weight, scales = parts["weight"], parts.get("weight_scale")
+    if weight.dtype in fp8.FLOATS:
+        if scales is not None and scales.dtype == torch.uint8:
+            return fp8.scaled(weight, scales.view(torch.float8_e8m0fnu), (1, 32))
+        return fp8.read({}, "weight", {"weight": weight} | ({} if scales is None else {"weight_scale": scales}))
+    if weight.dtype == torch.int8:
+        integers, scales = required(parts, "weight", (torch.int8,), 2), required(parts, "weight_scale", FLOATS, 1)
+        check_shape("weight_scale", scales, len(integers))
+        return ScaledIntegers(integers, scales[:, None], 8)
+    if "weight_scale_2" in parts:
+        of_all = required(parts, "weight_scale_2", (torch.float32,), parts["weight_scale_2"].ndim)
+        return four_bit_floats(parts, "weight", of_all)
+    if weight.dtype == torch.uint8:
+        is_microscaled = scales is not None and scales.dtype == torch.uint8
+        return microscaled_floats(parts, "weight") if is_microscaled else _four_bit_integers(parts)
+    raise ValueError(f"has numbers of {settings.get('quant_algo')}, which are not read")
+
+
+def _four_bit_integers(parts: Mapping[str, Tensor]) -> ScaledIntegers:
+    pairs, scales = required(parts, "weight", (torch.uint8,), 2), required(parts, "weight_scale", FLOATS, 2)
+    check_shape("weight_scale", scales, 2 * len(pairs), scales.shape[1])
+    check_groups(pairs.shape[1], scales.shape[1])
+    halves = torch.stack([pairs & 15, pairs >> 4], 1).flatten(0, 1)
+    return ScaledIntegers((halves ^ 8).to(torch.int8) - 8, scales, 4)
