@@ -42,6 +42,10 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
         "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8,
     },
     "Gemma4 of shared keys": {**SHARED_KEYS, "global_head_dim": 40, "initializer_range": 0.1},
+    "Gemma4Unified": {
+        **LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 16, "global_head_dim": 40, "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True, "initializer_range": 0.1, "final_logit_softcapping": 5.0,
+    },
     "Gemma3n": {**SHARED_KEYS, "laurel_rank": 8, "altup_num_inputs": 2},
     "GptOss": {**LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     "GraniteSWA": {**LLAMA_LIKE, **WINDOW, **ALTERNATING, "attention_multiplier": 0.35, "initializer_range": 0.1},
@@ -147,6 +151,12 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
     },
     "HunYuanMoEV1": {**LLAMA_LIKE, "head_dim": 16, "num_experts": 4, "moe_topk": [1, 2]},
     "Helium": {**LLAMA_LIKE, "head_dim": 8},
+    "Cwm": {**LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 8},
+    "InternLM3": {**LLAMA_LIKE, "head_dim": 8, "attention_bias": True, "mlp_bias": True},
+    "Youtu": {
+        **LLAMA_LIKE, "num_key_value_heads": 6, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8, "v_head_dim": 12,
+    },
 }  # fmt: skip
 
 MIXERS = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
@@ -214,14 +224,16 @@ WITH_FLOAT32_ROUTERS = [  # as Transformers loads them in bfloat16
     "DeepseekV2", "DeepseekV3", "Glm4Moe", "Glm4MoeLite", "Dots1", "ExaoneMoe", "Ernie4_5_Moe",
     "NemotronH with experts",
 ]  # fmt: skip
-TEXT_PARTS = {"Gemma3", "Gemma3n", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe"}  # of models of pictures and text
+TEXT_PARTS = {"Gemma3", "Gemma3n", "Gemma4", "Gemma4Unified", "Llama4", "Qwen3_5", "Qwen3_5Moe"}  # of models of pictures and text
+
+OTHER_CLASSES = {"GPT2": "GPT2LMHeadModel", "InternLM3": "LlamaForCausalLM", "IQuestCoder": "LlamaForCausalLM"}
 
 DESCRIBED = [  # by a file of saltus.models.architectures
     "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3", "Gemma4", "Phi3", "Granite", "Glm4", "Cohere",
     "Cohere2", "Olmo2", "Olmo3", "SmolLM3", "Starcoder2", "Arcee", "Ernie4_5", "Exaone4", "Ministral", "Ministral3",
     "SeedOss", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Glm4Moe", "GraniteMoe", "GptOss",
     "DeepseekV2", "DeepseekV3", "Mistral4", "Glm4MoeLite", "Llama4", "Dots1", "ExaoneMoe", "MiniMaxM2", "Ernie4_5_Moe",
-    "HunYuanDenseV1", "HunYuanMoEV1", "Helium", "Gemma3n",
+    "HunYuanDenseV1", "HunYuanMoEV1", "Helium", "Gemma3n", "Gemma4Unified", "Cwm", "InternLM3", "Youtu",
     *RECURRENT,
 ]  # fmt: skip
 
@@ -262,7 +274,7 @@ def configuration(name: str) -> str:
 
 def model_class(name: str) -> type[PreTrainedModel]:
     name = name.split()[0]
-    return getattr(transformers, {"GPT2": "GPT2LMHeadModel"}.get(name, f"{name}ForCausalLM"))
+    return getattr(transformers, OTHER_CLASSES.get(name, f"{name}ForCausalLM"))
 
 
 def text(length: int, seed: int = 0) -> np.ndarray:

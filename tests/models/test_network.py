@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, IQuestCoderConfig, LlamaForCausalLM
 
 from architectures import (
     ARCHITECTURES,
@@ -28,6 +28,7 @@ from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.engine.checkpoints import make_network
 from saltus.kernels import native
+from saltus.models.architectures import describe_decoder
 from saltus.models.causal import MAX_NODES, MAX_ROWS_PER_CALL, CausalNetwork
 from saltus.models.decoder_of import decoder_of
 
@@ -98,6 +99,11 @@ def test_a_read_gives_the_logits_of_the_models_own_forward(name, dtype):
     if dtype == torch.bfloat16 and name.startswith(("Gemma3n", "Gemma4")):
         errors = errors / 5  # scores are not scaled: its own forward is 0.1 from float32's logits, as far as ours
     assert errors.max() < BOUNDS[dtype]
+
+
+def test_layers_of_llama_under_another_name_run_on_kernels():
+    config = IQuestCoderConfig(vocab_size=VOCAB, num_hidden_layers=2, head_dim=8, **LLAMA_LIKE)
+    assert describe_decoder(LlamaForCausalLM(config)) is not None
 
 
 @pytest.mark.parametrize("name", DESCRIBED)

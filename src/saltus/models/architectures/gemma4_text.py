@@ -101,11 +101,12 @@ def layer(config: Any, number: int, mixer: Attention, mlp: MLP | MLPAndExperts, 
 
 def describe(config: Any) -> DecoderDescription:
     """See saltus.models.architectures."""
-    has_inputs = bool(config.hidden_size_per_layer_input)
+    has_inputs = bool(getattr(config, "hidden_size_per_layer_input", 0))
+    has_experts = getattr(config, "enable_moe_block", False)
     layers = [
         layer(
             config, number, llama_attention(config.per_layer_config[number], number, **attention(config, number)),
-            mlp_and_experts(config, number) if config.enable_moe_block else llama_mlp(config, number),
+            mlp_and_experts(config, number) if has_experts else llama_mlp(config, number),
             per_layer_input=per_layer_input(config, number) if has_inputs else None,
             output_scale=f"layers.{number}.layer_scalar",
         )
