@@ -1,7 +1,9 @@
 // Make one call of a decoder that another process has written down, on another processor: regions of its memory, whose
 // pointers are changed to where the regions lie here. Prints the regions that are asked for.
-#include "kernels.c"
+#include "kernels.h"
 #include <stdio.h>
+
+int decode_bf16(const Decoder *a);
 
 typedef struct {
   int64_t address, size, has_pointers, is_printed;

@@ -121,11 +121,12 @@ def write_call(file: Path, decoder: Any, made: DecoderCall, results: list[torch.
 @pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
 @pytest.mark.parametrize("march", ARM)
 def test_a_call_on_an_arm_processor_gives_the_same_bits(march, tmp_path):
-    source, program = Path(__file__).with_name("call_elsewhere.c"), tmp_path / "call"
+    program = tmp_path / "call"
     flags = [f"-march={march}" if flag == "-march=native" else flag for flag in processor.COMPILER_FLAGS]
     kernels = Path(native.__file__).parent
+    units = Path(__file__).with_name("call_elsewhere.c"), *kernels.glob("*.c")
     built = subprocess.run(
-        [str(COMPILER), *flags, "-w", "-static", f"-I{kernels}", str(source), "-o", str(program), "-lm"],
+        [str(COMPILER), *flags, "-w", "-static", f"-I{kernels}", *map(str, units), "-o", str(program), "-lm"],
         capture_output=True, text=True,
     )  # fmt: skip
     assert built.returncode == 0, built.stderr[-2000:]

@@ -17,7 +17,8 @@ def test_callers_that_share_the_pool_race_for_nothing(tmp_path: Path) -> None:
     program = tmp_path / "pool"
     headers = Path(saltus.kernels.native.__file__).parent
     command = [str(COMPILER), "-O2", "-g", "-pthread", "-fsanitize=thread", f"-I{headers}", "-o", str(program)]
-    compiled = subprocess.run([*command, str(Path(__file__).with_name("thread_pool.c"))], capture_output=True)
+    units = Path(__file__).with_name("shared_jobs.c"), headers / "thread_pool.c"
+    compiled = subprocess.run([*command, *map(str, units)], capture_output=True)
     if compiled.returncode:
         pytest.skip("the compiler has no ThreadSanitizer")
     fixed_addresses = ["setarch", "-R"] if shutil.which("setarch") else []  # it refuses some random layouts

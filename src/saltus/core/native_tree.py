@@ -15,7 +15,7 @@ NOTHING_RECORDED = 0.0, 0.0
 
 
 class DraftedNodes(ctypes.Structure):
-    """The struct `DraftedNodes` of draft_trees.h, field for field."""
+    """The struct `DraftedNodes` of draft_trees.c, field for field."""
 
     _fields_ = [
         *((name, native.POINTER) for name in ("tokens", "parents", "chances")),
@@ -24,7 +24,7 @@ class DraftedNodes(ctypes.Structure):
 
 
 class TreeGrowth(ctypes.Structure):
-    """The struct `TreeGrowth` of draft_trees.h, field for field."""
+    """The struct `TreeGrowth` of draft_trees.c, field for field."""
 
     _fields_ = [
         *((name, native.POINTER) for name in ("drafted", "records")),

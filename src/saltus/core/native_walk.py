@@ -13,7 +13,7 @@ from saltus.kernels import native
 
 
 class Walk(ctypes.Structure):
-    """The struct `Walk` of kernels.c, field for field."""
+    """The struct `Walk` of kernels.h, field for field."""
 
     _fields_ = [
         *((name, native.POINTER) for name in ("logits", "tokens", "parents", "keys")),

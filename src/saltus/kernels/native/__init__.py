@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from hashlib import blake2b
 from importlib.resources import files
@@ -38,7 +39,7 @@ POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class Attention(ctypes.Structure):
-    """The struct `Attention` of kernels.c, field for field."""
+    """The struct `Attention` of kernels.h, field for field."""
 
     _fields_ = [
         *((name, POINTER) for name in ("query", "key", "value")),
@@ -53,7 +54,7 @@ class Attention(ctypes.Structure):
 
 
 class Linear(ctypes.Structure):
-    """The struct `Linear` of kernels.c, field for field."""
+    """The struct `Linear` of kernels.h, field for field."""
 
     _fields_ = [
         ("x", POINTER),
@@ -80,7 +81,7 @@ class Expansion(ctypes.Structure):
 
 
 class Interleaving(ctypes.Structure):
-    """The struct `Interleaving` of integer_weights.h, field for field."""
+    """The struct `Interleaving` of interleaving.c, field for field."""
 
     _fields_ = [
         *((name, POINTER) for name in ("blocks", "out")),
@@ -89,7 +90,7 @@ class Interleaving(ctypes.Structure):
 
 
 class Rotary(ctypes.Structure):
-    """The struct `Rotary` of kernels.c, field for field."""
+    """The struct `Rotary` of kernels.h, field for field."""
 
     _fields_ = [
         *((name, POINTER) for name in ("x", "cos", "sin", "position", "norm")),
@@ -99,7 +100,7 @@ class Rotary(ctypes.Structure):
 
 
 class Norm(ctypes.Structure):
-    """The struct `Norm` of kernels.c, field for field."""
+    """The struct `Norm` of kernels.h, field for field."""
 
     _fields_ = [
         *((name, POINTER) for name in ("x", "weight", "out")),
@@ -111,7 +112,7 @@ class Norm(ctypes.Structure):
 
 
 class Addition(ctypes.Structure):
-    """The struct `Addition` of kernels.c, field for field."""
+    """The struct `Addition` of kernels.h, field for field."""
 
     _fields_ = [
         *((name, POINTER) for name in ("x", "add", "out")),
@@ -121,7 +122,7 @@ class Addition(ctypes.Structure):
 
 
 class Columns(ctypes.Structure):
-    """The struct `Columns` of kernels.c, field for field."""
+    """The struct `Columns` of kernels.h, field for field."""
 
     _fields_ = [
         *((name, POINTER) for name in ("x", "out")),
@@ -130,7 +131,7 @@ class Columns(ctypes.Structure):
 
 
 class Op(ctypes.Structure):
-    """The struct `Op` of kernels.c, field for field."""
+    """The struct `Op` of kernels.h, field for field."""
 
     _fields_ = [("kind", INTEGER), ("of", POINTER), ("which", INTEGER), ("place", INTEGER)]
 
@@ -146,7 +147,7 @@ SCORINGS = {"softmax": 0, "sigmoid": 1}
 
 
 class Angles(ctypes.Structure):
-    """The struct `Angles` of kernels.c, field for field."""
+    """The struct `Angles` of kernels.h, field for field."""
 
     _fields_ = [(name, POINTER) for name in ("cos", "sin", "position")]
 
@@ -184,7 +185,7 @@ STATE_COLUMNS = 32  # of a recurrence's state that stand together; as many, at l
 
 
 class Convolution(ctypes.Structure):
-    """The struct `Convolution` of kernels.c, field for field."""
+    """The struct `Convolution` of kernels.h, field for field."""
 
     _fields_ = [
         *((name, POINTER) for name in ("x", "before", "after")),
@@ -196,7 +197,7 @@ class Convolution(ctypes.Structure):
 
 
 class Recurrence(ctypes.Structure):
-    """The struct `Recurrence` of kernels.c, field for field."""
+    """The struct `Recurrence` of kernels.h, field for field."""
 
     _fields_ = [
         *((name, POINTER) for name in ("query", "key", "value", "step", "weight")),
@@ -209,7 +210,7 @@ class Recurrence(ctypes.Structure):
 
 
 class GatedNorm(ctypes.Structure):
-    """The struct `GatedNorm` of kernels.c, field for field."""
+    """The struct `GatedNorm` of kernels.h, field for field."""
 
     _fields_ = [
         *((name, POINTER) for name in ("x", "gate", "weight")),
@@ -221,7 +222,7 @@ class GatedNorm(ctypes.Structure):
 
 
 class ColumnScale(ctypes.Structure):
-    """The struct `ColumnScale` of kernels.c, field for field."""
+    """The struct `ColumnScale` of kernels.h, field for field."""
 
     _fields_ = [
         *((name, POINTER) for name in ("x", "scale")),
@@ -230,7 +231,7 @@ class ColumnScale(ctypes.Structure):
 
 
 class Rearrangement(ctypes.Structure):
-    """The struct `Rearrangement` of kernels.c, field for field."""
+    """The struct `Rearrangement` of kernels.h, field for field."""
 
     _fields_ = [
         *((name, POINTER) for name in ("x", "other", "out", "runs")),
@@ -239,7 +240,7 @@ class Rearrangement(ctypes.Structure):
 
 
 class Decoder(ctypes.Structure):
-    """The struct `Decoder` of kernels.c, field for field."""
+    """The struct `Decoder` of kernels.h, field for field."""
 
     _fields_ = [
         ("embedding", Expansion),
@@ -264,7 +265,7 @@ UNKNOWN_TOKEN = 2  # what the kernels `decode` and `draft` return for it
 
 
 class NearGreatest(ctypes.Structure):
-    """The struct `NearGreatest` of kernels.c, field for field."""
+    """The struct `NearGreatest` of kernels.h, field for field."""
 
     _fields_ = [
         *((name, POINTER) for name in ("x", "places", "values", "counts", "rests")),
@@ -274,7 +275,7 @@ class NearGreatest(ctypes.Structure):
 
 
 class DraftPass(ctypes.Structure):
-    """The struct `DraftPass` of kernels.c, field for field."""
+    """The struct `DraftPass` of kernels.h, field for field."""
 
     _fields_ = [
         ("decoder", Decoder),
@@ -289,7 +290,7 @@ class DraftPass(ctypes.Structure):
 
 
 class Holes(ctypes.Structure):
-    """The struct `Holes` of draft_paths.h, field for field."""
+    """The struct `Holes` of draft_paths.c, field for field."""
 
     _fields_ = [
         *((name, POINTER) for name in ("logits", "states", "unknown", "gate", "sharpness", "left", "second_left")),
@@ -299,7 +300,7 @@ class Holes(ctypes.Structure):
 
 
 class DraftPaths(ctypes.Structure):
-    """The struct `DraftPaths` of draft_paths.h, field for field."""
+    """The struct `DraftPaths` of draft_paths.c, field for field."""
 
     _fields_ = [
         *((name, POINTER) for name in ("columns", "logits", "counts", "rests", "ids", "right", "left", "second_left")),
@@ -435,15 +436,29 @@ def _compile(commands: list[list[str]], sources: dict[str, bytes], target: Path)
             with new_file_with_digest(target) as made:
                 for name, text in sources.items():
                     made.with_name(name).write_bytes(text)
+                units = sorted((made.with_name(name) for name in sources if name.endswith(".c")), reverse=True)
                 for command in commands:
-                    whole = [*command, "-shared", made.with_name("kernels.c"), "-o", made, "-lm"]
-                    result = subprocess.run(whole, capture_output=True, text=True)
-                    if not result.returncode:
+                    if (error := _compile_units(command, units, made)) is None:
                         made.chmod(0o700)
                         return None
-                    lines = result.stderr.strip().splitlines() or ["the compiler failed"]
-                    errors.append(next((line for line in lines if "error" in line), lines[0]))
+                    errors.append(error)
                 raise OSError(errors[0])
     except (OSError, ValueError) as error:
         return str(error)
     return None
+
+
+def _compile_units(command: list[str], units: list[Path], made: Path) -> str | None:
+    """Compile each file on a processor of its own, and link them to a library; the error, if there is one."""
+    objects = [unit.with_suffix(".o") for unit in units]
+    commands = [[*command, "-c", unit, "-o", to] for unit, to in zip(units, objects, strict=True)]
+    with ThreadPoolExecutor(allowed_processors()) as threads:
+        errors = list(filter(None, threads.map(_run_compiler, commands)))
+    return errors[0] if errors else _run_compiler([*command, "-shared", *objects, "-o", made, "-lm"])
+
+
+def _run_compiler(command: list[str | Path]) -> str | None:
+    """The error that says most, None on success."""
+    result = subprocess.run(command, capture_output=True, text=True)
+    lines = result.stderr.strip().splitlines() or ["the compiler failed"]
+    return next((line for line in lines if "error" in line), lines[0]) if result.returncode else None

@@ -41,22 +41,6 @@ typedef uint16_t hfour __attribute__((vector_size(4 * sizeof(uint16_t))));
 typedef int32_t ilanes __attribute__((vector_size(LANES * sizeof(int32_t))));
 typedef uint16_t hlanes __attribute__((vector_size(LANES * sizeof(uint16_t))));
 
-// Scratch that a thread keeps from call to call: fresh pages would cost more than the work. NULL if there is none.
-enum {
-  PACKED, MADE, SCORES, GATED, MIDDLE, LOW, EXPANDED, SELECTED, FEATURES, CONTEXT, MIXTURE, PLANNED, RECURRENT, BRANCHES,
-  SCRATCHES
-};
-static void *scratch(int which, size_t bytes) {
-  static _Thread_local struct { void *at; size_t size; } kept[SCRATCHES];
-  if (kept[which].size < bytes) {
-    free(kept[which].at);
-    bytes = (bytes + bytes / 4 + 4095) / 4096 * 4096;
-    kept[which].at = aligned_alloc(64, bytes);
-    kept[which].size = kept[which].at ? bytes : 0;
-  }
-  return kept[which].at;
-}
-
 // Take subnormal numbers for zeros, and make none, from here on; returns what restores the thread's former way.
 static inline unsigned flush_subnormals(void) {
 #ifdef __SSE__
@@ -231,6 +215,35 @@ static inline void to_four_f16(four x, _Float16 *y) {
   for (int i = 0; i < 4; i++) y[i] = (_Float16)x[i];
 }
 #endif
+
+// Of each format: lanes rounded to it, and the last lanes of a row, zeros after its end.
+#define OF_FORMAT(format, T)                                                   \
+  static inline lanes rounded_##format(lanes x) {                              \
+    T small[LANES];                                                            \
+    store_##format(small, x);                                                  \
+    return load_##format(small);                                               \
+  }                                                                            \
+  static inline lanes load_some_##format(const T *p, int64_t have) {           \
+    if (have >= LANES) return load_##format(p);                                \
+    T some[LANES] = {};                                                        \
+    memcpy(some, p, have * sizeof(T));                                         \
+    return load_##format(some);                                                \
+  }                                                                            \
+  static inline void store_some_##format(T *p, lanes x, int64_t have) {        \
+    T some[LANES];                                                             \
+    if (have >= LANES) {                                                       \
+      store_##format(p, x);                                                    \
+      return;                                                                  \
+    }                                                                          \
+    store_##format(some, x);                                                   \
+    memcpy(p, some, have * sizeof(T));                                         \
+  }
+OF_FORMAT(f32, float)
+OF_FORMAT(bf16, uint16_t)
+#ifdef __FLT16_MAX__
+OF_FORMAT(f16, _Float16)
+#endif
+#undef OF_FORMAT
 
 // The sums of four vectors of lanes, always by the same tree.
 static inline four sum_four(lanes a, lanes b, lanes c, lanes d) {

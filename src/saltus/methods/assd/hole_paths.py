@@ -17,7 +17,7 @@ from saltus.methods.shared.logit_correction import PairwiseCorrection
 from saltus.methods.shared.row_candidates import grow_natively, knows_chooser
 
 MOST_LANES = 16  # the kernel's ranks are multiples of it
-RUN = 64  # tokens whose rows of `right` lie together: RUN of draft_paths.h
+RUN = 64  # tokens whose rows of `right` lie together: RUN of draft_paths.c
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from saltus.models.cpu.prepared_call import MAX_ROWS, PreparedCall
 
 
 class HoleRows(ctypes.Structure):
-    """The struct `HoleRows` of hole_rows.h, field for field."""
+    """The struct `HoleRows` of hole_rows.c, field for field."""
 
     _fields_ = [
         *((name, native.POINTER) for name in ("places", "place_tokens", "tokens", "parents", "open")),

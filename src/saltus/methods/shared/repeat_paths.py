@@ -13,7 +13,7 @@ from saltus.kernels import native
 
 
 class Repeats(ctypes.Structure):
-    """The struct `Repeats` of draft_trees.h, field for field."""
+    """The struct `Repeats` of draft_trees.c, field for field."""
 
     _fields_ = [
         ("text", native.POINTER),

@@ -1,6 +1,9 @@
-// y = x Wᵀ + b with interleaved integers: rows of x are rounded to 8 bits, groups of outputs are shared among threads.
+// See integer_products.h.
+#include "integer_products.h"
+#include "integer_lanes.h"
 #include "integer_tile.inc"
 #ifdef AMX_INT8
+#include "tiles_amx.h"
 #include "integer_tile_amx.inc"
 #define HIGHEST_TILE SIDE  // of rows
 #else
@@ -8,14 +11,6 @@
 #endif
 
 #define TILES_AT_ONCE 4  // of rows, multiplied while the scales of a group are at hand
-
-typedef struct {
-  const Linear *a;
-  uint16_t *made;    // [rows, in]: normed or gated rows, or NULL
-  uint8_t *x;        // tiles of rows in 8 bits, see ROW_BYTES
-  const float *low;  // what gated rows get, weight by weight [gated, outs], or NULL
-  int64_t groups, step, pieces, threads;
-} IntegerJob;
 
 // Rows are divided into as few tiles as have room for them, of even heights: the first ones may have a row more.
 typedef struct {
@@ -74,7 +69,10 @@ static inline void store_bytes(int8_t *p, ilanes x) {
 
 // A row of a tile in 8 bits: of 32 inputs each, the scale is max |x| / 127, and an integer the one nearest to
 // x · (127 / max |x|), the even one of two. What is not finite makes its scale not finite.
-static void quantize_row(const uint16_t *row, int64_t in, uint8_t *tile, int64_t number, int64_t height) {
+void quantize_row(const uint16_t *row, int64_t in, int64_t r, int64_t rows, uint8_t *x) {
+  const RowTile own = tile_of_row(rows, r);
+  const int64_t number = r - own.first, height = own.height;
+  uint8_t *tile = x + own.first * (in / 32) * ROW_BYTES;
   for (int64_t first = 0, blocks = in / 32; first < blocks; first += LANES) {
     const int64_t some = blocks - first < LANES ? blocks - first : LANES;
     ilanes greatest = {}, place;
@@ -117,8 +115,7 @@ static void quantize_rows(const void *of, int64_t piece) {
       prepare_row_bf16(a, r, job->made + r * in);
       from = job->made + r * in;
     }
-    const RowTile tile = tile_of_row(a->rows, r);
-    quantize_row(from, in, job->x + tile.first * (in / 32) * ROW_BYTES, r - tile.first, tile.height);
+    quantize_row(from, in, r, a->rows, job->x);
   }
 }
 
@@ -148,8 +145,7 @@ static void write_outputs(const Linear *a, int64_t which, int64_t group, const f
   }
 }
 
-// All rows for some groups.
-static void integer_outputs(const void *of, int64_t number_of_piece) {
+void integer_outputs(const void *of, int64_t number_of_piece) {
   const IntegerJob *job = of;
   // threads that take pieces in turns go through neighbouring ones, so that weights are fetched ahead across their borders
   const int64_t turns = job->pieces / job->threads, piece = number_of_piece % job->threads * turns + number_of_piece / job->threads;
@@ -203,8 +199,7 @@ static void integer_outputs(const void *of, int64_t number_of_piece) {
 #endif
 }
 
-// `low` is what gated rows get, or NULL. 1 if scratch could not be had.
-static int linear_integer(const Linear *a, const float *low) {
+int linear_integer(const Linear *a, const float *low) {
   IntegerJob job = {.a = a, .low = low};
   for (int64_t i = 0; i < a->count; i++) job.groups += (a->outs[i] + OUTPUTS - 1) / OUTPUTS;
   job.threads = num_threads(), job.pieces = PIECES * job.threads;

@@ -1,5 +1,6 @@
 // Two callers share jobs of many sizes among four threads; each checks its own results (run by test_thread_pool.py).
 #include "thread_pool.h"
+#include <pthread.h>
 
 #define JOBS 2000
 

@@ -1,6 +1,5 @@
 // The rows of a call of an any-subset model: decided tokens that are not in the cache, draft tokens, and queries, one for
 // each distribution that the call computes (methods/assd/network.py).
-#pragma once
 #include <stdint.h>
 
 typedef struct {

@@ -1,6 +1,5 @@
 // What stands around a call in C, since a call's weights leave nothing of Python in the caches: drafts from repeats
 // (methods/lookup.py), the tree of all drafts (core/tree.py), how much of it pays (core/control), and what its rows see.
-#pragma once
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>

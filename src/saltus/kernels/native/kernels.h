@@ -1,17 +1,14 @@
 // Compute a row so that its rounding depends on nothing but the row: not on the call's width, the row's place in it,
 // or what other rows hold. Every sum runs in one fixed order; a masked key adds an exact zero. This is why a method
-// writes the very text that plain decoding writes, in bfloat16 too. Compiled once for this machine by __init__.py.
+// writes the very text that plain decoding writes, in bfloat16 too. Compiled once for this machine by __init__.py, the
+// files beside one another.
+#pragma once
+#include "integer_weights.h"
 #include "lanes.h"
-#include "draft_paths.h"
-#include "draft_trees.h"
-#include "hole_rows.h"
-#include "integer_lanes.h"
+#include "noise.h"
 #include "recurrent_text.h"
 #include "thread_pool.h"
 #include <time.h>
-#if defined AMX || defined AMX_INT8
-#include "tiles_amx.h"
-#endif
 
 #define PIECES 6  // of a job, for each thread
 #define PACK 2    // rows that a thread packs at a time
@@ -150,6 +147,7 @@ typedef struct {
   int64_t rows, size, most;
   float gap;
 } NearGreatest;
+int near_greatest_f32(const NearGreatest *a);
 
 typedef struct {
   const void *logits;               // [1 + rows, vocab]
@@ -162,6 +160,12 @@ typedef struct {
   const int64_t *banned, *ends;     // tokens that are never picked, and those after which the walk stops
   int64_t num_banned, num_ends;
 } Walk;
+
+static inline int is_one_of(int64_t token, const int64_t *tokens, int64_t count) {
+  for (int64_t i = 0; i < count; i++)
+    if (tokens[i] == token) return 1;
+  return 0;
+}
 
 #include "altup.h"
 #include "experts.h"
@@ -260,127 +264,11 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 
 #define ROUGH 1e-4  // of a comparison of bounds in float32
 
-#define TILE_UNIT ROWS  // of the height of a tile of attention
 #define OUTS 4   // outputs of a register tile of linear
 #define WIDE (4 * LANES)  // outputs of low rank that a thread computes at a time
 #define AHEAD 12288  // bytes of weights that are fetched ahead, in whole rows of OUTS outputs
 #define ROWS_AHEAD(size) (OUTS * ((AHEAD / OUTS + (size) - 1) / (size)))  // of so many bytes each
-#define GROUP 2  // tiles that share a pass over the rows; one is better where the tile itself is fast
 
-#define PACKABLE 0  // only bfloat16 weights can be packed
-#define PRODUCTS "linear_registers.inc"
-#define UNIT OUTS  // outputs whose weights a thread prepares together
-#define PACKED_ROWS(rows) (rows)
-#define ROWS_OF_PACK PACK  // rows of a piece of linear_pack
-#define TILE OF(linear_tile)
-#define PACK_ROW OF(pack_row)
-#define ROW_WIDTH(in) PAD(in, STEP)
-#define FLUSH 0  // subnormal numbers to zero, as the processor's bfloat16 products do
-#define T float
-#define OF(name) name##_f32
-#define X float
-#define STEP LANES
-#include "row_ops.inc"
-#include "row_picks.inc"
-#include "mixers.inc"
-#include "attention_tile.inc"
-#include "attention_scores.inc"
-#include "attention_values.inc"
-#include "attention.inc"
-#include "dot_products.inc"
-#include "linear_tile.inc"
-#include "linear.inc"
-#include "experts.inc"
-#include "altup.inc"
-#include "decoder.inc"
-#include "draft_pass.inc"
-#include "hole_paths.h"
-#undef T
-#undef OF
-
-#ifdef __FLT16_MAX__
-#define T _Float16
-#define OF(name) name##_f16
-#include "row_ops.inc"
-#include "row_picks.inc"
-#include "mixers.inc"
-#include "attention_tile.inc"
-#include "attention_scores.inc"
-#include "attention_values.inc"
-#include "attention.inc"
-#include "dot_products.inc"
-#include "linear_tile.inc"
-#include "linear.inc"
-#include "experts.inc"
-#include "altup.inc"
-#include "decoder.inc"
-#include "draft_pass.inc"
-#undef T
-#undef OF
-#endif
-
-#undef PACKABLE
-#define PACKABLE 1
-#undef TILE_UNIT
-#ifdef AMX
-#define TILE_UNIT SIDE
-#elif defined __AVX512BF16__
-#define TILE_UNIT 6  // rows of attention_avx512_bf16.inc
-#else
-#define TILE_UNIT ROWS
-#endif
-#define T uint16_t
-#define OF(name) name##_bf16
-#include "row_ops.inc"
-#include "row_picks.inc"
-#include "mixers.inc"
-#include "attention_tile.inc"
-#undef STEP
-#define STEP (2 * LANES)
-#ifdef __AVX512BF16__
-#include "attention_avx512_bf16.inc"
-#include "linear_tile_avx512_bf16.inc"
-#undef TILE
-#undef PACK_ROW
-#undef FLUSH
-#undef GROUP
-#define FLUSH 1
-#define GROUP 1
-#else
-#include "attention_scores_bf16_pairs.inc"
-#include "attention_values.inc"
-#endif
-#ifdef AMX
-#undef X
-#undef PRODUCTS
-#undef UNIT
-#undef PACKED_ROWS
-#undef ROWS_OF_PACK
-#define X uint16_t
-#define PRODUCTS "linear_amx.inc"
-#define UNIT SIDE
-#define ROWS_OF_PACK SIDE
-#define PACKED_ROWS(rows) (PAD(rows, rows > HEIGHTS * SIDE ? HEIGHTS * SIDE : SIDE) + 1)  // as linear_amx.inc takes them
-#elif defined __AVX512BF16__ && !defined SLOW_BF16_PRODUCTS
-#undef X
-#define X uint16_t
-#define TILE bf16_tile
-#define PACK_ROW pack_bf16
-#else
-#include "dot_products_bf16_pairs.inc"
-#include "linear_tile.inc"
-#ifdef __AVX512BF16__
-#undef ROW_WIDTH
-#include "linear_tile_either.inc"
-#define TILE either_tile
-#define PACK_ROW pack_both
-#define ROW_WIDTH(in) (PAD(in, STEP) * 3 / 2)
-#endif
-#endif
-#include "attention.inc"
-#include "linear_integer.inc"
-#include "linear.inc"
-#include "experts.inc"
-#include "altup.inc"
-#include "decoder.inc"
-#include "draft_pass.inc"
+// Of row_ops.inc: Σ (x − mean)² of a row [in], and what a product multiplies.
+INTERNAL float sum_of_squares_f32(const float *x, float mean, int64_t in);
+INTERNAL void prepare_row_bf16(const Linear *a, int64_t r, uint16_t *row);
