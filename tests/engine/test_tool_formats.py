@@ -10,6 +10,7 @@ from tokenizers import AddedToken
 from conftest import byte_tokenizer
 from saltus.engine import tool_calls
 from saltus.engine.tool_calls import FORMATS, ToolCallReader, call_markers, has_other_format, tool_format, tool_grammar
+from saltus.engine.tool_formats import argument_schemas
 from saltus.engine.tool_formats.call_lists import GRANITE_3, MISTRAL_LISTS, PHI_4_MINI
 from saltus.engine.tool_formats.call_sections import DEEPSEEK_V3, DEEPSEEK_V3_1, KIMI_K2
 from saltus.engine.tool_formats.command import COMMAND
@@ -20,6 +21,7 @@ from saltus.engine.tool_formats.hermes import HERMES, PHI_4_TAGS
 from saltus.engine.tool_formats.invoke_tags import DEEPSEEK_V3_2, MINIMAX_M2
 from saltus.engine.tool_formats.llama import LLAMA
 from saltus.engine.tool_formats.olmo import OLMO
+from saltus.engine.tool_formats.qwen3_coder import QWEN3_CODER
 from saltus.engine.tool_formats.tool_format import ToolCall
 from saltus.engine.tool_messages import readable_messages
 
@@ -190,6 +192,49 @@ def test_calls_follow_the_schemas(form, allowed):
     ):  # fmt: skip
         assert not allowed(form, form.write([wrong])), wrong
         assert not allowed(form, f"Well. {form.write([wrong])}", "auto"), wrong
+
+
+LISTS = {
+    "mixed": {"enum": ["auto", "1", 2, None]},
+    "typed": {"type": ["string", "null"], "enum": ["on", "off", None, 5]},
+    "either": {"anyOf": [{"$ref": "#/$defs/colour"}, {"type": "null"}]},
+    "named": {"$ref": "#/$defs/colour"},
+    "number": {"oneOf": [{"const": "all"}, {"type": "integer", "minimum": 1}]},
+    "open": {"anyOf": [{"enum": ["a"]}, {"type": "string"}]},
+}
+
+
+@pytest.mark.parametrize("form", [QWEN3_CODER, GLM, MINIMAX_M2, DEEPSEEK_V3_2, OLMO, HERMES, GEMMA_4])
+def test_lists_of_texts_and_other_values_admit_nothing_else(form, allowed):
+    colours = {"colour": {"type": "string", "enum": ["red", "blue"]}}
+    parameters = {"properties": LISTS, "$defs": colours, "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    for key, listed, others in (
+        ("mixed", ["auto", "1", 2, None], ["aut", "", 3, True, [2]]),
+        ("typed", ["on", "off", None], ["null ", 5, "o", False]),
+        ("either", ["red", "blue", None], ["green", 0, "red,"]),
+        ("named", ["red", "blue"], ["green", None, 1]),
+        ("number", ["all", 1, 20], ["al", 0, None, "some"]),
+        ("open", [] if form == OLMO else ["a", "b c"], []),  # OLMO's are JSON there, in double quotes
+    ):
+        for values, may in ((listed, True), (others, False)):
+            for value in values:
+                text = form.write([ToolCall("f", json.dumps({key: value}))])
+                assert allowed(form, text, tools=tools) == may, (key, value)
+        for value in listed:
+            call = ToolCall("f", json.dumps({key: value}))
+            reader = ToolCallReader(form, required=True, tools=tools)
+            (found,) = reader.read(form.write([call]), True)[1]
+            assert json.loads(found.arguments) == {key: value}, (key, value)
+
+
+def test_references_that_lead_back_take_no_time():
+    schema = {
+        "$ref": "#/$defs/node",
+        "$defs": {"node": {"anyOf": [{"$ref": "#/$defs/node"}] * 60 + [{"enum": ["a", 1]}]}},
+    }
+    assert argument_schemas.values_of(schema).texts == ["a"]
+    assert argument_schemas.types_of(schema) == {"string", "number"}
 
 
 @pytest.mark.slow

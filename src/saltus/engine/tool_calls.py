@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from saltus.engine.grammar import Grammar
 from saltus.engine.json_schemas import followed_schema
+from saltus.engine.tool_formats.argument_schemas import texts_with_limits
 from saltus.engine.tool_formats.call_lists import GRANITE_3, MISTRAL_LISTS, PHI_4_MINI
 from saltus.engine.tool_formats.call_sections import DEEPSEEK_V3, DEEPSEEK_V3_1, KIMI_K2
 from saltus.engine.tool_formats.command import COMMAND
@@ -25,7 +26,6 @@ from saltus.engine.tool_formats.llama import LLAMA
 from saltus.engine.tool_formats.mistral import MISTRAL
 from saltus.engine.tool_formats.olmo import OLMO
 from saltus.engine.tool_formats.qwen3_coder import QWEN3_CODER
-from saltus.engine.tool_formats.tagged_arguments import texts_with_limits
 from saltus.engine.tool_formats.tool_format import Function, Markers, ToolCall, ToolFormat, overlap
 
 ToolChoice = Literal["auto", "required"]

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from saltus.engine.json_schemas import OPTIONS
+from saltus.engine.tool_formats.argument_schemas import listed_here
 from saltus.engine.tool_formats.tool_format import Markers, members_rules
 
 QUOTE = '<|"|>'
@@ -80,8 +81,7 @@ class SchemaRules:
             return "any"
         if "$ref" in schema:
             return self._reference(str(schema["$ref"]))
-        if "const" in schema or "enum" in schema:
-            values = [schema["const"]] if "const" in schema else schema["enum"]
+        if (values := listed_here(schema)) is not None:
             return self._one_of([self.markers(written_value(value)) for value in values])
         for key in ("anyOf", "oneOf"):
             if key in schema:

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from saltus.engine.tool_formats.argument_schemas import values_of, with_names
 from saltus.engine.tool_formats.json_calls import DECODER
-from saltus.engine.tool_formats.tagged_arguments import listed_texts, with_names
 from saltus.engine.tool_formats.tool_format import (
     Function,
     Markers,
@@ -95,8 +95,9 @@ def _argument_rules(rule: str, schema: Mapping[str, Any]) -> tuple[str, list[str
 def _value(schema: Mapping[str, Any], own: Any) -> str:
     """What writes an argument: JSON, or a text in single quotes where its schema does not restrict it, or lists it."""
     written = f"%json {json.dumps(schema)}"
-    if (texts := listed_texts(schema)) is not None:
-        return f"({' | '.join([*(json.dumps(_quoted(text)) for text in texts), written])})"
+    values = values_of(schema)
+    if values.texts and not values.any_text:
+        return f"({' | '.join([*(json.dumps(_quoted(text)) for text in values.texts), written])})"
     types = own.get("type", ()) if isinstance(own, Mapping) and own.keys() <= ANY_TEXT else ()
     return f"(QUOTED | {written})" if types == "string" or "string" in types else written
 

@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from saltus.engine.json_schemas import OPTIONS
+from saltus.engine.tool_formats.argument_schemas import listed_values, type_of, types_of, values_of, with_names
 from saltus.engine.tool_formats.json_calls import refuse_constant
 from saltus.engine.tool_formats.tool_format import Markers
 
 SPACE = re.compile(r"\s*")
-LIMITS_OF_TEXTS = ("pattern", "format", "minLength", "maxLength")
 
 
 class Written(NamedTuple):
@@ -67,13 +66,15 @@ class ArgumentTags:
     def _value(self, schema: Mapping[str, Any], markers: Markers) -> str:
         """The rule of an argument behind its first tag."""
         before_text, before_json = map(markers, self.kinds)
-        if (texts := listed_texts(schema)) is not None:
-            return f"{before_text} ({' | '.join(map(json.dumps, texts))}) {markers(self.end)}"
-        written = f"{before_json} %json {json.dumps(schema)} {markers(self.end)}"
-        if not takes_texts(schema):
-            return written
-        is_text = not before_text or _types(schema) == {"string"}
-        return f"{before_text} text" if is_text else f"({before_text} text | {written})"
+        values = values_of(schema)
+        if values.any_text:
+            values = values._replace(texts=[])
+        ways = [f"{before_text} text"] if values.any_text else []
+        if values.texts:
+            ways.append(f"{before_text} ({' | '.join(map(json.dumps, values.texts))}) {markers(self.end)}")
+        if values.others is not None and not (values.any_text and not before_text):  # that text may be any of them
+            ways.append(f"{before_json} %json {json.dumps(values.others)} {markers(self.end)}")
+        return ways[0] if len(ways) == 1 else f"({' | '.join(ways)})"
 
     def read(self, body: str, place: int) -> tuple[dict[str, Written], int] | None:
         """The arguments that begin at a place, as they are written, and where they end; None if one has no end."""
@@ -113,67 +114,20 @@ def arguments_as_json(arguments: Mapping[str, Written], schema: Mapping[str, Any
     return "{" + ", ".join(f"{json.dumps(key)}: {value}" for key, value in members.items()) + "}"
 
 
-def texts_with_limits(schema: Mapping[str, Any]) -> dict[str, str]:
-    """The arguments that are texts and have a limit that no grammar follows here, with its keyword."""
-    return {
-        key: limit
-        for key, own in (schema.get("properties") or {}).items()
-        if isinstance(own, Mapping) and takes_texts(with_names(own, schema)) and not listed_texts(own)
-        for limit in LIMITS_OF_TEXTS
-        if limit in own
-    }
-
-
-def takes_texts(schema: Mapping[str, Any]) -> bool:
-    """True if a string may be what a schema describes."""
-    return "string" in _types(schema)
-
-
-def with_names(own: Any, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of an argument with the options and the named schemas of the whole one."""
-    shared = {key: schema[key] for key in (OPTIONS, "$defs", "definitions") if key in schema}
-    return {**(own if isinstance(own, Mapping) else {}), **shared}
-
-
-def listed_texts(schema: Mapping[str, Any]) -> list[str] | None:
-    """The texts of a schema that lists them; None for another one."""
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    return values if values and all(isinstance(value, str) for value in values) else None
-
-
-def _types(schema: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """JSON's types that a schema may describe; all of them where it does not say."""
-    everything = {"string", "number", "boolean", "null", "object", "array"}
-    if "type" in schema:
-        named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        return {"number" if name == "integer" else name for name in named}
-    if "const" in schema or "enum" in schema:
-        return {_type_of(value) for value in (schema.get("enum") or [schema.get("const")])}
-    if (name := str(schema.get("$ref", ""))).startswith("#/") and depth < 8:
-        found: Any = schema
-        for part in name[2:].split("/"):
-            found = found.get(part, {}) if isinstance(found, Mapping) else {}
-        return _types(with_names(found, schema), depth + 1)
-    for key in ("anyOf", "oneOf"):
-        if key in schema and depth < 8:
-            return set().union(*(_types(with_names(each, schema), depth + 1) for each in schema[key]))
-    return everything
-
-
-def _type_of(value: Any) -> str:
-    kinds = ((str, "string"), (bool, "boolean"), (int | float, "number"), (list, "array"), (dict, "object"))
-    return next((name for kind, name in kinds if isinstance(value, kind)), "null")
-
-
 def _as_json(written: Written, schema: Mapping[str, Any]) -> str:
-    """An argument as JSON: as it is written if it is of a type that the schema has besides texts, else a text."""
+    """An argument as JSON: as it is written if that is one of the values, or of the types, that its schema has besides
+    texts, else a text.
+    """
     text, is_json = written
-    types = _types(schema) if is_json is None else set() if is_json else {"string"}
+    types = types_of(schema) if is_json is None else set() if is_json else {"string"}
     if types != {"string"}:
         try:
             value = json.loads(text, parse_constant=refuse_constant)
-            if _type_of(value) in types - {"string"} or "string" not in types:
-                return text.strip()
         except (ValueError, RecursionError):
-            pass
+            return json.dumps(text, ensure_ascii=False)
+        listed = [] if is_json else listed_values(schema)
+        if text in listed and not any(each == value and type_of(each) == type_of(value) for each in listed):
+            return json.dumps(text, ensure_ascii=False)
+        if type_of(value) in types - {"string"} or "string" not in types:
+            return text.strip()
     return json.dumps(text, ensure_ascii=False)
