@@ -224,7 +224,9 @@ WITH_FLOAT32_ROUTERS = [  # as Transformers loads them in bfloat16
     "DeepseekV2", "DeepseekV3", "Glm4Moe", "Glm4MoeLite", "Dots1", "ExaoneMoe", "Ernie4_5_Moe",
     "NemotronH with experts",
 ]  # fmt: skip
-TEXT_PARTS = {"Gemma3", "Gemma3n", "Gemma4", "Gemma4Unified", "Llama4", "Qwen3_5", "Qwen3_5Moe"}  # of models of pictures and text
+TEXT_PARTS = {  # of models of pictures and text
+    "Gemma3", "Gemma3n", "Gemma4", "Gemma4Unified", "Llama4", "Qwen3_5", "Qwen3_5Moe",
+}  # fmt: skip
 
 OTHER_CLASSES = {"GPT2": "GPT2LMHeadModel", "InternLM3": "LlamaForCausalLM", "IQuestCoder": "LlamaForCausalLM"}
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers import set_seed
 
 from architectures import ARCHITECTURES, LLAMA_LIKE, VOCAB, chain, read, text
@@ -64,3 +65,19 @@ def test_the_text_part_of_tied_embeddings_is_packed_with_its_output_layer(tmp_pa
     assert isinstance(model.lm_head.weight, PackedWeight) == (native.load_kernels() is not None)
     network, tokens = CausalNetwork(model), text(20)
     assert torch.equal(chain(network, tokens)[-1], read(network, tokens)[0])
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (transformers.Glm4vConfig, "no causal language model for the text part of glm4v"),
+        (transformers.T5Config, "no causal language model of the type t5"),
+    ],
+)
+def test_a_model_whose_text_part_has_no_class_is_refused_in_a_line(config, said, tmp_path):
+    config().save_pretrained(tmp_path)
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=said) as error:
+        load_model("whole", tmp_path)
+    assert "\n" not in str(error.value)
+    assert "choose one that does" in str(error.value)

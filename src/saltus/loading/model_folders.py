@@ -184,7 +184,7 @@ def text_part(folder: Path) -> dict[str, Any]:
     Transformers knows by another name; {} for others.
 
     Where Transformers has a class for the text part alone, its weights are found under the names that they have in the
-    whole model; all others are left out.
+    whole model; all others are left out. Errors: ValueError where it has no such class.
     """
     from transformers import AutoConfig, PreTrainedConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -201,6 +201,9 @@ def text_part(folder: Path) -> dict[str, Any]:
         fields |= {"rope_parameters": rope, "norm_topk_prob": True}  # of experts, which the whole model always does
         text = AutoConfig.for_model(alike, **fields)
     list_causal_class(text)
+    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(whole) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        part = f"of the type {whole.model_type}" if text is whole else f"for the text part of {whole.model_type}"
+        raise ValueError(f"Transformers has no causal language model {part}")
     if text is whole or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return {}
     text.tie_word_embeddings = getattr(whole, "tie_word_embeddings", text.tie_word_embeddings)
