@@ -76,7 +76,7 @@ def test_the_text_part_of_tied_embeddings_is_packed_with_its_output_layer(tmp_pa
 )
 def test_a_model_whose_text_part_has_no_class_is_refused_in_a_line(config, said, tmp_path):
     config().save_pretrained(tmp_path)
-    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    save_file({f"{number}": torch.zeros(1) for number in range(50)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=said) as error:
         load_model("whole", tmp_path)
     assert "\n" not in str(error.value)
