@@ -6,9 +6,11 @@
 Launches compile in place of running, so that calls on the CPU reach all of them; what they compute is memory as it was.
 Prints a line for each binary. Exits with an error where Triton or ptxas refuses one, where a register is written to
 while a product of a warp group may still read it, and where products of few rows have other matrix instructions than
-those of many, which may add in another order.
+those of many, which may add in another order. Binaries that lie in Triton's cache are not compiled again, and the
+listings of their instructions lie beside them.
 """
 
+import hashlib
 import re
 import subprocess
 import sys
@@ -49,7 +51,8 @@ FLOATS8 = "8-bit floats by 128 inputs"
 Format = GGMLQuantizationType | str
 EXPERT_FORMATS = [getattr(GGMLQuantizationType, name) for name in ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "MXFP4")] + [FLOATS8]
 OPTIONS = ("num_warps", "num_stages")
-PRODUCTS = ("HMMA", "HGMMA", "UTCHMMA")  # instructions of warps, of warp groups (Hopper), of tensor memory (Blackwell)
+PRODUCTS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")  # of warps, of warp groups (Hopper), of tensor memory
+OPERAND_IN_REGISTERS = r"wgmma\.mma_async\S* +\{[^}]*\}, *\{"
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes of a program
 
 
@@ -80,12 +83,12 @@ class Compiler:
             made = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
             self.binaries[key] = made
             assert made.metadata.shared <= SHARED_MEMORY[self.capability], "more shared memory than there is"
-            code = machine_code(made.asm["cubin"])
-            early = early_writes(code) if self.capability == 90 else []
+            reads_registers = re.search(OPERAND_IN_REGISTERS, made.asm["ptx"])
+            early = early_writes(machine_code(made.asm["cubin"])) if reads_registers else []
             assert not early, f"{key[0]} writes to registers that a product reads: {early[0]}"
             if "linear" in key[0] or key[0] == "_gate_and_up":
                 found = self.products.setdefault(key[0], set())
-                found |= {name for line in code for name in PRODUCTS if re.search(rf"\b{name}\b", line)}
+                found |= {name for name in PRODUCTS if re.search(rf"\s{re.escape(name)}\b", made.asm["ptx"])}
                 assert len(found) == 1, f"{key[0]} multiplies by {' and '.join(sorted(found)) or 'single numbers'}"
             print(self.capability, key[0], f"{made.metadata.shared:,} bytes of shared memory", flush=True)
 
@@ -93,11 +96,17 @@ class Compiler:
 def machine_code(binary: bytes) -> list[str]:
     """The instructions and labels of a binary."""
     program = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
-        file.flush()
-        listing = subprocess.run([program, "-c", file.name], capture_output=True, text=True, check=True).stdout
-    lines = (re.search(r"^\.(L_x_\d+):|/\*[0-9a-f]{4,}\*/ +(.*?) +;", line) for line in listing.splitlines())
+    kept = Path(triton.knobs.cache.dir) / f"{hashlib.sha256(binary).hexdigest()}.sass"
+    if not kept.exists():
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(binary)
+            file.flush()
+            command = [program, "-c", "-ndf", file.name]
+            listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        part = Path(tempfile.mkstemp(dir=kept.parent)[1])
+        part.write_text(listing)
+        part.replace(kept)
+    lines = (re.search(r"^\.(L_x_\d+):|/\*[0-9a-f]{4,}\*/ +(.*?) +;", line) for line in kept.read_text().splitlines())
     return [found[1] or found[2] for found in lines if found]
 
 
@@ -136,17 +145,17 @@ def decode(
     rows: int, packed: tuple[GGMLQuantizationType, ...] = (), bias: bool = False, norms: bool = False,
     heads: int = 4, kv_heads: int = 2, head_dim: int = 64,
 ) -> None:  # fmt: skip
-    """A call of a decoder of two layers, whose linear layers may be packed in some formats by turns."""
+    """A call of a decoder of one layer, whose linear layers may be packed in some formats by turns."""
     from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": heads,
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": heads,
              "num_key_value_heads": kv_heads, "vocab_size": 300, "head_dim": head_dim}  # fmt: skip
     config = Qwen3Config(**sizes) if norms else Qwen2Config(**sizes, attention_bias=bias)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     layers = [module for module in model.modules() if packed and isinstance(module, torch.nn.Linear)]
     for number, layer in enumerate(layers):
         layer._parameters["weight"] = packed_weight(packed[number % len(packed)], *layer.weight.shape)
-    decoder, pool = GPUDecoder(model), KVPagePool(2, 256)
+    decoder, pool = GPUDecoder(model), KVPagePool(1, 256)
     inputs = StaticInputs(FixedShape(-(-rows // 8), 8, 2, 0), 32, torch.device("cpu"))
     logits, _ = decoder(inputs, pool)
     greatest = torch.zeros(len(logits), dtype=torch.float64)

@@ -3,12 +3,17 @@
 import os
 import signal
 import ssl
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: one kernel thread each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if sys.dont_write_bytecode:  # each test process would compile every module again
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import hypothesis
 import pytest

@@ -14,6 +14,13 @@ from saltus.kernels import native
 SCRIPT = Path(__file__).parents[1] / "compiled_kernels.py"
 
 
+@pytest.fixture
+def cache(request, tmp_path) -> Path:
+    """Where Triton keeps binaries, by their source, its own version and the compiler's: among what pytest keeps."""
+    kept = getattr(request.config, "cache", None)
+    return kept.mkdir("triton") if kept else tmp_path
+
+
 def compiled(cache: Path, *arguments: str) -> set[str]:
     """The kernels that the script compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -28,8 +35,8 @@ def compiled(cache: Path, *arguments: str) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # minutes of the compiler
 @pytest.mark.skipif(native.load_kernels() is None, reason="packed weights need compiled kernels")
-def test_every_kernel_compiles(tmp_path):
-    assert compiled(tmp_path, "90") == {
+def test_every_kernel_compiles(cache):
+    assert compiled(cache, "90") == {
         "_linear", "_gate_and_up", "_activate", "_packed_linear", "_add_and_norm", "_rotate_and_store", "_attend_split",
         "_combine", "_race", "_best", "_sort_pairs", "_expert_linear",
         "_packed_expert_linear", "_route", "_sum_experts", "_normalize_features", "_draft_inputs",
@@ -38,6 +45,6 @@ def test_every_kernel_compiles(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["89", "100", "120"])
-def test_large_tiles_compile_for_others_and_products_multiply_alike_whatever_the_rows(capability, tmp_path):
+def test_large_tiles_compile_for_others_and_products_multiply_alike_whatever_the_rows(capability, cache):
     """Ada has little shared memory, Blackwell matrix instructions of its own."""
-    assert compiled(tmp_path, "--widest", capability) >= {"_linear", "_packed_linear", "_attend_split"}
+    assert compiled(cache, "--widest", capability) >= {"_linear", "_packed_linear", "_attend_split"}
