@@ -202,7 +202,8 @@ def text_part(folder: Path) -> dict[str, Any]:
         text = AutoConfig.for_model(alike, **fields)
     list_causal_class(text)
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(whole) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        part = f"of the type {whole.model_type}" if text is whole else f"for the text part of {whole.model_type}"
+        kind, is_part = whole.model_type, text.model_type != whole.model_type
+        part = f"for the text part of {kind}" if is_part else f"of the type {kind}"
         raise ValueError(f"Transformers has no causal language model {part}")
     if text is whole or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return {}
