@@ -3,6 +3,7 @@
 import json
 import sys
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import torch
 
 import saltus
 from saltus.core.sampling import Sampling
+from saltus.engine.prompts import Prompt
 from saltus.evaluation.benchmarks import llama_cpp_baseline
 from saltus.evaluation.benchmarks.baselines import (
     OpenAIServerBaseline,
@@ -19,7 +21,8 @@ from saltus.evaluation.benchmarks.baselines import (
     transformers_baselines,
 )
 from saltus.evaluation.benchmarks.benchmark_run import Benchmark
-from saltus.evaluation.benchmarks.systems_under_test import BenchmarkRequest
+from saltus.evaluation.benchmarks.suites import Task
+from saltus.evaluation.benchmarks.systems_under_test import BenchmarkRequest, methods_under_test
 from saltus.integrations.openai_endpoint import NEUTRAL, connect_endpoint
 
 TEXT = "the cat sat on the mat and the cat sat on the mat and the cat"
@@ -31,7 +34,7 @@ def engine(tiny_folder) -> saltus.Engine:
 
 
 def question(engine, **changes) -> BenchmarkRequest:
-    return BenchmarkRequest(TEXT, tuple(engine.encode(TEXT)), max_new_tokens=24, **changes)
+    return BenchmarkRequest(TEXT, **{"prompt_tokens": tuple(engine.encode(TEXT)), "max_new_tokens": 24, **changes})
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
@@ -128,7 +131,8 @@ def test_llama_cpp_decodes_the_same_file_and_its_calls_are_single_tokens(engine,
     assert written.finish_reason == plain.finish_reason
     assert [(call.decided, call.nodes) for call in written.calls] == [(1, 0)] * len(plain.tokens)
     assert written.calls[0].read == len(inputs.prompt_tokens)
-    (path, settings), reset, seed, (tokens, sampling) = FakeLlama.told
+    (path, settings), (warm_up, _), reset, seed, (tokens, sampling) = FakeLlama.told
+    assert warm_up == tokens[:8]
     assert (path, settings["n_threads"], reset, seed) == (
         str(tmp_path / "model.gguf"),
         torch.get_num_threads(),
@@ -155,6 +159,29 @@ def test_llama_cpp_s_stop_strings_are_looked_for_in_the_last_tokens_alone(engine
     assert max(decoded) < 6 < len(tokens)
 
 
+def contexts(told) -> list[int]:
+    return [one[1]["n_ctx"] for one in told if isinstance(one, tuple) and "n_ctx" in one[1]]
+
+
+def test_llama_cpp_reserves_what_texts_need_before_they_are_timed(engine, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=FakeLlama, __spec__=object()))
+    (tmp_path / "gguf.json").write_text(json.dumps({"file": "model.gguf", "tensors": {"weight": WEIGHT}}))
+    monkeypatch.setattr(llama_cpp_baseline, "resolve", lambda name: tmp_path)
+    monkeypatch.setattr(FakeLlama, "told", [])
+    monkeypatch.setattr(FakeLlama, "tokens", [7] * 20_000)
+    target = replace(engine.target, context_length=20_000)
+    (baseline,) = baselines_under_test(["llama-cpp"], replace(engine, target=target), None)
+    lengths = []
+    for tokens, new in ((40, 24), (400, 24), (9_000, 24), (500, 24), (19_990, 24)):
+        request = question(engine, prompt_tokens=(1,) * tokens, max_new_tokens=new, ignore_eos=True)
+        baseline.prepare(request)
+        begun = len(FakeLlama.told)
+        lengths.append(len(baseline.generate(request)[0]))
+        assert not contexts(FakeLlama.told[begun:])
+    assert lengths == [24, 24, 24, 24, 10], "the last one ends at the model's context, as ours does"
+    assert contexts(FakeLlama.told) == [512, 16_384, 20_000]
+
+
 class Served(BaseHTTPRequestHandler):
     """A server of OpenAI's protocol that writes a fixed text."""
 
@@ -162,6 +189,8 @@ class Served(BaseHTTPRequestHandler):
     usage = True
     cached = 0  # tokens of the prompt
     unknown: tuple[str, ...] = ()  # fields that it refuses
+    too_long: tuple[int, str] | tuple[()] = ()  # how many characters it reads, and what it says of more
+    reason = "stop"
     broken = ""  # what stands in the stream after the first piece, in place of the rest
 
     def log_message(self, *_):
@@ -179,10 +208,13 @@ class Served(BaseHTTPRequestHandler):
         if body["max_tokens"] == 1:
             self.send_error(400, "too short")
             return
+        if self.too_long and len(body["prompt"]) > self.too_long[0]:
+            self.send_error(400, self.too_long[1])
+            return
         if self.broken:
             self._send(f'data: {{"choices": [{{"text": "the"}}]}}\n\n{self.broken}')
             return
-        events = [{"choices": [{"text": "the"}]}, {"choices": [{"text": " cat", "finish_reason": "stop"}]}]
+        events = [{"choices": [{"text": "the"}]}, {"choices": [{"text": " cat", "finish_reason": self.reason}]}]
         usage = {"completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": self.cached}}
         events += [{"choices": [], "usage": usage}] if self.usage else []
         self._send("".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data:[DONE]\n\n")
@@ -269,6 +301,31 @@ def test_a_server_that_refuses_says_why(engine, served):
     baseline = OpenAIServerBaseline(served, engine)
     with pytest.raises(ValueError, match=r"/v1/completions refuses \(400\)"):
         baseline.generate(BenchmarkRequest(TEXT, (1, 2), max_new_tokens=1))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "This model's maximum context length is 64 tokens. However, you requested 90 tokens",
+        "the request exceeds the available context size. try increasing the context size",
+        "Requested token count exceeds the model's maximum context length of 64 tokens.",
+        "`inputs` tokens + `max_new_tokens` must be <= 64. Given: 60 `inputs` tokens and 24 `max_new_tokens`",
+        "context_length_exceeded",
+    ],
+)
+def test_a_prompt_that_a_server_s_context_does_not_hold_is_skipped_for_all_systems(engine, served, monkeypatch, said):
+    monkeypatch.setattr(Served, "too_long", (60, said))
+    tasks = [Task(name, "cats", Prompt((text,))) for name, text in (("long", "the cat " * 20), ("short", "the cat"))]
+    systems = [*methods_under_test(engine, ["plain"]), *servers_under_test([served], engine)]
+    run = Benchmark(engine, systems, tasks, {"max_new_tokens": 8, "seed": 0})
+    (record,) = run.measure_task(0)
+    assert (record["task"], record["turn"]) == ("long", 0)
+    assert record["skipped"].startswith("endpoint:served: http://127.0.0.1")
+    assert said[:40] in record["skipped"]
+    assert [one["system"] for one in run.measure_task(1)] == ["plain", "endpoint:served"]
+    monkeypatch.setattr(Served, "reason", "length")
+    (record,) = run.measure_task(1)
+    assert record["skipped"] == "endpoint:served ended after 5 of 8 tokens, by a limit of its own"
 
 
 @pytest.mark.parametrize(

@@ -399,7 +399,9 @@ def test_bench_says_everywhere_which_tasks_it_skipped(tiny_folder, tmp_path):
     assert said in unescape((out / "page.html").read_text())
     assert "3 of 3 tasks were measured before" in saltus_(*command, "--out", out).stderr
     file.write_text(json.dumps(rows[1]))
-    assert "no task fits into the model's context; of the first, the prompt has" in saltus_(*command, code=2).stderr
+    assert (
+        "no task fits into the context of all systems; of the first, the prompt has" in saltus_(*command, code=2).stderr
+    )
 
 
 @pytest.mark.slow

@@ -124,8 +124,8 @@ def run(
     All systems answer each prompt in turns, another one first each time. Times
     are measured from outside, prefill included. Calls are counted at the model,
     which must have verified each token. Intervals are the central 95 % of a
-    bootstrap over tasks. Tasks that are longer than the model's context are
-    skipped for all systems, and listed.
+    bootstrap over tasks. Tasks that are longer than the context of the model or
+    of a server are skipped for all systems, and listed.
 
     [bold]Examples[/bold]
 
@@ -204,7 +204,7 @@ def run(
         _remove_results(out)
     whole = _measure(run, records)
     if whole and not records.answers:
-        raise ValueError(f"no task fits into the model's context; of the first, {records.skipped[0]['skipped']}")
+        raise ValueError(f"no task fits into the context of all systems; of the first, {records.skipped[0]['skipped']}")
     if not records.answers:
         raise KeyboardInterrupt
     results = _results(suite, records)

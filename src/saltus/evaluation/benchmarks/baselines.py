@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from http.client import HTTPException
@@ -20,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from saltus.engine.checkpoints import load_model, silence_transformers
 from saltus.engine.engine import Engine
+from saltus.engine.text_bounds import PromptTooLongError
 from saltus.evaluation.benchmarks.llama_cpp_baseline import LLAMA_CPP, LlamaCppBaseline
 from saltus.evaluation.benchmarks.systems_under_test import (
     BenchmarkRequest,
@@ -30,6 +32,11 @@ from saltus.evaluation.benchmarks.systems_under_test import (
 from saltus.integrations.openai_endpoint import EndpointError, OpenAIEndpoint, connect_endpoint
 from saltus.loading.sources import resolve
 
+BEYOND_CONTEXT = re.compile(  # what servers say of a text that is too long: vLLM, SGLang, llama.cpp, TGI, Saltus
+    r"context[ _](length|size|window)|max(imum)?[ _](model|context|total|input)[ _](len|length|size|tokens)"
+    r"|max_new_tokens` must be",
+    re.IGNORECASE,
+)
 BASELINES = ("transformers", "transformers-lookup", "transformers-assistant", LLAMA_CPP)
 
 
@@ -180,7 +187,7 @@ class OpenAIServerBaseline:
         if request.ignore_eos:
             body["ignore_eos"] = True
         started, first, pieces, usage, reason = time.perf_counter(), None, [], {}, None
-        with self.endpoint.post_completion(body) as response:
+        with self._post(body) as response:
             for event in self._events(response):
                 for choice in event.get("choices") or ():
                     first = first or time.perf_counter()
@@ -189,7 +196,24 @@ class OpenAIServerBaseline:
                 usage |= event.get("usage") or {}
         if reason is None:
             raise self._broken("the stream ended without a finish_reason")
+        count, length = usage.get("completion_tokens"), self._length(request)
+        if reason == "length" and count is not None and count < length:
+            raise PromptTooLongError(f"{self.name} ended after {count} of {length} tokens, by a limit of its own")
         return pieces, usage, reason, (first or time.perf_counter()) - started
+
+    def _post(self, body: Mapping[str, Any]) -> Any:
+        """The open response. Errors: PromptTooLongError for a text that the server's context does not hold."""
+        try:
+            return self.endpoint.post_completion(dict(body))
+        except EndpointError as error:
+            if error.status in (400, 413, 422) and BEYOND_CONTEXT.search(str(error)):
+                raise PromptTooLongError(f"{self.name}: {error}") from None
+            raise
+
+    def _length(self, request: BenchmarkRequest) -> int:
+        """How many tokens the answer has, at most, as the engine's own answers."""
+        context = self.engine.target.context_length
+        return min(request.max_new_tokens, (context or 1 << 62) - len(request.prompt_tokens))
 
     def _events(self, response: Any) -> Iterator[dict[str, Any]]:
         """The events of an answer. Errors: EndpointError if it breaks off."""

@@ -22,6 +22,7 @@ from saltus.evaluation.benchmarks.suites import Task
 from saltus.evaluation.benchmarks.systems_under_test import (
     BenchmarkRequest,
     MeasuredAnswer,
+    PreparesForText,
     SystemUnderTest,
     early_end_problems,
 )
@@ -71,7 +72,7 @@ class Benchmark:
     def measure_task(self, task_index: int) -> list[Record]:
         """The records of all systems on one task, or one record that says why the task was skipped.
 
-        A task is skipped for all systems if one of its turns is longer than the model's context.
+        A task is skipped for all systems if one of its turns is longer than the context of the model, or of a server.
         """
         records: list[Record] = []
         try:
@@ -99,6 +100,8 @@ class Benchmark:
                 request = self._new_request(prompt, raw, task.stop if raw else ())
             made = {}
             for system in order:
+                if isinstance(system, PreparesForText):
+                    system.prepare(request)
                 started = time.perf_counter()
                 answer = system.generate(request)
                 made[system.name] = answer, time.perf_counter() - started

@@ -24,7 +24,7 @@ from saltus.loading.model_folders import INDEX_FILE
 from saltus.loading.sources import resolve
 
 LLAMA_CPP = "llama-cpp"
-MAX_CONTEXT = 8192  # tokens; llama.cpp reserves memory for all of them
+MIN_CONTEXT = 512  # tokens; llama.cpp reserves memory for all that a context may have
 
 
 def llama_cpp_is_installed() -> bool:
@@ -44,7 +44,8 @@ class LlamaCppBaseline:
     engine: Engine
     name: str = LLAMA_CPP
     kind: str = "baseline"
-    llama: Any = field(init=False, default=None)  # loaded on first use
+    llama: Any = field(init=False, default=None)  # loaded on first use, and anew where a text needs more context
+    context: int = field(init=False, default=0)  # tokens
 
     def __post_init__(self) -> None:
         if not llama_cpp_is_installed():
@@ -53,19 +54,29 @@ class LlamaCppBaseline:
             raise ValueError(f"baseline llama-cpp decodes GGUF files, and {self.engine.target.name} is none; name one")
         self.file = read_gguf_index(resolve(self.engine.target.name)).files[0]
 
-    def _load(self) -> Any:
-        if self.llama is None:
-            from llama_cpp import Llama  # pyright: ignore[reportMissingImports]
+    def prepare(self, request: BenchmarkRequest) -> None:
+        """Reserve what this text may need: a power of two, or the model's context if that is less."""
+        known = self.engine.target.context_length
+        needed = len(request.prompt_tokens) + request.max_new_tokens
+        needed = needed if known is None else min(needed, known)
+        if needed <= self.context:
+            return
+        from llama_cpp import Llama  # pyright: ignore[reportMissingImports]
 
-            threads, known = torch.get_num_threads(), self.engine.target.context_length
-            context = min(known or MAX_CONTEXT, MAX_CONTEXT)
-            self.llama = Llama(
-                str(self.file), n_ctx=context, n_threads=threads, n_threads_batch=threads, n_gpu_layers=0, verbose=False
-            )
-        return self.llama
+        size = max(MIN_CONTEXT, 1 << (needed - 1).bit_length())
+        self.context, threads = size if known is None else min(size, known), torch.get_num_threads()
+        self.llama = None  # its memory is free before the next is reserved
+        self.llama = Llama(
+            str(self.file), n_ctx=self.context, n_threads=threads, n_threads_batch=threads, n_gpu_layers=0,
+            verbose=False,
+        )  # fmt: skip
+        for _ in zip(range(2), self.llama.generate(list(request.prompt_tokens[:8])), strict=False):
+            pass  # so that no first call is measured
 
     def generate(self, request: BenchmarkRequest) -> Any:
-        llama, sampling = self._load(), request.sampling
+        self.prepare(request)
+        llama, sampling = self.llama, request.sampling
+        length = min(request.max_new_tokens, self.context - len(request.prompt_tokens))
         llama.reset()  # every system reads its prompts itself
         llama.set_seed(request.seed)
         clock = [time.perf_counter()]
@@ -77,7 +88,7 @@ class LlamaCppBaseline:
         )  # fmt: skip
         for token in made:
             clock.append(time.perf_counter())
-            if ended(token) or len(ended.tokens) == request.max_new_tokens:
+            if ended(token) or len(ended.tokens) == length:
                 break
         return ended.tokens, clock
 

@@ -85,6 +85,13 @@ class SystemUnderTest(Protocol):
         ...
 
 
+@runtime_checkable
+class PreparesForText(Protocol):
+    """A system that makes room for a text before it is timed."""
+
+    def prepare(self, request: BenchmarkRequest) -> None: ...
+
+
 @dataclass
 class MethodUnderTest:
     """A method of Saltus. Its calls are counted by a CallRecorder around the network, not by the engine."""
