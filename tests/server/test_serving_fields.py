@@ -3,7 +3,9 @@
 # ruff: noqa: F811  fixtures
 
 import json
+import re
 from pathlib import Path
+from urllib.parse import urljoin
 
 import httpx
 import openai
@@ -272,6 +274,18 @@ def test_null_counts_as_not_given_at_every_depth(server):
 def test_an_answer_has_the_fields_that_the_clients_types_ask_for(server):
     openai.types.responses.Response.model_validate(post(server, RESPONSE), strict=False)
     assert httpx.head(server[1] + "/health").status_code == 200
+
+
+def test_a_page_of_routes_says_where_they_are_described_without_a_network(server):
+    answer = httpx.get(f"{server[1]}/docs")
+    assert answer.headers["content-type"].startswith("text/html")
+    shown = re.search(r'<div id="swagger-ui">(.*?)</div>', answer.text, re.DOTALL)
+    assert shown is not None
+    (link,) = re.findall('href="(.*?)"', shown[1])
+    assert "url: 'openapi.json'" in answer.text
+    paths = httpx.get(urljoin(str(answer.url), link)).json()["paths"]
+    assert {CHAT, "/tokenize", "/health"} <= paths.keys()
+    assert not {"/docs", "/", "/redoc"} & paths.keys()
 
 
 def test_no_limit_is_what_the_context_holds(server, engine):

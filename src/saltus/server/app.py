@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 import saltus
@@ -31,6 +32,11 @@ from saltus.server.service import Service
 
 Result = TypeVar("Result")
 
+DOCS_BEGIN = '<div id="swagger-ui">'  # of what Swagger UI, which browsers load from a CDN, replaces
+DOCS_WITHOUT_NETWORK = (
+    "<p>If nothing else appears here, this browser does not reach cdn.jsdelivr.net, from where it loads this page."
+    ' <a href="openapi.json">openapi.json</a> describes all routes.</p>'
+)
 PAGE = Path(__file__).with_name("page")
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src data:; base-uri 'none'; frame-ancestors 'none'",
@@ -54,7 +60,7 @@ def make_app(
         yield
         await asyncio.to_thread(service.close, 10.0)
 
-    app = FastAPI(title="Saltus", version=saltus.__version__, lifespan=lifespan)
+    app = FastAPI(title="Saltus", version=saltus.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, api_keys=keys, log_bodies=log_requests, hosts=hosts)  # pyright: ignore[reportArgumentType]
     add_error_answers(app)
 
@@ -80,6 +86,11 @@ def make_app(
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         return FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        html = bytes(get_swagger_ui_html(openapi_url="openapi.json", title="Saltus").body).decode()
+        return HTMLResponse(html.replace(DOCS_BEGIN, DOCS_BEGIN + DOCS_WITHOUT_NETWORK))
 
     @app.get("/page/{name}", include_in_schema=False)
     async def page_file(name: str) -> Response:
