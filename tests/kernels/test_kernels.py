@@ -668,13 +668,32 @@ def fresh_library(tmp_path, monkeypatch):
 def test_no_compiler_is_a_warning_that_says_what_to_install(fresh_library, monkeypatch, caplog):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(native, "find_spec", lambda name: None)
     with caplog.at_level(logging.WARNING, "saltus"):
         assert native.load_kernels() is None
         assert native.load_kernels() is None
     assert [record.getMessage() for record in caplog.records] == [
         "the compiled kernels cannot be had, going on with slower exact ones:"
-        " no C compiler was found; install gcc or clang"
+        " no C compiler was found; install gcc or clang, or ziglang from PyPI"
     ]
+
+
+@pytest.mark.slow
+@compiled
+def test_without_another_compiler_that_of_a_python_package_is_used(fresh_library, monkeypatch, tmp_path, caplog):
+    real = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))
+    package = tmp_path / "packages" / "ziglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    program = f"import os, sys\nassert sys.argv[1] == 'cc'\nos.environ['PATH'] = {os.environ['PATH']!r}\n"
+    (package / "__main__.py").write_text(f"{program}os.execv({real!r}, [{real!r}, *sys.argv[2:]])\n")
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    with caplog.at_level(logging.WARNING, "saltus"):
+        assert native.load_kernels() is not None
+    assert len(caplog.records) == 1, "compiling"
 
 
 def test_a_compiler_that_fails_is_a_warning_of_one_line(fresh_library, monkeypatch, caplog):

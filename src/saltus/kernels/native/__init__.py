@@ -8,12 +8,14 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +36,8 @@ log = logging.getLogger("saltus")
 
 KERNEL_SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32", torch.float16: "f16"}
 MAX_WEIGHTS = 4  # of one call of linear, at most
+
+NO_COMPILER = "no C compiler was found; install gcc or clang, or ziglang from PyPI"
 
 POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -336,7 +340,7 @@ def load_kernels() -> ctypes.CDLL | None:
     if not is_own_file(target):
         sets = [flags, *lesser_flags(features)]  # of a compiler that is older than the processor
         commands = [[*compiler, *some] for some in sets for compiler in compilers]
-        error = _compile(commands, sources, target) if commands else "no C compiler was found; install gcc or clang"
+        error = _compile(commands, sources, target) if commands else NO_COMPILER
         if error:
             log.warning("the compiled kernels cannot be had, going on with slower exact ones: %s", error)
             return None
@@ -417,12 +421,16 @@ def _torch_threads() -> int:
 
 
 def _compilers() -> list[list[str]]:
-    """The C compiler that CC names, with its arguments, if it is there; else all that are at hand."""
+    """The C compiler that CC names, with its arguments, if it is there; else all that are at hand.
+
+    The Python package ziglang brings one (clang), for machines that have no other.
+    """
     found = [
         [[path, *arguments] for name, *arguments in named if (path := shutil.which(name))]
         for named in (filter(None, [shlex.split(os.environ.get("CC", ""))]), [["cc"], ["gcc"], ["clang"]])
     ]
-    return found[0] or found[1]
+    packaged = [[sys.executable, "-m", "ziglang", "cc"]] if find_spec("ziglang") else []
+    return found[0] or found[1] or packaged
 
 
 def _compile(commands: list[list[str]], sources: dict[str, bytes], target: Path) -> str | None:
@@ -453,12 +461,13 @@ def _compile_units(command: list[str], units: list[Path], made: Path) -> str | N
     objects = [unit.with_suffix(".o") for unit in units]
     commands = [[*command, "-c", unit, "-o", to] for unit, to in zip(units, objects, strict=True)]
     with ThreadPoolExecutor(allowed_processors()) as threads:
-        errors = list(filter(None, threads.map(_run_compiler, commands)))
-    return errors[0] if errors else _run_compiler([*command, "-shared", *objects, "-o", made, "-lm"])
+        errors = list(filter(None, threads.map(partial(_run_compiler, made.parent), commands)))
+    return errors[0] if errors else _run_compiler(made.parent, [*command, "-shared", *objects, "-o", made, "-lm"])
 
 
-def _run_compiler(command: list[str | Path]) -> str | None:
-    """The error that says most, None on success."""
-    result = subprocess.run(command, capture_output=True, text=True)
+def _run_compiler(folder: Path, command: list[str | Path]) -> str | None:
+    """The error that says most, None on success; `folder` is for what the compiler leaves."""
+    own_cache = dict.fromkeys(("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"), str(folder))  # of ziglang; it is removed
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **own_cache})
     lines = result.stderr.strip().splitlines() or ["the compiler failed"]
     return next((line for line in lines if "error" in line), lines[0]) if result.returncode else None
