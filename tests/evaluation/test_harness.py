@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -407,7 +408,16 @@ def command(*arguments: object, code: int = 0):
     return result
 
 
+@pytest.fixture
+def without_other_tasks(monkeypatch):
+    """lm_eval reads the files of thousands of tasks first, each time."""
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setattr(TaskManager, "__init__", partialmethod(TaskManager.__init__, include_defaults=False))
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_other_tasks")
 def test_the_command_scores_a_task_of_one_s_own(folder, tmp_path):
     import yaml
 
@@ -428,6 +438,7 @@ def test_the_command_scores_a_task_of_one_s_own(folder, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_other_tasks")
 def test_the_command_teaches_and_complains_in_a_line(folder, tmp_path):
     assert "saltus lm-eval run --help" in command("--help").stdout
     assert "--num_fewshot" in command("run", "--help").stdout
