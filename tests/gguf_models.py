@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,13 @@ def tiny(case: Case) -> Any:
     return model.eval()
 
 
+@lru_cache(maxsize=128)
+def _blocks_of(numbers: bytes, shape: tuple[int, ...], format: Q) -> tuple[np.ndarray, np.ndarray]:
+    """The blocks of an array in float32, and their numbers; files with other settings have the same tensors."""
+    blocks = quantize(np.frombuffer(numbers, np.float32).reshape(shape), format)
+    return blocks, dequantize(blocks, format)
+
+
 def write(
     model: Any,
     case: Case,
@@ -293,10 +301,12 @@ def write(
         known = tensors.get(targets[0])
         format = known[0] if known else Q.F32 if plain else formats[at % len(formats)]
         at += not plain and known is None
-        blocks = [quantize(np.ascontiguousarray(array, np.float32), format) for array in converted.arrays]
+        arrays = [np.ascontiguousarray(array, np.float32) for array in converted.arrays]
+        both = [_blocks_of(array.tobytes(), array.shape, format) for array in arrays]
+        blocks = [block for block, _ in both]
         for target, block in zip(targets, blocks, strict=True):
             tensors.setdefault(target, (format, []))[1].append(block)
-        made = converted.back([dequantize(block, format) for block in blocks]) - np.float32(added)
+        made = converted.back([numbers for _, numbers in both]) - np.float32(added)
         if heads:
             made = made.reshape(heads, len(made) // heads // 2, 2, -1).swapaxes(1, 2)
         keeps = any(kept in name for kept in model._keep_in_fp32_modules_strict or ())

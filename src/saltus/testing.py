@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from saltus.core.control.controller import Controller
 from saltus.core.distributions import Step
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
-from saltus.core.picking import pick, probabilities
+from saltus.core.picking import Distribution, pick, probabilities
 from saltus.core.protocols import StopCondition
 from saltus.core.rules import Rule, match
 from saltus.core.sampling import Sampling, token_distribution
@@ -168,35 +169,38 @@ def perfect_adapter(target: ToyNetwork, sampling: Sampling, form: UniformConditi
     """
 
     marginals: dict[tuple[tuple[int, int], int], Tensor] = {}
+    following = cache(lambda *pair: token_distribution(target.logits[pair], sampling))
 
     def adapted(before: tuple[int, int], uniforms: Sequence[float]) -> Tensor:
         uninformed = math.isnan(uniforms[-1]) and (form == "one-hot" or len(uniforms) > 1)
         if form == "independent" or (uninformed and not sampling.greedy):
             key = before, len(uniforms)
             if key not in marginals:
-                marginals[key] = torch.from_numpy(_marginal(target, sampling, *key)).log()
+                marginals[key] = torch.from_numpy(_marginal(following, target.logits.shape[0], *key)).log()
             return marginals[key]
         uniforms = [0.0 if sampling.greedy else u for u in uniforms]  # greedy picks need none
         known, own = (uniforms[:-1], uniforms[-1]) if form == "one-hot" else (uniforms[1:], None)
         pair = before
         for u in known:
-            pair = pair[1], pick(u, token_distribution(target.logits[pair], sampling))
+            pair = pair[1], pick(u, following(*pair))
         if own is None:
             return target.logits[pair]
         certain = torch.full(target.logits.shape[:1], -40.0, dtype=target.logits.dtype)
-        certain[pick(own, token_distribution(target.logits[pair], sampling))] = 40.0
+        certain[pick(own, following(*pair))] = 40.0
         return certain
 
     return adapted
 
 
-def _marginal(target: ToyNetwork, sampling: Sampling, before: tuple[int, int], ahead: int) -> np.ndarray:
+def _marginal(
+    following: Callable[[int, int], Distribution], vocab: int, before: tuple[int, int], ahead: int
+) -> np.ndarray:
     """The marginal distribution of the token some positions ahead."""
-    vocab, pairs = target.logits.shape[0], {before: 1.0}
+    pairs = {before: 1.0}
     for _ in range(ahead):
         grown: dict[tuple[int, int], float] = {}
         for pair, weight in pairs.items():
-            for token, chance in enumerate(probabilities(token_distribution(target.logits[pair], sampling), vocab)):
+            for token, chance in enumerate(probabilities(following(*pair), vocab)):
                 grown[pair[1], token] = grown.get((pair[1], token), 0.0) + weight * chance
         pairs = grown
     return np.bincount([token for _, token in pairs], list(pairs.values()), vocab)

@@ -2,7 +2,9 @@
 
 import math
 import random
+from copy import deepcopy
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -37,11 +39,16 @@ def own_cache(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
 
 
+@lru_cache(maxsize=1)
+def model_of(name: str):
+    model = gguf_models.tiny(CASES[name])
+    model.set_experts_implementation("eager")
+    return model
+
+
 def written(name: str, tmp_path, formats, **more):
     """A model, and a file of it."""
-    case, file = CASES[name], tmp_path / "tiny.gguf"
-    model = gguf_models.tiny(case)
-    model.set_experts_implementation("eager")
+    case, file, model = CASES[name], tmp_path / "tiny.gguf", deepcopy(model_of(name))
     write(model, case, file, formats, **more)
     return model, file
 
