@@ -54,6 +54,13 @@ def block_drafter(folder: Path, kind: str, layers: dict | None = None, **changes
         if gated:
             sizes["markov_head.gate_proj.weight"] = RANK, HIDDEN + RANK
             sizes["markov_head.gate_proj.bias"] = (RANK,)
+    if kind == "xpress":
+        given = {"xpress_rank": RANK} | ({} if cut else {"xpress_mlp_hidden": 2 * RANK}) | given
+        head = {"token_embed.weight": (VOCABULARY, RANK), "readout.weight": (drafted, RANK)}
+        head |= {f"down_{name}.weight": (RANK, HIDDEN) for name in "hg"} | {"in_proj.weight": (RANK, 3 * RANK)}
+        head |= {"mix_l": (RANK, 5, 5), "mlp_down.weight": (RANK, 2 * RANK)}
+        head |= {f"mlp_{name}.weight": (2 * RANK, RANK) for name in ("gate", "up")}
+        sizes |= {f"refiner_head.{name}": size for name, size in head.items()}
     weights = {name: 0.3 * torch.randn(size) + ("norm" in name) for name, size in sizes.items()}
     weights["lm_head.weight"] = torch.randn(drafted, HIDDEN)
     saved = dict(weights)
@@ -62,12 +69,25 @@ def block_drafter(folder: Path, kind: str, layers: dict | None = None, **changes
         given["aux_hidden_state_layer_ids"] = [layer + 1 for layer in given.pop("target_layer_ids")]
         config = {"speculators_model_type": kind, "transformer_layer_config": layers} | given
     else:
-        name = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel"}[kind]
+        name = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel",
+                "xpress": "Qwen3XPressModel"}[kind]  # fmt: skip
+        saved = {_xpress_name(each): weight for each, weight in saved.items()}
         config = layers | {"architectures": [name], "dflash_config": given}
     folder.mkdir(exist_ok=True)
     save_file(saved, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return weights, config
+
+
+def _xpress_name(name: str) -> str:
+    """Of a weight in the format of vLLM."""
+    if not name.startswith("refiner_head."):
+        return name
+    for theirs, own in {"token_embed": "w1", "readout": "w2", "mix_l": "mix.L"}.items():
+        name = name.replace(theirs, own)
+    for part in ("gate", "up", "down"):
+        name = name.replace(f"mlp_{part}", f"mlp.{part}_proj")
+    return name.replace("refiner_head", "xpress_head")
 
 
 class PlainBlock:
@@ -154,6 +174,18 @@ class PlainBlock:
     def confidence(self, state, left):
         read = torch.cat([state, self.w["markov_head.markov_w1.weight"][left]])
         return (self.w["confidence_head.proj.weight"][0] @ read + self.w["confidence_head.proj.bias"][0]).sigmoid()
+
+    def refinement(self, states, before):
+        """XPress's: what is added to the logits of the last row that has a token in `before`, those before the rows."""
+        head = {name.removeprefix("refiner_head."): w for name, w in self.w.items() if name.startswith("refiner_head.")}
+        mean, rows = states.mean(0), []
+        for state, token in zip(states, before, strict=False):
+            parts = head["down_h.weight"] @ state, head["down_g.weight"] @ mean, head["token_embed.weight"][token]
+            rows.append(head["in_proj.weight"] @ torch.cat(parts))
+        last = len(rows) - 1
+        x = rows[last] + sum(head["mix_l"][:, last, j] * rows[j] for j in range(last + 1))
+        gate, up = head["mlp_gate.weight"] @ x, head["mlp_up.weight"] @ x
+        return head["readout.weight"] @ (x + head["mlp_down.weight"] @ (gate * gate.sigmoid() * up))
 
     def pair_score(self, state, left):
         """DFlash 2's selector."""

@@ -28,6 +28,9 @@ VARIANTS = {  # kind, settings of layers, other settings; causal and window of e
     "DSpark, cut": ("dspark", {}, CUT, (False, False), (None, None)),
     "DFlash 2": ("dflash2", WINDOWS | {"is_causal": False}, {}, (False, False), (6, None)),
     "DFlash 2, full": ("dflash2", {}, {"block_size": 4}, (False, False), (None, None)),
+    "XPress": ("xpress", {}, {}, (False, False), (None, None)),
+    "XPress, cut": ("xpress", {}, CUT, (False, False), (None, None)),
+    "XPress, cut, from the anchor": ("xpress", {}, CUT | {"sample_from_anchor": True}, (False, False), (None, None)),
 }
 
 
@@ -48,11 +51,12 @@ def asked(tmp_path, variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_published_drafter_computes_what_its_weights_say(tmp_path, variant):
     plain, outputs, hidden, last = asked(tmp_path, variant)
-    anchor = variant.startswith("DSpark") or variant == "llama3"
+    anchor = variant.startswith("DSpark") or variant in ("llama3", "XPress, cut, from the anchor")
     block = 4 if variant == "DFlash 2, full" else 5
     logits, last_states = plain.block(hidden, last, block - 1)
     first = 0 if anchor else 1
-    expected, last_states, predictions = logits[first:], last_states[first:], outputs.predictions
+    all_states, expected, last_states = last_states, logits[first:], last_states[first:]
+    predictions, path = outputs.predictions, [11, last]
     order = TOKENS.argsort() if "cut" in variant else torch.arange(300)
     assert len(outputs.logits) == 1 + len(expected)
     torch.testing.assert_close(outputs.logits[1:], expected[:, order].float(), rtol=1e-4, atol=2e-3)
@@ -67,8 +71,14 @@ def test_a_published_drafter_computes_what_its_weights_say(tmp_path, variant):
         if variant.startswith("DFlash 2"):
             kept = set(row.topk(5).indices.tolist())
             row = row + plain.pair_score(last_states[position], left)
-        ids, values, _ = predictions.candidates(position, [11, left])
+        path = [*path, left] if position else path
+        if variant.startswith("XPress"):
+            row = row + plain.refinement(all_states, path[1:] if anchor else path)
+        ids, values, _ = predictions.candidates(position, path)
         columns = [TOKENS.tolist().index(each) for each in ids] if "cut" in variant else ids
+        if variant.startswith("XPress"):  # of the tokens that are likely before
+            kept = set(columns)
+            assert kept >= set(expected[position].topk(3).indices.tolist())
         best = max(kept, key=lambda column: float(row[column]))
         assert list(columns)[int(values.argmax())] == best
         assert not variant.startswith("DFlash 2") or set(columns) == kept
@@ -76,7 +86,15 @@ def test_a_published_drafter_computes_what_its_weights_say(tmp_path, variant):
         np.testing.assert_allclose(values - values.max(), wanted.numpy(), rtol=1e-3, atol=5e-3)
 
 
-@pytest.mark.parametrize("variant", ["windows", "DSpark, gated", "DFlash 2"])
+def test_in_a_text_of_one_token_the_token_before_it_is_itself(tmp_path):
+    _, outputs, _, last = asked(tmp_path, "XPress")
+    predictions = outputs.predictions
+    found, expected = (predictions.candidates(1, path)[1] for path in ([last, 60], [last, last, 60]))
+    assert np.array_equal(found, expected)
+    assert not np.array_equal(found, predictions.candidates(1, [11, last, 60])[1])
+
+
+@pytest.mark.parametrize("variant", ["windows", "DSpark, gated", "DFlash 2", "XPress"])
 def test_each_text_of_a_batch_has_the_bits_that_it_has_alone(tmp_path, variant):
     kind, layers, changes, _, _ = VARIANTS[variant]
     block_drafter(tmp_path, kind, layers, **changes)
@@ -114,6 +132,10 @@ def test_confidence_is_the_chance_of_the_first_token(tmp_path):
         ("dflash2", {"selector_rank": 7}, r"weight is \(6, 32\), but must be \(7, 32\)"),
         ("dflash2", {"conv_kernel_size": None}, "conv_kernel_size is None"),
         ("dflash", {"attention_sink_bias": True}, "attention sinks"),
+        ("xpress", {"xpress_rank": 7}, r"weight is \(6, 32\), but must be \(7, 32\)"),
+        ("xpress", {"block_size": 4}, r"mix.L is \(6, 5, 5\), but must be \(6, 4, 4\)"),
+        ("dflash", {"use_gemma_norm": True}, "norms of Gemma"),
+        ("dflash", {"is_neox_style": False}, "rotary embeddings of neighbouring numbers"),
         ("dflash", {"projector_type": "domino"}, "no drafter that Saltus knows"),
     ],
 )

@@ -33,6 +33,7 @@ EXAMPLES: dict[str, Callable[[Path], object]] = {
     "eagle3": lambda folder: published_head(folder),
     "gemma4_assistant": lambda folder: published_assistant(folder),
     "peagle": lambda folder: published_head(folder, "peagle"),
+    "xpress": lambda folder: block_drafter(folder, "xpress"),
 }
 TEXTS = ["the cat", "a dog " * 30]
 

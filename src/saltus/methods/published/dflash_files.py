@@ -225,6 +225,10 @@ def read_shape(
             "scaled logits": config.get("logit_scale", 1.0) != 1.0,
             "attention sinks": given.get("attention_sink_bias") or config.get("add_swa_attention_sink_bias"),
             "scaled values": given.get("attention_value_scale"),
+            "norms of Gemma": given.get("use_gemma_norm"),
+            "rotary embeddings of neighbouring numbers": not given.get(
+                "rope_is_neox_style", given.get("is_neox_style", True)
+            ),
             "shifted labels": given.get("shift_label"),
             "no hidden states of the target": not given.get("use_aux_hidden_state", True),
         },

@@ -19,7 +19,7 @@ from saltus.methods.published.dflash_model import DFlashModel
 from saltus.methods.published.gpu_block_layers import GPUBlockLayers
 from saltus.methods.shared.context_layers import ContextLayers
 from saltus.methods.shared.context_rows import ContextKVCache, ContextRows, unread_states
-from saltus.methods.shared.draft_tree import DraftOutputs, PositionPredictions
+from saltus.methods.shared.draft_tree import DraftOutputs, LikelyTokens, PathLogits, PositionPredictions
 from saltus.methods.shared.query_predictions import QueryPredictor, rows_linear
 from saltus.methods.shared.timed_outputs import timed_outputs
 from saltus.models.cpu.torch_decoder import normed, rotated
@@ -29,6 +29,9 @@ UNREAD_STATES = 1024  # hidden states that are read at once; a context position 
 
 Predictor = Callable[[Tensor, Tensor], PositionPredictions]
 """The predictions of queries, given their logits over the drafted tokens and their last hidden states."""
+
+Refiner = Callable[[Sequence[LikelyTokens], Tensor], PathLogits]
+"""What is added to the logits of the queries' likely tokens, given the last hidden states of all rows of the block."""
 
 
 @runtime_checkable
@@ -51,6 +54,7 @@ class DFlashNetwork:
     target: Any  # the network whose hidden states it reads
     max_unread: int = UNREAD_STATES
     predictor: Predictor | None = None  # None: by the model's correction, if it has one
+    refiner: Refiner | None = None
     context_layers: RunsRows | None = None  # what runs the rows of blocks; None: the model's decoder
 
     def __post_init__(self) -> None:
@@ -87,11 +91,13 @@ class DFlashNetwork:
         num_rows, outputs = sum(map(len, states)) + blocks.shape[0] * blocks.shape[1], []
         by_text = self.context_layers.run_together(texts)
         for (inputs, kv_cache), read, (logits, hidden) in zip(pairs, states, by_text, strict=True):
-            kv_cache.tokens = inputs.canvas.decided_prefix[kv_cache.first_position :].copy()
+            kv_cache.tokens, block_states = inputs.canvas.decided_prefix[kv_cache.first_position :].copy(), hidden
             if shape.from_anchor:  # the row of the last token is that of the first query, too
                 logits, hidden = torch.cat([logits[:1], logits]), torch.cat([hidden[:1], hidden])
             rows = 1 + min(len(inputs.uniforms), shape.window)
             predictions = self.predict(logits[1:rows], hidden[1:rows])
+            if self.refiner is not None:
+                predictions.after_path = self.refiner(predictions.positions, block_states)
             outputs.append(
                 DraftOutputs(
                     logits[:rows], hidden[:rows], 0.0, len(read), num_rows, self.model.tokens, predictions=predictions

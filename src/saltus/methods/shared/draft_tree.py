@@ -52,12 +52,16 @@ def most_likely(columns: np.ndarray, logits: np.ndarray, total: float) -> Likely
     return LikelyTokens(columns, logits, max(total - float(np.exp(logits).sum(dtype=np.float64)), 0.0))
 
 
+PathLogits = Callable[[int, Sequence[int]], Float[np.ndarray, "likely"]]
+"""What is added to the logits of a position's likely tokens after a path, as `DraftPredictions.candidates` gets it."""
+
+
 @dataclass(eq=False)
 class PositionPredictions:
     """The distributions that one draft call predicts for the next positions.
 
-    With a correction the distribution of a position depends on the two tokens before it. It is then exact for the
-    likely tokens of the position; the others keep their uncorrected logits.
+    With a correction the distribution of a position depends on the two tokens before it, with `after_path` on all
+    drafts before it. It is then exact for the likely tokens of the position; the others keep their uncorrected logits.
     """
 
     positions: Sequence[LikelyTokens]
@@ -67,6 +71,7 @@ class PositionPredictions:
     reads_uniforms: bool = True  # False: computed without uniforms, so these are distributions at temperature 1
     grow: GrowPaths | None = None
     confidence: Callable[[int, int], float] | None = None  # that a position's likeliest token after a token is accepted
+    after_path: PathLogits | None = None
     _candidates: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, init=False)
 
     @property
@@ -86,8 +91,10 @@ class PositionPredictions:
             second_left = path[-2] if len(path) > 1 else None
             sharpness, vector = self.correction.vector(self.position_inputs[position], path[-1], second_left)
             logits = logits * sharpness + right @ vector
-            if not np.isfinite(logits).all():
-                return ids[:0], logits[:0], 0.0
+        if self.after_path is not None and len(ids) and path:
+            logits = logits + self.after_path(position, path)
+        if logits is not likely.logits and not np.isfinite(logits).all():
+            return ids[:0], logits[:0], 0.0
         return ids, logits, likely.rest
 
 
@@ -106,7 +113,8 @@ class DraftPredictions(Protocol):
     def candidates(self, position: int, path: Sequence[int]) -> tuple[np.ndarray, np.ndarray, float]:
         """The likely tokens of a position after the tokens of `path`: ids, logits, and the weight Σ exp of all others.
 
-        `path` ends with the token before the position, and holds at least the two tokens before it where they exist.
+        `path` ends with the token before the position: the last two tokens of the text, where it has two, and the
+        drafts after them.
         """
         ...
 
