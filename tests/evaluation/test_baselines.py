@@ -176,7 +176,9 @@ def test_llama_cpp_reserves_what_texts_need_before_they_are_timed(engine, tmp_pa
         request = question(engine, prompt_tokens=(1,) * tokens, max_new_tokens=new, ignore_eos=True)
         baseline.prepare(request)
         begun = len(FakeLlama.told)
-        lengths.append(len(baseline.generate(request)[0]))
+        written = baseline.to_answer(request, baseline.generate(request))
+        assert written.finish_reason == "length"
+        lengths.append(len(written.tokens))
         assert not contexts(FakeLlama.told[begun:])
     assert lengths == [24, 24, 24, 24, 10], "the last one ends at the model's context, as ours does"
     assert contexts(FakeLlama.told) == [512, 16_384, 20_000]

@@ -76,7 +76,7 @@ class LlamaCppBaseline:
     def generate(self, request: BenchmarkRequest) -> Any:
         self.prepare(request)
         llama, sampling = self.llama, request.sampling
-        length = min(request.max_new_tokens, self.context - len(request.prompt_tokens))
+        length = self._length(request)
         llama.reset()  # every system reads its prompts itself
         llama.set_seed(request.seed)
         clock = [time.perf_counter()]
@@ -92,11 +92,15 @@ class LlamaCppBaseline:
                 break
         return ended.tokens, clock
 
+    def _length(self, request: BenchmarkRequest) -> int:
+        """How many tokens the answer has, at most: a text ends where the context does."""
+        return min(request.max_new_tokens, self.context - len(request.prompt_tokens))
+
     def to_answer(self, request: BenchmarkRequest, output: Any) -> MeasuredAnswer:
         tokens, clock = output
         seconds = [end - begin for begin, end in pairwise(clock)]
         reads = [len(request.prompt_tokens), *[1] * (len(tokens) - 1)]
         calls = [TimedCall(1, 0, each, read) for each, read in zip(seconds, reads, strict=False)]
-        stopped = len(tokens) < request.max_new_tokens or tokens[-1] in self.engine.target.end_tokens
+        stopped = len(tokens) < self._length(request) or tokens[-1] in self.engine.target.end_tokens
         pieces = split_text_by_call(self.engine, tokens, [1] * len(tokens))
         return MeasuredAnswer(tokens, pieces, "stop" if stopped else "length", calls, seconds[0] if seconds else 0.0)
