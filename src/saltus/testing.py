@@ -19,7 +19,7 @@ from saltus.core.control.controller import Controller
 from saltus.core.distributions import Step
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
-from saltus.core.picking import Distribution, pick, probabilities
+from saltus.core.picking import pick, probabilities
 from saltus.core.protocols import StopCondition
 from saltus.core.rules import Rule, match
 from saltus.core.sampling import Sampling, token_distribution
@@ -170,13 +170,14 @@ def perfect_adapter(target: ToyNetwork, sampling: Sampling, form: UniformConditi
 
     marginals: dict[tuple[tuple[int, int], int], Tensor] = {}
     following = cache(lambda *pair: token_distribution(target.logits[pair], sampling))
+    chances = cache(lambda *pair: probabilities(following(*pair), target.logits.shape[0]))
 
     def adapted(before: tuple[int, int], uniforms: Sequence[float]) -> Tensor:
         uninformed = math.isnan(uniforms[-1]) and (form == "one-hot" or len(uniforms) > 1)
         if form == "independent" or (uninformed and not sampling.greedy):
             key = before, len(uniforms)
             if key not in marginals:
-                marginals[key] = torch.from_numpy(_marginal(following, target.logits.shape[0], *key)).log()
+                marginals[key] = torch.from_numpy(_marginal(chances, *key)).log()
             return marginals[key]
         uniforms = [0.0 if sampling.greedy else u for u in uniforms]  # greedy picks need none
         known, own = (uniforms[:-1], uniforms[-1]) if form == "one-hot" else (uniforms[1:], None)
@@ -192,18 +193,16 @@ def perfect_adapter(target: ToyNetwork, sampling: Sampling, form: UniformConditi
     return adapted
 
 
-def _marginal(
-    following: Callable[[int, int], Distribution], vocab: int, before: tuple[int, int], ahead: int
-) -> np.ndarray:
-    """The marginal distribution of the token some positions ahead."""
+def _marginal(chances: Callable[[int, int], np.ndarray], before: tuple[int, int], ahead: int) -> np.ndarray:
+    """The marginal distribution of the token some positions ahead, from the chances of each token after two others."""
     pairs = {before: 1.0}
     for _ in range(ahead):
         grown: dict[tuple[int, int], float] = {}
         for pair, weight in pairs.items():
-            for token, chance in enumerate(probabilities(following(*pair), vocab)):
+            for token, chance in enumerate(chances(*pair)):
                 grown[pair[1], token] = grown.get((pair[1], token), 0.0) + weight * chance
         pairs = grown
-    return np.bincount([token for _, token in pairs], list(pairs.values()), vocab)
+    return np.bincount([token for _, token in pairs], list(pairs.values()), len(chances(*before)))
 
 
 def random_adapter(target: ToyNetwork, seed: int = 0) -> ToyAdapter:
