@@ -4,11 +4,14 @@ It multiplies by NumPy, whose library rounds a product's element by its place in
 float64 the places differ by far less than float32 can show.
 
 It also replaces the functions of `triton.language` at each launch, and whenever a kernel calls a function, which takes
-longer than most of these do: here once for all.
+longer than most of these do: here once for all. And for each result it wraps the sizes of its shape anew, and checks
+them: here once for each shape.
 """
 
+import inspect
 from dataclasses import replace as replace_fields
 from functools import cache
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +25,7 @@ def install() -> None:
         return
     _multiply_in_float64(interpreter)
     _replace_functions_once(interpreter)
+    _know_shapes(interpreter)
 
 
 def _multiply_in_float64(interpreter: Any) -> None:
@@ -43,6 +47,15 @@ def _replace_functions_once(interpreter: Any) -> None:
         interpreter._LangPatchScope(),
     )
 
+    def replace_one(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        own, semantic = inspect.unwrap(member), interpreter.interpreter_semantic  # its wrapper checks for the semantic
+
+        def call(*args: Any, **named: Any) -> Any:
+            named["_semantic"] = semantic
+            return own(*args, **named)
+
+        scope.set_attr(owner, name, call)
+
     @cache
     def replace_all() -> None:
         language = interpreter.tl
@@ -56,6 +69,44 @@ def _replace_functions_once(interpreter: Any) -> None:
         scalar = kind.scalar
         return np.dtype(np.uint64) if scalar.is_ptr() else dtype_of(scalar)
 
-    interpreter._patch_lang, interpreter._get_np_dtype = replace_once, numpy_dtype
+    interpreter._patch_lang, interpreter._patch_attr = replace_once, replace_one
+    interpreter._get_np_dtype = numpy_dtype
     builder = interpreter.interpreter_builder
     builder.options = replace_fields(builder.options, sanitize_overflow=False)  # eight operations for each of integers
+
+
+def _know_shapes(interpreter: Any) -> None:
+    core, handle = interpreter.tl.core, interpreter.TensorHandle
+    unwrap, containers = core._unwrap_if_constexpr, (list, tuple, core.tuple, core.constexpr)
+
+    @cache
+    def wrapped(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return core.constexpr(prod(shape)), core.tuple([core.constexpr(size) for size in shape])
+
+    def make_tensor(self: Any, data: Any, kind: Any) -> None:
+        self.handle, self.type, self.dtype = data, kind, kind.scalar
+        self.numel, self.shape = wrapped(tuple(kind.shape.values) if kind.is_block() else ())
+
+    known: dict[Any, Any] = {}
+    make_block_type = core.block_type.__init__
+
+    def make_block(self: Any, element: Any, shape: Any) -> None:
+        sizes = tuple(shape.values if isinstance(shape, core.tuple) else shape)
+        key = id(element), sizes
+        if any(type(size) is not int for size in sizes):
+            return make_block_type(self, element, shape)
+        if key not in known:
+            make_block_type(self, element, shape)
+            known[key] = dict(self.__dict__)  # which keeps the element type, and so its id
+        self.__dict__.update(known[key])
+
+    def unwrapped(value: Any) -> Any:
+        if type(value) is core.constexpr:
+            return value.value
+        return unwrap(value) if isinstance(value, containers) else value
+
+    def make_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    core.tensor.__init__, core.block_type.__init__ = make_tensor, make_block
+    core._unwrap_if_constexpr, handle.__init__ = unwrapped, make_handle
