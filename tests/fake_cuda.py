@@ -11,6 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,6 +50,15 @@ def tensors_in(x: Any) -> list[Any]:
     found: list[Any] = []
     mapped(found.append, x)
     return found
+
+
+@cache
+def written_arguments(func: Any) -> tuple[list[int], list[str], int]:
+    """Places and names of the arguments that an operation writes to, and how many it returns; 0 if others."""
+    written = [(i, a) for i, a in enumerate(func._schema.arguments) if a.alias_info and a.alias_info.is_write]
+    returned = func._schema.returns
+    gives_them = returned and returned[0].alias_info and returned[0].alias_info.is_write
+    return [i for i, _ in written], [a.name for _, a in written if a.kwarg_only], len(returned) if gives_them else 0
 
 
 def wrap(x: Tensor) -> Tensor:
@@ -125,16 +135,11 @@ class FakeTensor(Tensor):
         if func is aten.histc.default:
             real[0] = real[0].float()  # on a GPU of integers, too
         out = func(*real, **mapped(unwrap, kwargs))
-        written = [
-            args[i] for i, a in enumerate(func._schema.arguments)
-            if i < len(args) and a.alias_info is not None and a.alias_info.is_write
-        ] + [
-            kwargs[a.name] for a in func._schema.arguments
-            if a.kwarg_only and a.name in kwargs and a.alias_info is not None and a.alias_info.is_write
-        ]  # fmt: skip
-        returned = func._schema.returns
-        if written and returned and returned[0].alias_info is not None and returned[0].alias_info.is_write:
-            return written[0] if len(returned) == 1 else tuple(written)
+        places, names, num_returned = written_arguments(func)
+        if num_returned:
+            written = [args[i] for i in places if i < len(args)] + [kwargs[name] for name in names if name in kwargs]
+            if written:
+                return written[0] if num_returned == 1 else tuple(written)
         if func in (aten._local_scalar_dense.default, aten.equal.default):
             return out
         wrapped = mapped(wrap, out)
