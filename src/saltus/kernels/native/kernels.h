@@ -12,7 +12,17 @@
 
 #define PIECES 6  // of a job, for each thread
 #define PACK 2    // rows that a thread packs at a time
-#define ROWS 8    // rows of one register tile of attention
+#define ROWS 6    // rows of one register tile, at most
+#define EACH_HEIGHT(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#define FAR (4 * LANES)  // keys and values that are fetched ahead
+// Blocks of keys of a register tile of scores, and vectors of one of outputs: few rows leave room for more.
+#if defined __AVX__ || defined __aarch64__
+#define KEY_BLOCKS 2
+#define VALUE_VECTORS(rows) ((rows) > 3 ? 2 : 4)
+#else
+#define KEY_BLOCKS 1
+#define VALUE_VECTORS(rows) 1
+#endif
 
 typedef struct {
   // one layer's new rows: [rows, heads, dim] by strides in elements (row, head); the last axis is dense

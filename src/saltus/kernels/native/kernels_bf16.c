@@ -16,7 +16,7 @@
 #define ROWS_OF_PACK SIDE
 #define PACKED_ROWS(rows) (PAD(rows, rows > HEIGHTS * SIDE ? HEIGHTS * SIDE : SIDE) + 1)  // as linear_amx.inc takes them
 #elif defined __AVX512BF16__
-#define TILE_UNIT 6  // rows of attention_avx512_bf16.inc
+#define TILE_UNIT ROWS
 #ifdef SLOW_BF16_PRODUCTS
 #define X float
 #define TILE either_tile

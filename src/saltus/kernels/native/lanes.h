@@ -135,6 +135,8 @@ static inline void to_four_f32(four x, float *y) { memcpy(y, &x, sizeof x); }
 static inline lanes load_bf16(const uint16_t *p) {
 #ifdef __AVX512F__
   return (lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);  // gcc: two halves
+#elif defined __AVX2__
+  return (lanes)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
 #else
   hlanes h;
   memcpy(&h, p, sizeof h);
