@@ -23,6 +23,8 @@
 #define KEY_BLOCKS 1
 #define VALUE_VECTORS(rows) 1
 #endif
+#define VALUE_KEYS 16  // whose values are added at a time
+#define BLOCK_KEYS PAD(KEY_BLOCKS * LANES, VALUE_KEYS)  // that a block has room for
 
 typedef struct {
   // one layer's new rows: [rows, heads, dim] by strides in elements (row, head); the last axis is dense
