@@ -349,9 +349,9 @@ class CausalNetwork:
         Of layers with several streams (AltUp) they are those of the active one. Calls before this one returned fewer,
         see `layers_of`. Errors: ValueError if the model lacks one.
         """
-        if any(not 0 < layer <= self.num_layers for layer in layers):
+        if missing := [layer for layer in layers if not 0 < layer <= self.num_layers]:
             raise ValueError(
-                f"hidden states after layer {max(layers)} are needed, but the model has {self.num_layers} layers;"
+                f"hidden states after layer {missing[0]} are needed, but the model has layers 1 to {self.num_layers};"
                 " take a drafter that was trained for it"
             )
         with self.lock:
