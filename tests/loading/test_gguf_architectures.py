@@ -167,8 +167,9 @@ def test_latent_attention_without_experts_is_deepseek_v3_of_dense_layers(tmp_pat
             del out.kv_data[0][key]
 
     case = CASES["deepseek2"]
-    monkeypatch.setitem(CASES, "deepseek2", replace(case, settings=case.settings | {"first_k_dense_replace": 2}))
-    theirs, file = written("deepseek2", tmp_path, [Q.F32], more=without_experts)
+    dense = replace(case, settings=case.settings | {"first_k_dense_replace": 2})
+    monkeypatch.setitem(CASES, "deepseek2, dense", dense)
+    theirs, file = written("deepseek2, dense", tmp_path, [Q.F32], more=without_experts)
     text = torch.arange(2, 40)[None]
     assert torch.equal(theirs(text).logits, load_model("tiny", resolve(str(file)), weights="bf16")(text).logits)
 

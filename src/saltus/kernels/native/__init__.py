@@ -469,5 +469,7 @@ def _run_compiler(folder: Path, command: list[str | Path]) -> str | None:
     """The error that says most, None on success; `folder` is for what the compiler leaves."""
     own_cache = dict.fromkeys(("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"), str(folder))  # of ziglang; it is removed
     result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **own_cache})
+    if not result.returncode:
+        return None
     lines = result.stderr.strip().splitlines() or ["the compiler failed"]
-    return next((line for line in lines if "error" in line), lines[0]) if result.returncode else None
+    return next((line for line in lines if "error" in line), lines[0])
