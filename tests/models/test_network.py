@@ -285,8 +285,8 @@ def test_tapped_layers_stand_before_the_last_states_and_do_not_touch_the_logits(
     own = model(tokens, output_hidden_states=True, use_cache=False).hidden_states[1][0]
     assert off(tapped.hidden_states[:, :48], own).max() < BOUNDS[torch.float32]
     assert off(tapped.hidden_states[:, 48:96], after_all[0][0]).max() < BOUNDS[torch.float32]
-    with pytest.raises(ValueError, match="has 2"):
-        network.add_hidden_state_layers((3,))
+    with pytest.raises(ValueError, match="after layer 0 are needed, but the model has layers 1 to 2"):
+        network.add_hidden_state_layers((1, 0))
 
 
 @pytest.mark.parametrize("active", [0, 1])
