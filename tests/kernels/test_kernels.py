@@ -26,7 +26,7 @@ from saltus.core.forward import ForwardInputs
 from saltus.core.sampling import greedy_tokens
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode, batch_invariant_elementwise, linear
-from saltus.kernels.native import processor
+from saltus.kernels.native import compiling, processor
 from saltus.models.attention_span import Chunks
 from saltus.models.causal import CausalNetwork
 from saltus.models.cpu import attention
@@ -668,7 +668,7 @@ def fresh_library(tmp_path, monkeypatch):
 def test_no_compiler_is_a_warning_that_says_what_to_install(fresh_library, monkeypatch, caplog):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(native, "find_spec", lambda name: None)
+    monkeypatch.setattr(compiling, "find_spec", lambda name: None)
     with caplog.at_level(logging.WARNING, "saltus"):
         assert native.load_kernels() is None
         assert native.load_kernels() is None
@@ -740,7 +740,7 @@ def test_kernels_are_compiled_once(fresh_library, monkeypatch):
     made = list(fresh_library.rglob("*.so"))
     assert len(made) == 1
     native.load_kernels.cache_clear()
-    monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(native, "compile_library", lambda *_: pytest.fail("compiled again"))
     assert native.load_kernels() is not None
 
 

@@ -17,6 +17,7 @@ from saltus.engine import calibration
 from saltus.engine.checkpoints import load_model, load_tokenizer
 from saltus.engine.tuned_settings import TunedSettings, find_tuned_settings
 from saltus.kernels import native
+from saltus.kernels.native import compiling
 from saltus.loading import packing, sources
 from saltus.loading.fetching import atomic_folder
 from saltus.storage import cache_files
@@ -346,12 +347,12 @@ def test_call_costs_on_a_full_disk_are_measured_and_used(cache, monkeypatch, lin
 
 def test_a_library_on_a_full_disk_is_a_warning_with_the_cure(cache, monkeypatch, lines):
     monkeypatch.setattr(os, "fsync", full_disk)
-    monkeypatch.setattr(native.subprocess, "run", lambda command, **_: _compiled(command))
+    monkeypatch.setattr(compiling.subprocess, "run", lambda command, **_: _compiled(command))
     native.load_kernels.cache_clear()
     assert native.load_kernels() is None
     native.load_kernels.cache_clear()
-    compiling, line = lines()
-    assert compiling.startswith("compiling the kernels")
+    first, line = lines()
+    assert first.startswith("compiling the kernels")
     assert "free some space, or name a folder on another disk with SALTUS_CACHE" in line
 
 

@@ -5,23 +5,16 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import shlex
-import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import lru_cache
 from hashlib import blake2b
 from importlib.resources import files
-from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import torch
-from filelock import FileLock
 
+from saltus.kernels.native.compiling import NO_COMPILER, compile_library, find_compilers
 from saltus.kernels.native.processor import (
     allowed_processors,
     compiler_flags,
@@ -29,15 +22,13 @@ from saltus.kernels.native.processor import (
     processor_features,
     request_amx,
 )
-from saltus.storage.cache_files import disk_errors, is_own_file, make_private_folder, new_file_with_digest
+from saltus.storage.cache_files import is_own_file, make_private_folder
 from saltus.storage.cache_folder import cache_folder
 
 log = logging.getLogger("saltus")
 
 KERNEL_SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32", torch.float16: "f16"}
 MAX_WEIGHTS = 4  # of one call of linear, at most
-
-NO_COMPILER = "no C compiler was found; install gcc or clang, or ziglang from PyPI"
 
 POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -325,7 +316,7 @@ def load_kernels() -> ctypes.CDLL | None:
         return None
     folder = files(__name__)
     sources = {f.name: f.read_bytes() for f in folder.iterdir() if f.name.endswith((".c", ".h", ".inc"))}
-    compilers = _compilers()
+    compilers = find_compilers()
     features = processor_features()
     flags = [
         *compiler_flags(features),
@@ -340,7 +331,7 @@ def load_kernels() -> ctypes.CDLL | None:
     if not is_own_file(target):
         sets = [flags, *lesser_flags(features)]  # of a compiler that is older than the processor
         commands = [[*compiler, *some] for some in sets for compiler in compilers]
-        error = _compile(commands, sources, target) if commands else NO_COMPILER
+        error = compile_library(commands, sources, target) if commands else NO_COMPILER
         if error:
             log.warning("the compiled kernels cannot be had, going on with slower exact ones: %s", error)
             return None
@@ -418,58 +409,3 @@ def _torch_threads() -> int:
         torch.set_num_threads(threads)
     _threads.asked, _Threads.last = True, threads
     return threads
-
-
-def _compilers() -> list[list[str]]:
-    """The C compiler that CC names, with its arguments, if it is there; else all that are at hand.
-
-    The Python package ziglang brings one (clang), for machines that have no other.
-    """
-    found = [
-        [[path, *arguments] for name, *arguments in named if (path := shutil.which(name))]
-        for named in (filter(None, [shlex.split(os.environ.get("CC", ""))]), [["cc"], ["gcc"], ["clang"]])
-    ]
-    packaged = [[sys.executable, "-m", "ziglang", "cc"]] if find_spec("ziglang") else []
-    return found[0] or found[1] or packaged
-
-
-def _compile(commands: list[list[str]], sources: dict[str, bytes], target: Path) -> str | None:
-    """Compile into place atomically by the first command that can; returns the first error, None on success."""
-    errors: list[str] = []
-    log.warning("compiling the kernels for this processor, once; it takes up to a minute")
-    try:
-        with disk_errors(cache_folder(), "them"), FileLock(target.with_suffix(".lock")):
-            if is_own_file(target):  # made by another process meanwhile
-                return None
-            with new_file_with_digest(target) as made:
-                for name, text in sources.items():
-                    made.with_name(name).write_bytes(text)
-                units = sorted((made.with_name(name) for name in sources if name.endswith(".c")), reverse=True)
-                for command in commands:
-                    if (error := _compile_units(command, units, made)) is None:
-                        made.chmod(0o700)
-                        return None
-                    errors.append(error)
-                raise OSError(errors[0])
-    except (OSError, ValueError) as error:
-        return str(error)
-    return None
-
-
-def _compile_units(command: list[str], units: list[Path], made: Path) -> str | None:
-    """Compile each file on a processor of its own, and link them to a library; the error, if there is one."""
-    objects = [unit.with_suffix(".o") for unit in units]
-    commands = [[*command, "-c", unit, "-o", to] for unit, to in zip(units, objects, strict=True)]
-    with ThreadPoolExecutor(allowed_processors()) as threads:
-        errors = list(filter(None, threads.map(partial(_run_compiler, made.parent), commands)))
-    return errors[0] if errors else _run_compiler(made.parent, [*command, "-shared", *objects, "-o", made, "-lm"])
-
-
-def _run_compiler(folder: Path, command: list[str | Path]) -> str | None:
-    """The error that says most, None on success; `folder` is for what the compiler leaves."""
-    own_cache = dict.fromkeys(("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"), str(folder))  # of ziglang; it is removed
-    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **own_cache})
-    if not result.returncode:
-        return None
-    lines = result.stderr.strip().splitlines() or ["the compiler failed"]
-    return next((line for line in lines if "error" in line), lines[0])
