@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from saltus.core.control.call_cost import CallCost
@@ -12,20 +13,28 @@ from saltus.methods.mtp.files import has_heads
 from saltus.methods.shared.drafter_files import find_shipped
 from saltus.models.protocols import TargetNetwork
 
+log = logging.getLogger("saltus")
+
 # Of a call of eight rows, as a multiple of one row's: the shipped drafter decides about as many tokens in such a call.
 MAX_COST_OF_EIGHT_ROWS = 1.75
 
 
 def resolve_method(
-    method: str, target: TargetNetwork, options: Mapping[str, Mapping[str, Any]], call_cost: CallCost, rule: str
+    method: str,
+    target: TargetNetwork,
+    options: Mapping[str, Mapping[str, Any]],
+    call_cost: CallCost,
+    rule: str,
+    why_not: Callable[[str], str | None],
 ) -> tuple[str, str | None]:
     """The method itself, or for `auto`: `assd` for an any-subset model, `ptp+lookup` or `mtp+lookup` where a drafter or
     a head is given by the option `ptp.model` or `mtp.model`, `mtp+lookup` where the model's checkpoint has heads for
-    multi-token prediction, `ptp+lookup` where a drafter comes with the package and pays on this machine, else `lookup`.
-    Also a line for the user where the drafter would not pay.
+    multi-token prediction, and they load, `ptp+lookup` where a drafter comes with the package and pays on this machine,
+    else `lookup`. Also a line for the user where the drafter would not pay.
 
-    Whether it pays depends on what more rows of a call cost; they are timed if `call_cost` has no times yet. Under
-    `reject` the text depends on the method, so times decide nothing and the drafter must be given.
+    `why_not` makes the setup of a method, and returns the reason if that fails. Whether a drafter pays depends on what
+    more rows of a call cost; they are timed if `call_cost` has no times yet. Under `reject` the text depends on the
+    method, so times decide nothing and the drafter must be given.
     """
     if method != AUTO:
         return method, None
@@ -36,7 +45,9 @@ def resolve_method(
     if given := next((name for name in ("ptp", "mtp") if options.get(name, {}).get("model")), None):
         return f"{given}+lookup", None
     if has_heads(target.model):
-        return "mtp+lookup", None
+        if (reason := why_not("mtp+lookup")) is None:
+            return "mtp+lookup", None
+        log.warning("auto drafts without the model's own heads: %s", reason)
     if rule == "reject" or find_shipped("drafter", target.model) is None:
         return "lookup", None
     ratio = _cost_of_eight_rows(target, call_cost, measure=not call_cost.seconds)

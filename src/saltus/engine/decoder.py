@@ -78,12 +78,20 @@ class Decoder:
         What `auto` stands for is decided at its first use, since call costs change while texts are decoded.
         """
         if method not in self.setups:
-            chosen, note = resolve_method(method, self.target, self.options, self.call_cost, self.rule)
+            chosen, note = resolve_method(method, self.target, self.options, self.call_cost, self.rule, self._why_not)
             self.auto_note = note or self.auto_note
             if chosen not in self.setups:
                 self.setups[chosen] = self._new_setup(chosen)
             self.setups[method] = self.setups[chosen]
         return self.setups[method]
+
+    def _why_not(self, method: str) -> str | None:
+        """Make the setup of a method unless it is there; the reason if it cannot be made."""
+        try:
+            self.setups[method] = self.setups.get(method) or self._new_setup(method)
+        except ValueError as error:
+            return str(error)
+        return None
 
     def chosen_method(self, method: str) -> str:
         """The method itself, or what `auto` stands for here."""

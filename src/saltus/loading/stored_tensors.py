@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,13 @@ SAMPLED_ROWS = 32  # by which two matrices are compared
 class StoredTensor:
     """A tensor in a file, or the weight that several tensors there stand for."""
 
-    listed_shape: tuple[int, ...] | None  # None: only who reads it knows
+    shape: tuple[int, ...] | None  # None: only who reads it knows
     read: Callable[..., Tensor]  # all of it, or the numbers in the rows of a slice
     is_reshaped: bool = False  # the weight has another shape, with the numbers in the same order
 
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.read().shape) if self.listed_shape is None else self.listed_shape
-
     def seems_equal(self, other: StoredTensor) -> bool:
         """True if both have the same shape, and the same numbers in some rows."""
-        if None in (self.listed_shape, other.listed_shape):  # any row would be read with all others
+        if self.shape is None or other.shape is None:  # any row would be read with all others
             return torch.equal(self.read(), other.read())
         step = max(self.shape[0] // SAMPLED_ROWS, 1)
         return self.shape == other.shape and all(

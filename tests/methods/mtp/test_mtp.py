@@ -22,6 +22,7 @@ from saltus.core.forward import ForwardInputs
 from saltus.engine.auto_method import resolve_method
 from saltus.kernels.packed_weight import PackedWeight
 from saltus.loading import stored_tensors
+from saltus.loading.quantised import fp8
 from saltus.methods.mtp.drafter import Mtp
 from tiny_server import serving
 
@@ -231,6 +232,46 @@ def test_heads_of_quantised_checkpoints_are_the_numbers_that_their_tensors_stand
         assert found.tokens == plain.tokens
 
 
+FP8_SIZES = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 64, "eos_token_id": 0}
+
+
+def fp8_checkpoint(folder, form: str, change=lambda tensors: tensors):
+    """A checkpoint whose heads, and no other layers, are 8-bit floats."""
+    settings, writer, _ = CASES["fp8"]
+    write_checkpoint(folder, form, 1, torch.bfloat16, **FP8_SIZES)
+    write_quantised(folder, settings, writer, folder.with_name("meant"), lambda name: "mtp.layers" in name)
+    edit(folder, change)
+    return folder
+
+
+def test_quantised_heads_are_read_once(tmp_path, monkeypatch):
+    folder, read, names = fp8_checkpoint(tmp_path / "fp8", "Qwen3.5 with experts"), fp8.read, []
+
+    def counted(settings, name, parts):
+        names.append(name)
+        return read(settings, name, parts)
+
+    monkeypatch.setattr(fp8, "read", counted)
+    assert saltus.load(str(folder)).method == "mtp+lookup"
+    of_heads = [name for name in names if name.startswith("mtp.")]
+    assert len(of_heads) > 6
+    assert len(of_heads) == len(set(of_heads))
+
+
+@pytest.mark.parametrize("kind", ["experts.1.up_proj", "experts.1.down_proj", "self_attn.o_proj"])
+def test_auto_goes_on_without_quantised_heads_of_other_sizes(kind, tmp_path, caplog):
+    def cut(tensors):
+        name = f"mtp.layers.0.{'' if kind.startswith('self') else 'mlp.'}{kind}.weight"
+        return tensors | {name: tensors[name][:-2].clone()}
+
+    folder = fp8_checkpoint(tmp_path / "fp8", "Qwen3.5 with experts", cut)
+    assert saltus.load(str(folder)).method == "lookup"
+    assert "without the model's own heads" in caplog.text
+    with pytest.raises(ValueError, match=r"several sizes|but must be") as error:
+        loaded_heads(folder)
+    assert "\n" not in str(error.value)
+
+
 @torch.no_grad()
 def test_several_heads_draft_in_turn(checkpoint):
     target, network = loaded_heads(checkpoint("DeepSeek V3", 3))
@@ -308,7 +349,8 @@ def test_auto_takes_whole_heads(checkpoint, tmp_path, tiny_folder):
 
 def test_auto_takes_a_head_that_is_given(tiny_folder):
     target = saltus.load(str(tiny_folder()), "plain").target.network
-    assert resolve_method("auto", target, {"mtp": {"model": "head"}}, CallCost(), "match") == ("mtp+lookup", None)
+    given = {"mtp": {"model": "head"}}
+    assert resolve_method("auto", target, given, CallCost(), "match", lambda method: None) == ("mtp+lookup", None)
 
 
 def test_other_methods_read_no_head(checkpoint, monkeypatch):

@@ -27,6 +27,7 @@ from saltus.models.protocols import DrafterHost, TargetNetwork
 
 EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(gate|up|down)_proj\.weight")
 TARGET_NAMES = {"embeddings.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight"}
+OPTIONAL = ("embeddings.weight", "head.weight")  # modules may have copies of the target's
 COMPUTED = re.compile(r".*rotary_emb\.\w+")  # in some files, though it follows from the configuration
 
 
@@ -40,9 +41,10 @@ class HeadTensors:
     folder: Path
     num_layers: int  # of the target
 
-    def names(self, module: int) -> dict[str, str]:
-        """How the names of the module's parts begin in the checkpoint."""
-        return self.family.parts(module, self.num_layers)
+    def published(self, name: str, module: int) -> str:
+        """What the checkpoint calls a weight of a module."""
+        part, _, rest = name.partition(".")
+        return f"{self.family.parts(module, self.num_layers).get(part, part)}{rest}"
 
 
 def find_heads(model: Any, folder: Path | None = None) -> HeadTensors | None:
@@ -60,7 +62,10 @@ def find_heads(model: Any, folder: Path | None = None) -> HeadTensors | None:
 
 
 def has_heads(model: Any) -> bool:
-    """True if the checkpoint of a model has whole heads, of sizes that fit; nothing is read but names and sizes."""
+    """True if the checkpoint of a model has whole heads, of sizes that fit as far as they are listed.
+
+    Nothing is read but names and sizes; those of quantised weights are known when they are read.
+    """
     found = find_heads(model)
     if found is None:
         return False
@@ -82,8 +87,10 @@ def load_heads(target: TargetNetwork, target_name: str, folder: Path | None = No
     modules = new_modules(found, target.model)
     tokens = None if folder is None else drafted_tokens(folder, found.others, target.model)
     stays = (found.folder / INDEX_FILE).is_file() or find_quantised(found.folder) is not None  # as it is stored
-    for module, tensors in zip(modules, found.modules, strict=True):
-        module.load(_weights(tensors, found.others), not stays, tokens)
+    for number, (module, tensors) in enumerate(zip(modules, found.modules, strict=True)):
+        weights = _weights(tensors, found.others)
+        _check_shapes(module, {name: tuple(weight.shape) for name, weight in weights.items()}, found, number)
+        module.load(weights, not stays, tokens)
     return modules
 
 
@@ -124,29 +131,31 @@ def _has_experts(tensors: Mapping[str, StoredTensor]) -> bool:
 
 
 def _check(module: MtpModule, tensors: Mapping[str, StoredTensor], found: HeadTensors, number: int) -> None:
-    needed = {name: tuple(weight.shape) for name, weight in module.needed_weights().items()}
-    optional = {f"{name}.weight": module.embedding_shape for name in ("embeddings", "head")}
+    """Errors: ValueError for tensors that are missing or unknown, and for sizes that are listed and do not fit."""
+    needed = module.needed_weights()
     given = {name: shape for name, shape in _shapes(tensors).items() if not COMPUTED.fullmatch(name)}
-    for name in needed.keys() & tensors.keys():
-        if tensors[name].is_reshaped and prod(given[name]) == prod(needed[name]):
-            given[name] = needed[name]
-    beginnings = found.names(number)
-
-    def published(name: str) -> str:
-        part, _, rest = name.partition(".")
-        return f"{beginnings.get(part, part)}{rest}"
-
     for name in sorted({*needed, *given}):
-        expected = needed.get(name, optional.get(name))
         if name not in given:
-            raise ValueError(f"the heads in {found.folder} lack {published(name)}; fetch the model again")
-        if expected is None:
+            raise ValueError(f"the heads in {found.folder} lack {found.published(name, number)}; fetch the model again")
+        if name not in needed and name not in OPTIONAL:
             raise ValueError(
-                f"the heads in {found.folder} have {published(name)}, which Saltus does not know; take another method"
+                f"the heads in {found.folder} have {found.published(name, number)}, which Saltus does not know; take"
+                " another method"
             )
-        if given[name] != expected:
+    _check_shapes(module, {name: shape for name, shape in given.items() if shape is not None}, found, number)
+
+
+def _check_shapes(module: MtpModule, shapes: Mapping[str, tuple[int, ...]], found: HeadTensors, number: int) -> None:
+    """Errors: ValueError for one that is not that of the module."""
+    expected = {name: tuple(weight.shape) for name, weight in module.needed_weights().items()}
+    expected |= dict.fromkeys(OPTIONAL, module.embedding_shape)
+    for name, shape in sorted(shapes.items()):
+        stored = found.modules[number].get(name)
+        is_reshaped = stored is not None and stored.is_reshaped and prod(shape) == prod(expected[name])
+        if shape != expected[name] and not is_reshaped:
             raise ValueError(
-                f"{found.folder}: {published(name)} is {given[name]}, but must be {expected}; fetch the model again"
+                f"{found.folder}: {found.published(name, number)} is {shape}, but must be {expected[name]}; fetch the"
+                " model again"
             )
 
 
@@ -160,20 +169,29 @@ def _stacks(names: Mapping[str, Any]) -> dict[str, dict[tuple[int, str], str]]:
     return stacks
 
 
-def _shapes(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
-    """The shapes of weights by the names of a MtpModule: those of experts are stacked."""
+def _shapes(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...] | None]:
+    """The shapes of weights, as far as they are listed, by the names of a MtpModule: those of experts are stacked."""
     shapes = {name: tensor.shape for name, tensor in tensors.items() if not EXPERT.fullmatch(name)}
     for stack, places in _stacks(tensors).items():
-        experts, kinds = ({place[axis] for place in places} for axis in (0, 1))
-        parts = {tensors[name].shape for name in places.values()}
-        whole = len(parts) == 1 and len(places) == len(experts) * len(kinds) and experts == set(range(len(experts)))
-        rows, *rest = next(iter(parts))
-        shapes[stack] = (len(experts), rows * len(kinds), *rest) if whole else (len(places), *next(iter(parts)))
+        kinds, parts = _kinds(stack), {tensors[name].shape for name in places.values()}
+        shape, experts = next(iter(parts)), len(places) // len(kinds)
+        if len(parts) > 1 or places.keys() != {(expert, kind) for expert in range(experts) for kind in kinds}:
+            shapes[stack] = (len(places), *(shape or ()))
+        else:
+            shapes[stack] = None if shape is None else (experts, shape[0] * len(kinds), *shape[1:])
     return shapes
 
 
+def _kinds(stack: str) -> tuple[str, ...]:
+    """The matrices of an expert that stand in a stack, in this order."""
+    return ("gate", "up") if stack.endswith("gate_up_proj") else ("down",)
+
+
 def _weights(tensors: Mapping[str, StoredTensor], others: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """The weights, read and stacked; copies of the target's own embeddings and output layer are left out."""
+    """The weights, read and stacked; copies of the target's own embeddings and output layer are left out.
+
+    Errors: ValueError for experts of several sizes.
+    """
     stacks, weights = _stacks(tensors), {}
     for name, tensor in tensors.items():
         copied = others.get(TARGET_NAMES.get(name, ""))
@@ -181,9 +199,10 @@ def _weights(tensors: Mapping[str, StoredTensor], others: Mapping[str, StoredTen
         if not EXPERT.fullmatch(name) and not COMPUTED.fullmatch(name) and not is_copy:
             weights[name] = tensor.read()
     for stack, places in stacks.items():
-        kinds = ("gate", "up") if stack.endswith("gate_up_proj") else ("down",)
-        experts = sorted({expert for expert, _ in places})
-        weights[stack] = torch.stack(
-            [torch.cat([tensors[places[expert, kind]].read() for kind in kinds]) for expert in experts]
-        )
+        kinds = _kinds(stack)
+        experts = len(places) // len(kinds)
+        parts = [tensors[places[expert, kind]].read() for expert in range(experts) for kind in kinds]
+        if len({part.shape for part in parts}) > 1:
+            raise ValueError(f"the heads have {stack.partition('.')[2]} of several sizes; fetch the model again")
+        weights[stack] = torch.cat(parts).unflatten(0, (experts, -1))
     return weights

@@ -48,7 +48,7 @@ def save_head(
 def drafted_tokens(folder: Path, others: Mapping[str, StoredTensor], target: Any) -> Int[Tensor, "draft"]:
     """The ids among the tensors of a folder. Errors: ValueError where they are missing, or not the target's."""
     stored = others.get(TOKENS)
-    if stored is None or len(stored.shape) != 1 or not stored.shape[0]:
+    if stored is None or stored.shape is None or len(stored.shape) != 1 or not stored.shape[0]:
         raise ValueError(f"{folder} has no list of {TOKENS}; train it again with saltus train mtp")
     tokens = stored.read().long()
     check_drafted_tokens(folder, tokens, len(target.get_output_embeddings().weight))
