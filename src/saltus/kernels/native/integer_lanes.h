@@ -41,7 +41,8 @@ CONSTANT some_integers dot(some_integers sum, some_integers w, some_integers x) 
   return _mm256_dpbusd_avx_epi32(sum, w, x);
 }
 #else
-#define MAX_HEIGHT 4
+#define MAX_HEIGHT 6
+#define AT_ONCE 2  // vectors of outputs that share what is loaded of a row
 #define PAIRS_OF_PRODUCTS  // sums of two products in 16 bits, of which a few are added there
 #endif
 #elif defined __SSE4_1__
@@ -61,6 +62,7 @@ CONSTANT some_integers widen_bytes(const uint8_t *p) { return _mm_cvtepu8_epi32(
 CONSTANT some_integers widen_signed_bytes(const uint8_t *p) { return _mm_cvtepi8_epi32(_mm_loadu_si32(p)); }
 CONSTANT some_integers load_table(const uint8_t *p) { return _mm_loadu_si128((const __m128i *)p); }
 #define MAX_HEIGHT 4
+#define AT_ONCE 2
 #define PAIRS_OF_PRODUCTS  // as above
 #elif defined __ARM_FEATURE_DOTPROD && defined __FLT16_MAX__
 #include <arm_neon.h>
@@ -80,6 +82,10 @@ CONSTANT some_integers dot(some_integers sum, some_integers w, some_integers x) 
 }
 #else
 #define MAX_HEIGHT 8
+#endif
+
+#ifndef AT_ONCE
+#define AT_ONCE 1
 #endif
 
 #ifdef VECTOR  // of x86

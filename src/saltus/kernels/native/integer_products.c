@@ -156,6 +156,8 @@ void integer_outputs(const void *of, int64_t number_of_piece) {
   _Alignas(64) uint8_t unpacked[BLOCKS * UNPACKED_BYTES];
   const int by_matrix = a->rows > MAX_HEIGHT;
   if (by_matrix) begin_integer_tiles(row_tile(a->rows, 0).height);
+#else
+  const int by_matrix = 0;
 #endif
   for (int64_t number = piece * job->step; number < end; number++) {
     int64_t which = 0, group = number;
@@ -182,6 +184,7 @@ void integer_outputs(const void *of, int64_t number_of_piece) {
           const uint8_t *p = integers + block * integer_bytes(format);
           const uint8_t *x = job->x + (here.first * blocks + block * here.height) * ROW_BYTES;
           float *to = y + (here.first - first) * OUTPUTS;
+          share_asking(count, tile, t, by_matrix ? tile + 1 : after, &scales);  // the matrix unit's weights are read once
 #ifdef AMX_INT8
           if (by_matrix) {
             add_matrix_tile(format, here.height, t == tile ? p : NULL, count, &scales, x, unpacked, to);
