@@ -118,20 +118,18 @@ def plain_integers(draws: np.random.Generator, outs: int, ins: int) -> Written:
     }, integers * scales.float().numpy()  # fmt: skip
 
 
-def floats8(scale: str, form: str, power_of_two: bool = False) -> Writer:
-    """E4M3 with scales called `scale` for the tensor, an output or blocks of 32 × 48, which the edges cut."""
+def floats8(scale: str, form: str, power_of_two: bool = False, block: tuple[int, int] = (32, 48)) -> Writer:
+    """E4M3 with scales called `scale` for the tensor, an output or blocks, which the edges cut."""
 
     def write(draws: np.random.Generator, outs: int, ins: int) -> Written:
         values = torch.from_numpy(draws.normal(0, 60, (outs, ins))).float().to(torch.float8_e4m3fn)
-        shape = {"tensor": (1,), "output": (outs, 1), "blocks": (-(-outs // 32), -(-ins // 48))}[form]
+        shape = {"tensor": (1,), "output": (outs, 1), "blocks": (-(-outs // block[0]), -(-ins // block[1]))}[form]
         scales = draws.uniform(0.001, 0.003, shape)
         scales = torch.from_numpy(np.exp2(np.round(np.log2(scales))) if power_of_two else scales).float()
-        numbers = values.float().numpy()
-        weight = np.empty((outs, ins), np.float32)
-        for out in range(outs):
-            for each in range(ins):
-                place = {"tensor": (0,), "output": (out, 0), "blocks": (out // 32, each // 48)}[form]
-                weight[out, each] = numbers[out, each] * scales[place].item()
+        of_weights = scales.numpy()
+        if form == "blocks":
+            of_weights = of_weights[np.arange(outs) // block[0]][:, np.arange(ins) // block[1]]
+        weight = values.float().numpy() * of_weights
         return {"weight": values, scale: scales, "input_scale": torch.tensor(1.0)}, weight
 
     return write

@@ -15,7 +15,7 @@ from transformers import Qwen3_5Config
 import saltus
 from conftest import byte_tokenizer
 from mtp_checkpoints import FORMS, edit, head_tensors, write_checkpoint
-from quantised_models import CASES, write_quantised
+from quantised_models import CASES, floats8, modelopt_mxfp8, write_quantised
 from saltus.core.canvas import continuation
 from saltus.core.control.call_cost import CallCost
 from saltus.core.forward import ForwardInputs
@@ -230,6 +230,38 @@ def test_heads_of_quantised_checkpoints_are_the_numbers_that_their_tensors_stand
                 assert torch.equal(expanded, theirs[name]), name
         found, plain = (engine.generate("the cat", max_new_tokens=8, method=method) for method in ("mtp", "plain"))
         assert found.tokens == plain.tokens
+
+
+@pytest.mark.parametrize("exponents", [False, True])
+def test_modelopt_leaves_heads_as_their_source_has_them(exponents, tmp_path):
+    """Layers in NVFP4, and the head in 8-bit floats whose scales are those of DeepSeek V3, or as in MXFP8."""
+
+    def microscaled(draws, outs, ins):
+        parts, weight = modelopt_mxfp8(draws, outs, ins)
+        return {"weight": parts["weight"], "weight_scale_inv": parts["weight_scale"]}, weight
+
+    by_blocks = floats8("weight_scale_inv", "blocks", block=(128, 128))
+    folder, source, of_head = tmp_path / "modelopt", tmp_path / "source", "model.layers.2."
+    sizes = {"hidden_size": 160, "intermediate_size": 160, "moe_intermediate_size": 160, "eos_token_id": 0}
+    write_checkpoint(folder, "DeepSeek V3", 1, torch.bfloat16, **sizes)
+    settings, writer, _ = CASES["modelopt nvfp4"]
+    chosen = {True: (microscaled, ".mlp."), False: (by_blocks, "proj")}[exponents]
+
+    def is_of_head(name: str) -> bool:
+        return name.startswith(of_head) and chosen[1] in name
+
+    write_quantised(folder, settings, chosen[0], source, is_of_head)
+    write_quantised(folder, settings, writer, tmp_path / "meant", lambda name: ".mlp." in name and of_head not in name)
+    _, meant = loaded_heads(source)
+    engine = saltus.load(str(folder))
+    assert engine.method == "mtp+lookup"
+    network: Any = engine.decoder.setup("mtp").networks["mtp"]
+    ours, theirs = (one.modules[0].model.model.layers[0].state_dict() for one in (network, meant))
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        assert torch.equal(weight, theirs[name]), name
+    found, plain = (engine.generate("the cat", max_new_tokens=8, method=method) for method in ("mtp", "plain"))
+    assert found.tokens == plain.tokens
 
 
 FP8_SIZES = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 64, "eos_token_id": 0}

@@ -5,7 +5,9 @@ MXFP8 the exponents plus 127 of powers of two, one for each 32 inputs; in INT8 (
 output. Bytes [out, in / 2] are NVFP4, with an 8-bit float for each 16 inputs and `weight_scale_2` of the tensor, which
 both multiply, or MXFP4. Bytes [out / 2, in] are INT4 (W4A16_AWQ): two outputs beside each other, the first in the low
 half, signed, with a scale for each group of inputs. Where the inputs are multiplied by a `pre_quant_scale`, the weights
-are instead. Older exports say so in hf_quant_config.json alone.
+are instead. Weights that were left in the form of their source, as layers for multi-token prediction are, have
+`weight_scale_inv`: of blocks of 128 × 128 (DeepSeek V3), or exponents as in MXFP8. Older exports say so in
+hf_quant_config.json alone.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from saltus.loading.quantised.gptq import FLOATS
 from saltus.loading.quantised_numbers import ScaledIntegers, check_groups, check_shape, required
 
 CHANGES = ("svdquant_lora_a", "svdquant_lora_b")  # of outputs, beside the product
-PARTS = dict.fromkeys(("weight_scale", "weight_scale_2", "pre_quant_scale", *CHANGES), "weight")
+PARTS = dict.fromkeys(("weight_scale", "weight_scale_inv", "weight_scale_2", "pre_quant_scale", *CHANGES), "weight")
+SOURCE_BLOCK = [128, 128]  # of scales that the source had; the configuration does not say it
 
 
 def read(settings: Mapping[str, Any], name: str, parts: Mapping[str, Tensor]) -> Any:
@@ -41,11 +44,13 @@ def read(settings: Mapping[str, Any], name: str, parts: Mapping[str, Tensor]) ->
 def _numbers(settings: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Any:
     if "weight" not in parts:
         raise ValueError("lacks its weight")
-    weight, scales = parts["weight"], parts.get("weight_scale")
+    weight, of_source = parts["weight"], parts.get("weight_scale_inv")
+    scales = parts.get("weight_scale", of_source)
     if weight.dtype in fp8.FLOATS:
         if scales is not None and scales.dtype == torch.uint8:
             return fp8.scaled(weight, scales.view(torch.float8_e8m0fnu), (1, 32))
-        return fp8.read({}, "weight", {"weight": weight} | ({} if scales is None else {"weight_scale": scales}))
+        block = {} if of_source is None else {"weight_block_size": SOURCE_BLOCK}
+        return fp8.read(block, "weight", {"weight": weight} | ({} if scales is None else {"weight_scale": scales}))
     if weight.dtype == torch.int8:
         integers, scales = required(parts, "weight", (torch.int8,), 2), required(parts, "weight_scale", FLOATS, 1)
         check_shape("weight_scale", scales, len(integers))
