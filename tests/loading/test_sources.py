@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from forked_python import forked_python
 from saltus.loading.model_folders import LFS_POINTER, check_folder, weight_files
 from saltus.loading.progress import Stage, progress_bars
 from saltus.loading.sources import SHORT_NAMES, SourceError, resolve
@@ -212,7 +212,7 @@ def ask(tmp_path):
         }
         spared = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
         ran = subprocess.run(
-            [sys.executable, "-c", PROGRAM, name, str(patience), what],
+            [*forked_python("torch"), "-c", PROGRAM, name, str(patience), what],
             env=spared | {name: str(value) for name, value in places.items()},
             capture_output=True, text=True, check=False,
         )  # fmt: skip
