@@ -91,6 +91,35 @@ def write_checkpoint(folder: Path, form: str, modules: int = 1, dtype: torch.dty
     return folder
 
 
+def write_speculators_head(folder: Path, checkpoint: Path, verifier: str = "tiny") -> Path:
+    """The head of one of Qwen's checkpoints in a folder of its own, as speculators writes it, with stacked experts."""
+    parts = {"fc": "input_proj", "pre_fc_norm_embedding": "token_layernorm", "pre_fc_norm_hidden": "hidden_layernorm",
+             "norm": "final_layernorm"}  # fmt: skip
+    tensors: dict[str, torch.Tensor] = {}
+    experts: dict[str, dict[int, torch.Tensor]] = {}
+    for name, weight in load_file(checkpoint / "model.safetensors").items():
+        if name.startswith("mtp.layers.0.mlp.experts."):
+            *_, number, kind, _ = name.split(".")
+            experts.setdefault(kind, {})[int(number)] = weight
+        elif name.startswith("mtp.layers.0."):
+            tensors[name.replace("mtp.layers.0.", "mtp_layers.0.")] = weight
+        elif name.startswith("mtp."):
+            tensors[f"mtp_layers.0.{parts[name.split('.')[1]]}.weight"] = weight
+    if experts:
+        gates, ups, downs = (
+            torch.stack([weight for _, weight in sorted(experts[f"{kind}_proj"].items())])
+            for kind in ("gate", "up", "down")
+        )
+        at = "mtp_layers.0.mlp.experts."
+        tensors |= {f"{at}gate_up_proj": torch.cat([gates, ups], 1), f"{at}down_proj": downs}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    settings = {"algorithm": "mtp", "verifier": {"name_or_path": verifier, "architectures": []}}
+    config = {"speculators_model_type": "mtp", "architectures": ["MTPDraftModel"], "speculators_config": settings}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def edit(folder: Path, change) -> None:
     """Change the tensors of a folder: `change` gets and returns them by name."""
     file = folder / "model.safetensors"

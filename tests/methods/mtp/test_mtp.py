@@ -14,7 +14,7 @@ from transformers import Qwen3_5Config
 
 import saltus
 from conftest import byte_tokenizer
-from mtp_checkpoints import FORMS, edit, head_tensors, write_checkpoint
+from mtp_checkpoints import FORMS, edit, head_tensors, write_checkpoint, write_speculators_head
 from quantised_models import CASES, floats8, modelopt_mxfp8, write_quantised
 from saltus.core.canvas import continuation
 from saltus.core.control.call_cost import CallCost
@@ -435,6 +435,21 @@ def test_heads_that_do_not_serve_are_refused_in_a_line(tmp_path, form, change, s
     with pytest.raises(ValueError, match=said) as error:
         loaded_heads(folder)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("form", [QWEN, "Qwen3.5 with experts"])
+def test_a_head_alone_by_speculators_is_that_of_the_checkpoint_it_is_from(form, checkpoint, tmp_path, caplog):
+    folder = write_speculators_head(tmp_path / "head", checkpoint(form), "Qwen/Qwen3.5-4B")
+    target, own = loaded_heads(checkpoint(form))
+    alone = Mtp(str(folder)).load_network(target, "Qwen/Qwen3.5-9B")
+    assert "was trained for Qwen/Qwen3.5-4B" in caplog.text
+    text, found = np.arange(5, 25), []
+    for network in (own, alone):
+        found.append(drafted(network, network.new_kv_cache(), text, target_states(target, text)[:-1], 3))
+    assert torch.equal(*found)
+    edit(folder, without("mtp_layers.0.input_proj.weight"))
+    with pytest.raises(ValueError, match=r"lack mtp_layers\.0\.input_proj\.weight"):
+        Mtp(str(folder)).load_network(target, "tiny")
 
 
 def test_heads_beside_a_text_part_are_found(checkpoint, tmp_path):

@@ -29,7 +29,7 @@ class Mtp:
     tokens are offered. Under `match` at a temperature drafts are the tokens that the text's own random numbers favour.
     """
 
-    model: str = ""  # a folder of `saltus train mtp`; empty: the heads in the target's own checkpoint
+    model: str = ""  # a folder of `saltus train mtp` or speculators; empty: the heads in the target's checkpoint
     num_draft_tokens: int = 4  # of a path, at most; one call of a head each
     top_k: int = 3  # tokens offered after each path, at most
     min_probability: float = 0.1  # stop where the product of the drafts' probabilities falls below this

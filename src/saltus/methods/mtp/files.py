@@ -23,6 +23,7 @@ from saltus.loading.stored_tensors import StoredTensor, stored_tensors
 from saltus.methods.mtp.family import MtpFamily, families
 from saltus.methods.mtp.module import MtpModule
 from saltus.methods.mtp.trained_head import check_head, drafted_tokens
+from saltus.methods.shared.published_files import read_config, warn_of_another_target
 from saltus.models.protocols import DrafterHost, TargetNetwork
 
 EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -77,15 +78,16 @@ def has_heads(model: Any) -> bool:
 
 
 def load_heads(target: TargetNetwork, target_name: str, folder: Path | None = None) -> list[MtpModule]:
-    """The modules of the heads in a folder of `saltus train mtp`, or else in the target's checkpoint, in its dtype.
+    """The modules of the heads in a folder, of `saltus train mtp` or speculators, or else in the target's checkpoint.
 
-    Errors: ValueError of one line.
+    They are in the target's dtype. Errors: ValueError of one line.
     """
     if not isinstance(target, DrafterHost):
         raise ValueError(f"{target_name} fills holes anywhere, but mtp drafts for causal models; take assd")
     found = _find_heads_for(target.model, target_name, folder)
     modules = new_modules(found, target.model)
-    tokens = None if folder is None else drafted_tokens(folder, found.others, target.model)
+    is_trained = folder is not None and not _is_of_speculators(folder)
+    tokens = drafted_tokens(found.folder, found.others, target.model) if is_trained else None
     stays = (found.folder / INDEX_FILE).is_file() or find_quantised(found.folder) is not None  # as it is stored
     for number, (module, tensors) in enumerate(zip(modules, found.modules, strict=True)):
         weights = _weights(tensors, found.others)
@@ -104,8 +106,15 @@ def read_trained_head(folder: Path, model: Any, model_name: str) -> tuple[dict[s
     return _weights(found.modules[0], found.others), drafted_tokens(folder, found.others, model)
 
 
+def _is_of_speculators(folder: Path) -> bool:
+    """True for a folder of heads alone, all of whose tokens are drafted."""
+    return read_config(folder).get("speculators_model_type") == "mtp"
+
+
 def _find_heads_for(model: Any, model_name: str, folder: Path | None) -> HeadTensors:
-    if folder is not None:
+    if folder is not None and _is_of_speculators(folder):
+        warn_of_another_target(folder, model_name)
+    elif folder is not None:
         check_head(folder, model, model_name)
     found = find_heads(model, folder)
     if found is None:
