@@ -21,7 +21,10 @@ FORMS: dict[str, tuple[str, dict]] = {  # the target's architecture, and what di
     "GLM-4.7-Flash": ("Glm4MoeLite", {}),
     "ERNIE 4.5": ("Ernie4_5", {}),
     "MiMo": ("Qwen2", {}),
+    "K-EXAONE": ("ExaoneMoe", {"mlp_layer_types": ["sparse", "dense"], "mtp_layer_types": ["full_attention"]}),
+    "EXAONE 4.5": ("Exaone4", {"layer_types": ["sliding_attention"] * 2, "num_nextn_predict_layers": 1}),
 }
+QWENS_NAMES = ("Qwen", "K-EXAONE", "EXAONE")
 VOCAB = 300  # of the byte-level tokenizer
 
 
@@ -50,7 +53,7 @@ def head_tensors(form: str, model: Any, module: int = 0, seed: int = 3) -> dict[
         else:
             layer[name] = drawn(weight.shape)
     projection, norms = drawn((hidden, 2 * hidden)), [drawn((hidden,)) for _ in range(3)]
-    if form.startswith("Qwen"):
+    if form.startswith(QWENS_NAMES):
         names = [
             "mtp.fc.weight",
             "mtp.pre_fc_norm_embedding.weight",

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +15,15 @@ from transformers import Qwen3_5Config
 
 import saltus
 from conftest import byte_tokenizer
-from mtp_checkpoints import FORMS, edit, head_tensors, write_checkpoint, write_speculators_head
+from mtp_checkpoints import (
+    FORMS,
+    QWENS_NAMES,
+    edit,
+    edit_config,
+    head_tensors,
+    write_checkpoint,
+    write_speculators_head,
+)
 from quantised_models import CASES, floats8, modelopt_mxfp8, write_quantised
 from saltus.core.canvas import continuation
 from saltus.core.control.call_cost import CallCost
@@ -76,8 +85,9 @@ def reference_layer(form, model, tensors, module):
     config._attn_implementation = config._experts_implementation = "eager"
     like = next(i for i in reversed(range(config.num_hidden_layers)) if hasattr(model.model.layers[i], "self_attn"))
     layer = type(model.model.layers[like])(config, like)
-    begin = {"Q": f"mtp.layers.{module}.", "E": f"model.mtp_block.{module}.", "M": f"model.mtp_layers.{module}."}
-    at = begin.get(form[0], f"model.layers.{config.num_hidden_layers + module}.")
+    begin = {"ERNIE 4.5": f"model.mtp_block.{module}.", "MiMo": f"model.mtp_layers.{module}."}
+    begin |= {each: f"mtp.layers.{module}." for each in FORMS if each.startswith(QWENS_NAMES)}
+    at = begin.get(form, f"model.layers.{config.num_hidden_layers + module}.")
     own = {name.removeprefix(at): weight for name, weight in tensors.items() if name.startswith(at)}
     state = {}
     for name, weight in layer.state_dict().items():
@@ -93,6 +103,8 @@ def reference_layer(form, model, tensors, module):
 
     def run(x):
         mask = torch.full((len(x), len(x)), -torch.inf).triu(1)[None, None]
+        if getattr(config, "layer_types", ["full_attention"])[-1] == "sliding_attention":
+            mask += torch.full((len(x), len(x)), -torch.inf).tril(-config.sliding_window)
         places = torch.arange(len(x))[None]
         angles = model.model.rotary_emb(x[None], position_ids=places)
         return layer(x[None], position_embeddings=angles, attention_mask=mask, position_ids=places)[0]
@@ -145,6 +157,19 @@ def test_heads_compute_what_their_weights_say(checkpoint, form):
     expected = reference_drafts(form, target.model, states, text[1:].tolist(), 4)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     assert network.kv_bytes_per_token > 0
+
+
+@pytest.mark.parametrize(("window", "sees_the_change"), [(4, False), (16, True)])
+def test_a_head_has_the_window_that_the_configuration_gives_it(checkpoint, tmp_path, window, sees_the_change):
+    """As K-EXAONE's says of each head; that of the layers is another one."""
+    folder = shutil.copytree(checkpoint("K-EXAONE"), tmp_path / "windows")
+    edit_config(folder, mtp_layer_types=["sliding_attention"], mtp_sliding_windows=[window])
+    target, network = loaded_heads(folder)
+    text, found = np.arange(5, 25), []
+    states = torch.randn(len(text) - 1, target.model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    for given in (states, torch.cat([-states[:12], states[12:]])):
+        found.append(drafted(network, network.new_kv_cache(), text, given, 1))
+    assert torch.equal(*found) != sees_the_change
 
 
 @pytest.mark.slow

@@ -138,11 +138,19 @@ def _empty_copy(norm: Any) -> Any:
 
 
 def _model_of_one_layer(target: Any, has_experts: bool) -> Any:
-    """A model of the target's class with one layer, which attends to all tokens."""
+    """A model of the target's class with one layer, which attends to all tokens or, as the configuration says, to some.
+
+    EXAONE says it by `mtp_layer_types` and `mtp_sliding_windows`, before K-EXAONE by the type of its first layer.
+    """
     config = copy.deepcopy(target.config.get_text_config())
     kind = "sparse" if has_experts else "dense"
+    has_own_heads = config.model_type == "exaone4" and getattr(config, "num_nextn_predict_layers", None)
+    types = getattr(config, "mtp_layer_types", None) or (config.layer_types if has_own_heads else ["full_attention"])
+    windows = getattr(config, "mtp_sliding_windows", None)
+    if windows and types[0] == "sliding_attention":
+        config.sliding_window = windows[0]
     settings = {
-        "num_hidden_layers": 1, "layer_types": ["full_attention"], "mlp_layer_types": [kind],
+        "num_hidden_layers": 1, "layer_types": types[:1], "mlp_layer_types": [kind],
         "mlp_only_layers": [] if has_experts else [0], "decoder_sparse_step": 1,
         "first_k_dense_replace": 0 if has_experts else 1, "moe_layer_start_index": 0 if has_experts else 1,
     }  # fmt: skip
