@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 import saltus
 import saltus.engine.engine as engine_module
 from conftest import tiny_llama
+from forked_python import saltus_command
 from saltus.cli import open_engine
 from saltus.cli.app import app
 from saltus.cli.coloured_text import CALL_COLOURS, VISIBLE_CONTROL_CHARACTERS, ColouredTextWriter
@@ -675,7 +676,7 @@ def test_ctrl_c_while_the_prompt_is_read_ends_with_130(folder, monkeypatch, sett
 @pytest.mark.slow
 def test_ctrl_c_in_a_stream_ends_with_130_and_what_was_written_stays(engine, tiny_folder):
     endless = str(tiny_folder(max_position_embeddings=60000))
-    inputs = [*PROGRAM, "generate", PROMPT, "-m", endless, "--ignore-eos", "-n", "50000", "--method", "plain"]
+    inputs = [*saltus_command(), "generate", PROMPT, "-m", endless, "--ignore-eos", "-n", "50000", "--method", "plain"]
     # without a buffer, in which communicate would leave what was read beyond these bytes
     with subprocess.Popen(inputs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as running:
         begun = running.stdout.read(20)
@@ -694,7 +695,7 @@ def test_ctrl_c_in_a_stream_ends_with_130_and_what_was_written_stays(engine, tin
 @pytest.mark.parametrize("command", ["generate", "methods"])
 def test_a_reader_who_leaves_is_no_error(command, tiny_folder):
     endless = str(tiny_folder(max_position_embeddings=60000))
-    inputs = [*PROGRAM, "generate", PROMPT, "-m", endless, "--ignore-eos", "-n", "50000"]
+    inputs = [*saltus_command(), "generate", PROMPT, "-m", endless, "--ignore-eos", "-n", "50000"]
     inputs = inputs if command == "generate" else [*PROGRAM, "methods"]
     with subprocess.Popen(inputs, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
         if command == "generate":

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from forked_python import FOR_COMMANDS, forked_python
+
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 sys.path.insert(0, str(EXPERIMENTS))
 
@@ -106,14 +108,15 @@ def test_a_student_that_is_the_teacher_is_always_right_at_first():
 
 
 KILLED = TINY.__dict__ | {"steps": 12, "every": 4}
-COMMAND = [sys.executable, str(EXPERIMENTS / "taxi_ptp.py"), "methods", "--window", "4"]
+COMMAND = [str(EXPERIMENTS / "taxi_ptp.py"), "methods", "--window", "4"]
 COMMAND += [f"--{name.replace('_', '-')}={value}" for name, value in KILLED.items()]
 
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(tmp_path):
     def run(name: str) -> list[str]:
-        return [*COMMAND, "--work", str(tmp_path / name), "--out", str(tmp_path / f"{name}.json")]
+        places = "--work", str(tmp_path / name), "--out", str(tmp_path / f"{name}.json")
+        return [*forked_python(*FOR_COMMANDS), *COMMAND, *places]
 
     def weights(name: str) -> dict[str, dict]:
         return {path.name: torch.load(path, weights_only=True) for path in (tmp_path / name).glob("*.pt")}
