@@ -122,7 +122,7 @@ def write_call(file: Path, decoder: Any, made: DecoderCall, results: list[torch.
 @pytest.mark.parametrize("march", ARM)
 def test_a_call_on_an_arm_processor_gives_the_same_bits(march, tmp_path):
     program = tmp_path / "call"
-    flags = [f"-march={march}" if flag == "-march=native" else flag for flag in processor.COMPILER_FLAGS]
+    flags = [f"-march={march}" if flag == processor.NATIVE else flag for flag in processor.COMPILER_FLAGS]
     kernels = Path(native.__file__).parent
     units = Path(__file__).with_name("call_elsewhere.c"), *kernels.glob("*.c")
     built = subprocess.run(

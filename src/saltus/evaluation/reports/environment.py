@@ -15,7 +15,8 @@ import torch
 import transformers
 
 import saltus
-from saltus.engine.tuned_settings import memory_bytes, processor_name
+from saltus.engine.tuned_settings import memory_bytes
+from saltus.kernels.native.processor import processor_name
 from saltus.kernels.packed_weight import describe_weights
 
 

@@ -27,14 +27,15 @@ NO_COMPILER = "no C compiler was found; install gcc or clang, or ziglang from Py
 def find_compilers() -> list[list[str]]:
     """The C compiler that CC names, with its arguments, if it is there; else all that are at hand.
 
-    The Python package ziglang brings one (clang), for machines that have no other.
+    The Python package ziglang brings one (clang), for machines that have no other, or a Mac whose `cc` only asks to
+    install one.
     """
     found = [
         [[path, *arguments] for name, *arguments in named if (path := shutil.which(name))]
         for named in (filter(None, [shlex.split(os.environ.get("CC", ""))]), [["cc"], ["gcc"], ["clang"]])
     ]
     packaged = [[sys.executable, "-m", "ziglang", "cc"]] if find_spec("ziglang") else []
-    return found[0] or found[1] or packaged
+    return found[0] or found[1] + packaged
 
 
 def compile_library(commands: list[list[str]], sources: dict[str, bytes], target: Path) -> str | None:

@@ -7,12 +7,15 @@ import ctypes
 import math
 import os
 import platform
+import subprocess
 from functools import lru_cache
 from pathlib import Path
 
+IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
+NATIVE = "-mcpu=native" if IS_ARM else "-march=native"  # the latter is an error for Apple's processors
 COMPILER_FLAGS = [
     "-O3",
-    "-march=native",
+    NATIVE,
     "-ffp-contract=off",  # what is fused is written as fused: no compiler decides the bits
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -41,14 +44,16 @@ def compiler_flags(features: str) -> list[str]:
     named, needed = INSTRUCTION_SETS[chosen]
     if needed not in features.split():
         raise ValueError(f"SALTUS_ISA is {chosen}, but this processor lacks {needed}; choose another or unset it")
-    return [flag for flag in COMPILER_FLAGS if flag != "-march=native"] + named
+    return [flag for flag in COMPILER_FLAGS if flag != NATIVE] + named
 
 
 def lesser_flags(features: str) -> list[list[str]]:
     """Those of the instruction sets that a compiler which does not know this processor may know."""
     if os.environ.get("SALTUS_ISA"):
         return []
-    common = [flag for flag in COMPILER_FLAGS if flag != "-march=native"]
+    common = [flag for flag in COMPILER_FLAGS if flag != NATIVE]
+    if IS_ARM:  # without a flag a compiler on a Mac compiles for the first of Apple's processors
+        return [[*common, "-march=armv8.2-a+dotprod"]] * ("asimddp" in features.split()) + [common]
     known = [INSTRUCTION_SETS[name] for name in ("avx512", "avx2", "sse4", "generic")]
     return [[*common, *named] for named, needed in known if needed in features.split()]
 
@@ -94,6 +99,7 @@ def request_amx(features: str) -> bool:
 
 
 PROCESSOR_FIELDS = "vendor_id", "flags", "CPU implementer", "CPU part", "Features"  # of x86; of Arm
+APPLE_FIELDS = "machdep.cpu.brand_string", "machdep.cpu.features", "machdep.cpu.leaf7_features"  # the latter two of x86
 
 
 def processor_features() -> str:
@@ -103,4 +109,21 @@ def processor_features() -> str:
             fields = dict(line.split(":", 1) for line in info if line.startswith(PROCESSOR_FIELDS))
             return " ".join(fields.values()) or platform.processor()
     except OSError:
-        return platform.platform() + platform.processor()
+        return f"{platform.platform()} {platform.processor()} {_ask_apple(*APPLE_FIELDS).lower().replace('.', '_')}"
+
+
+def processor_name() -> str:
+    """The name of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = [f"model name: {_ask_apple(APPLE_FIELDS[0])}"]
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
+
+
+def _ask_apple(*names: str) -> str:
+    """What a Mac says of its processor; nothing of names that it does not know, and elsewhere."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        return subprocess.run(["sysctl", "-n", *names], capture_output=True, text=True, timeout=10).stdout.strip()
+    return ""
