@@ -11,6 +11,7 @@ from test_cli import complaint, lines, saltus_
 
 import saltus
 from saltus.cli.report import write_result
+from saltus.cli.tune import _show
 from saltus.engine import tuned_settings
 from saltus.engine.tuned_settings import TunedSettings, machine_name
 from saltus.evaluation.profiling.jacobi_tuning import PLAIN, JacobiSearch, affordable_draft_tokens
@@ -150,6 +151,16 @@ def test_the_command_measures_saves_and_is_used(folder, tmp_path):
     assert saltus.load(folder, "jacobi").decoder.tuned_settings == tuned, "nothing was saved"
     assert "--max-cost-ratio" in complaint(*common, "--max-cost-ratio", 0.5)
     assert "temperature is -1" in complaint(*common, "-t", -1)
+
+
+@pytest.mark.parametrize(("speedup", "is_slower"), [(0.9, True), (1.1, False)])
+def test_settings_that_are_no_faster_than_plain_decoding_are_said_to_be(speedup, is_slower, capsys):
+    rows = [{"plain": 1, "tokens_per_second": 100.0, "speedup": 1.0, "tokens_per_call": 1.0}]
+    rows += [{"candidates": 4, "tokens_per_second": 100 * speedup, "speedup": speedup, "tokens_per_call": 1.2}]
+    _show({"max_draft_tokens": 7, "settings": rows, "chosen": {"candidates": 4}, "speedup": speedup})
+    said = capsys.readouterr().out
+    assert "…" not in said, "eighty columns are enough for the heads"
+    assert ("plain decoding is as fast; take --method lookup or auto here" in said) is is_slower
 
 
 def test_a_result_is_written_without_matplotlib_and_a_note_says_how_to_have_figures(tmp_path, monkeypatch, capsys):

@@ -1,7 +1,9 @@
 """The training loop: a killed run resumes with an identical outcome; foreign and damaged checkpoints are refused."""
 
+import errno
 from dataclasses import replace
 from multiprocessing import get_context
+from pathlib import Path
 from signal import SIGKILL
 
 import pytest
@@ -81,6 +83,18 @@ def test_a_run_killed_at_any_moment_loses_only_the_steps_since_the_last_checkpoi
     assert train(resumed, losses(resumed), schedule, path, {}) == expected
     assert torch.equal(resumed.weight, whole.weight)
     assert kills >= 3
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_is_named_and_leaves_the_last_checkpoint(tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    save_checkpoint(path, {"step": 1})
+    path.with_name("checkpoint.pt.new").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as error:
+        save_checkpoint(path, {"step": 2, "weights": torch.zeros(100_000)})
+    assert (error.value.errno, error.value.filename) == (errno.ENOSPC, str(path))
+    assert load_checkpoint(path) == {"step": 1}
+    assert list(tmp_path.iterdir()) == [path], "what was begun takes no space"
 
 
 @pytest.mark.parametrize("half", [False, True])

@@ -3,21 +3,26 @@
 import json
 import math
 import re
+import shlex
 import signal
 import sys
 import time
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from test_cache_files import full_disk
 from test_cli import complaint, lines, saltus_
 from typer.main import get_command
 
 import saltus
 from saltus.cli.app import app
+from saltus.cli.training_result import print_result
 from saltus.loading.metadata import read_metadata
 from saltus.methods.assd.training.any_subset import AnySubsetTrainingTask
+from saltus.methods.assd.training.infill_texts import train_tokenizer
 from saltus.methods.assd.training.pairwise_correction import PairwiseCorrectionTrainingTask
 from saltus.methods.jacobi.training.forcing import JacobiTrainingTask
 from saltus.methods.mtp.training.head import MtpTrainingTask
@@ -25,7 +30,7 @@ from saltus.methods.mtpc.training.heads import HeadsTrainingTask
 from saltus.methods.ptp.training.adapter import AdapterTrainingTask
 from saltus.methods.ptp.training.drafter import DrafterTrainingTask
 from saltus.methods.published.training.dflash import DFlashTrainingTask
-from saltus.methods.shared import query_chains
+from saltus.methods.shared import drafter_files, query_chains
 from saltus.methods.shared.drafter_files import METADATA_FILE, WEIGHTS_FILES
 from saltus.training import recipe as recipes
 from saltus.training.data.teacher_texts import read_texts
@@ -97,7 +102,7 @@ def scalars(work: Path) -> dict[str, list[tuple[int, float]]]:
 
 @pytest.mark.slow
 def test_a_drafter_is_trained_saved_with_its_card_and_drafts(recipe, folder, teacher, tmp_path):
-    out = tmp_path / "drafter"
+    out = tmp_path / "a drafter"
     output = saltus_(*training(recipe, folder, teacher, tmp_path / "work", "--out", out, "--seed", 3)).stderr
     assert re.search(r"step 8 of 12: loss [\d.]+ · greedy [\d.]+ a call · sampled [\d.]+ a call · [\d,]+ query", output)
     card = json.loads((out / METADATA_FILE).read_text())["training"]
@@ -107,12 +112,42 @@ def test_a_drafter_is_trained_saved_with_its_card_and_drafts(recipe, folder, tea
     assert card["held_out_tokens_per_call"].keys() == {"greedy", "sampled"}
     assert 1 <= card["held_out_tokens_per_call"]["greedy"] <= 5
     assert f"greedy {card['held_out_tokens_per_call']['greedy']:.2f}" in output
+    assert len({file.stat().st_mode for file in out.iterdir()}) == 1, "who reads the metadata reads the weights"
+    decode, measure = (shlex.split(line)[1:] for line in output.splitlines() if line.startswith("  saltus "))
+    assert "ptp" in saltus_(*decode, "-n", 4).stderr
+    assert "ptp+lookup" in saltus_(*measure, "-n", 4, "--limit", 1).stdout
     engine = saltus.load(str(folder), "ptp", options={"ptp": {"model": str(out), "num_draft_tokens": 4}})
     for temperature in (0.0, 0.7):
         given = {"max_new_tokens": 24, "temperature": temperature}
         assert engine.generate("the cat", **given).tokens == engine.generate("the cat", method="plain", **given).tokens
 
 
+@pytest.mark.parametrize(("greedy", "is_useless"), [(1.0, True), (1.01, False)])
+def test_a_drafter_that_is_never_right_is_said_to_be_useless(greedy, is_useless, capsys):
+    task = SimpleNamespace(metrics_name=TrainingTask.metrics_name)
+    chosen = recipes.read_recipe(recipes.find_recipe("smollm2"))
+    run = SimpleNamespace(objective=OBJECTIVES["drafter"], recipe=chosen)
+    print_result(Path("out"), [(task, {"metrics": {"greedy": greedy, "sampled": 1.0}})], run)
+    said = capsys.readouterr().err
+    assert said.startswith(f"written: out; held-out tokens per call: greedy {greedy:.2f}, sampled 1.00\n")
+    assert ("no draft was right on held-out texts; train for more steps" in said) is is_useless
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "command"),
+    [
+        ("smollm2-jacobi", "trains=adapter", "saltus generate --model smollm2-135m --method jacobi --option jacobi."),
+        ("smollm2-jacobi", "trains=model", 'saltus generate --model out --method jacobi "Why'),
+        ("stories", "architecture=any-subset", "saltus infill --model out "),
+        ("stories", "architecture=left-to-right", "saltus generate --model out "),
+    ],
+)
+def test_the_commands_for_a_result_are_those_of_its_kind(name, change, command):
+    chosen = recipes.read_recipe(recipes.find_recipe(name), [change, *["dtype=float32"] * (change == "trains=model")])
+    assert OBJECTIVES[chosen.kind].decoding_commands(chosen, "out")[0].startswith(command)
+
+
+@pytest.mark.slow
 def test_an_adapter_is_trained_saved_and_drafts(folder, teacher, tmp_path):
     file = tmp_path / "gated.toml"
     file.write_text(ADAPTER, encoding="utf-8")
@@ -346,6 +381,9 @@ def test_ctrl_c_reports_the_step_and_how_to_continue(recipe, folder, teacher, tm
     monkeypatch.setattr(DrafterTrainingTask, "loss", interrupted)
     output = saltus_(*training(recipe, folder, teacher, tmp_path / "work"), code=130).stderr
     assert output.endswith("saltus: interrupted at step 6; the same command goes on from step 4\n")
+    monkeypatch.undo()
+    output = saltus_(*training(recipe, folder, teacher, tmp_path / "work")).stderr
+    assert output.startswith("going on from step 4\nstep 8 of 12: ")
 
 
 @pytest.mark.slow
@@ -415,6 +453,33 @@ def test_a_file_of_prompts_in_place_of_training_texts_is_not_called_damaged(reci
     assert "prompts.jsonl, line 1 has no 'completion'; make training texts of it: saltus collect data --texts" in said
     with pytest.raises(ValueError, match="cannot be read: Is a directory"):
         read_texts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("Once upon a time.\n", "is no file of JSON lines"),
+        ('{"prompt": "Why?", "completion": [1], "temperature": 0}', "line 1: 'prompt' is no list of token ids"),
+        ('{"prompt": [1], "completion": [2, "x"], "temperature": 0}', "line 1: 'completion' is no list of token ids"),
+        ('{"prompt": [1], "completion": [2], "temperature": "warm"}', "line 1: 'temperature' is no number"),
+    ],
+)
+def test_a_file_of_somebody_s_own_texts_is_not_called_damaged(content, said, tmp_path):
+    """The cure for a damaged file is to delete it."""
+    file = tmp_path / "texts.jsonl"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=re.escape(said)) as error:
+        read_texts(file)
+    assert "make training texts of it: saltus collect data --texts" in str(error.value)
+    assert "delete" not in str(error.value)
+
+
+def test_a_result_that_the_disk_has_no_room_for_is_one_line_with_its_folder(
+    recipe, folder, teacher, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(drafter_files, "save_file", full_disk)
+    said = saltus_(*training(recipe, folder, teacher, tmp_path / "work", "--steps", 1), code=2).stderr
+    assert said.endswith(f"saltus: the disk of {tmp_path / 'work' / 'drafter'} is full; free some space\n")
 
 
 def test_an_error_without_teacher_texts_names_the_command_that_writes_them(recipe, folder, tmp_path):
@@ -595,13 +660,17 @@ def test_all_objectives_have_one_interface():
         assert not task.__abstractmethods__
 
 
+def test_a_tokenizer_is_made_without_a_progress_bar_of_its_own(capfd):
+    train_tokenizer(["the cat sat on the mat\n"] * 8, 270)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_training_of_any_subset_models_says_in_a_line_what_is_wrong(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "few.txt").write_text("one two three four five six seven eight nine")
-    assert "only 1 stories or functions; give 200 or more, by --text or --code" in complaint(
-        "train", "assd", "--text", "few.txt"
-    )
-    assert "only 0 stories" in complaint("train", "assd")
+    said = complaint("train", "assd", "--text", "few.txt")
+    assert "only 1 stories or functions in few.txt; give 200 or more: --text FILE, whose stories" in said
+    assert "only 0 stories or functions; give 200 or more" in complaint("train", "assd")
     assert "there is no text nowhere" in complaint("train", "assd", "--code", "nowhere")
     (tmp_path / "few.jsonl").write_text("3")
     assert "few.jsonl holds no programs" in complaint("train", "assd", "--code", "few.jsonl")

@@ -46,7 +46,8 @@ def describe_error(error: Exception) -> tuple[str, int]:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "out of memory; take a smaller model, --dtype bfloat16, or fewer --max-new-tokens", BAD_INPUT
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"{error.filename or 'the disk that the output goes to'} is full; free some space", BAD_INPUT
+        which = f"of {error.filename}" if error.filename else "that the output goes to"
+        return f"the disk {which} is full; free some space", BAD_INPUT
     if isinstance(error, OSError):
         what = error.strerror or said or type(error).__name__
         return f"{error.filename}: {what}" if error.filename else what, BAD_INPUT

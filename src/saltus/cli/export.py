@@ -43,21 +43,25 @@ def export(
     """
     from saltus.cli.answers import print_note
     from saltus.cli.open_engine import open_engine
-    from saltus.loading.metadata import read_metadata
+    from saltus.loading.metadata import find_metadata, read_metadata
     from saltus.methods.published.dflash_files import FORMATS, load_dflash, save_dflash
     from saltus.methods.published.dflash_model import DFLASH
+    from saltus.storage.cache_files import full_disk_errors
+    from saltus.storage.permissions import reset_permissions
 
     if to not in FORMATS:
         raise ValueError(f"--to {to}: there are {', '.join(FORMATS)}")
-    metadata = read_metadata(folder, "drafter")
-    if metadata.settings.get("network") != DFLASH:
+    metadata = find_metadata(folder) or read_metadata(folder, "drafter")  # the latter raises the error
+    if metadata.kind != "drafter" or metadata.settings.get("network") != DFLASH:
         raise ValueError(
-            f"{folder} has the network of Saltus alone, which no other engine loads; train one that others load"
-            " with saltus train ptp --recipe smollm2-dflash"
+            f"{folder} holds a network of Saltus alone (kind {metadata.kind}), which no other engine loads; train one"
+            " that others load with saltus train ptp --recipe smollm2-dflash"
         )
     name = model or metadata.target_name
     target: Any = open_engine(name, "plain", None, device="cpu", weights="bf16").network.model
     drafter = load_dflash(folder, target, name)
-    save_dflash(drafter, next(each for each in FORMATS if each == to), out, target, verifier or name)
+    with full_disk_errors(out):
+        save_dflash(drafter, next(each for each in FORMATS if each == to), out, target, verifier or name)
+        reset_permissions(out)
     left = "; its correction stays behind, and others draft without it" if drafter.correction is not None else ""
     print_note(f"written: {out}{left}")

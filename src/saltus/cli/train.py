@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from saltus.cli import options as o
 from saltus.cli.recipes import list_recipes, recipes_of
 from saltus.cli.training_log import TrainingLog, summary_writer
+from saltus.cli.training_result import print_result
 
 RECIPE_PANEL, WORK_PANEL = "Recipe", "Work"
 
@@ -376,17 +377,7 @@ def _train(
             for task, results in trained:
                 run.save(task, folder, name, results, {"machine": machine_info(), "commit": git_commit()})
         if processes.is_main:
-            _print_result(folder, trained)
-
-
-def _print_result(out: Path, trained: Sequence[tuple[Any, dict[str, Any]]]) -> None:
-    from saltus.cli.answers import print_note
-
-    line = f"written: {out}"
-    for task, results in trained:
-        metrics = ", ".join(f"{name} {value:.2f}" for name, value in results["metrics"].items())
-        line += f"; {task.metrics_name}: {metrics}" if metrics else ""
-    print_note(line)
+            print_result(folder, trained, run)
 
 
 def _collect_with_progress(run: Any) -> None:
@@ -414,6 +405,8 @@ def _train_with_progress(run: Any, task: Any, tensorboard: Callable[..., Any]) -
         return run.train(task, lambda progress: None, lambda step, loss: None)
 
     def on_step(step: int, loss: float) -> None:
+        if step > 1 and curves.last_step == 0 and not sys.stderr.isatty():
+            print_note(f"going on from step {step - 1:,}")
         curves.step(step, loss)
         show(step, curves.status_line)
 

@@ -12,6 +12,7 @@ from saltus.cli import options as o
 
 SEARCH_PANEL = "Search"
 NODE_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
+COLUMNS = "block", "candidates", "n-gram", "blocks", "spawn ratio", "tokens a second", "speed-up", "tokens a call"
 MAX_DEPTH = 31  # draft tokens of a fixed-shape call, as in generate
 
 
@@ -164,8 +165,8 @@ def _show(result: Mapping[str, Any]) -> None:
     console = terminal(soft_wrap=False)
     console.print(f"a call may verify {result['max_draft_tokens']} draft tokens")
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for head in ("block", "candidates", "n-gram", "blocks", "spawn ratio", "tokens/s", "speed-up", "tokens/call"):
-        table.add_column(head, justify="right")
+    for head in COLUMNS:
+        table.add_column(head, justify="right", min_width=max(map(len, head.split())))
     for row in sorted(result["settings"], key=lambda row: -row["tokens_per_second"]):
         named = [
             str(row.get(name, "")) for name in ("block_size", "candidates", "ngram_size", "max_blocks", "spawn_ratio")
@@ -176,3 +177,5 @@ def _show(result: Mapping[str, Any]) -> None:
         table.add_row(*named, *rates)
     console.print(table)
     console.print("chosen: " + ", ".join(f"{name} {value}" for name, value in result["chosen"].items()))
+    if result["speedup"] <= 1:
+        console.print("plain decoding is as fast; take --method lookup or auto here")

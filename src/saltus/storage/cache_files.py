@@ -64,7 +64,21 @@ def disk_errors(
         raise
 
 
-def _disk_error(error: Exception) -> tuple[int | None, str]:
+@contextmanager
+def full_disk_errors(path: Path) -> Iterator[None]:
+    """Turn an error that says or hides that a disk is full into an OSError with a path: PyTorch's hides it."""
+    try:
+        yield
+    except Exception as error:
+        chain: BaseException | None = error
+        while chain is not None and _disk_error(chain)[0] not in FULL_DISK:
+            chain = chain.__cause__ or chain.__context__
+        if chain is None:
+            raise
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+
+
+def _disk_error(error: BaseException) -> tuple[int | None, str]:
     """The number and the text of an error of the operating system."""
     if isinstance(error, OSError):
         return error.errno, error.strerror or str(error)

@@ -138,6 +138,10 @@ class Objective(ABC):
         """Cache what training needs of the texts in the data folder; yields how many texts are done."""
         return iter((len(inputs.samples),))
 
+    def decoding_commands(self, recipe: Recipe, folder: str) -> list[str]:
+        """Commands that decode with the result in a folder, and that measure what it brings."""
+        return decoding_commands(recipe.model, self.method, f" --option {self.method}.model={folder}")
+
     @abstractmethod
     def make_task(self, inputs: TrainingInputs) -> TrainingTask:
         """The task, before its first step."""
@@ -145,6 +149,14 @@ class Objective(ABC):
     def next_task(self, inputs: TrainingInputs, task: TrainingTask) -> TrainingTask | None:
         """What is trained after this task, on its result, with a phase and a schedule of its own; None: nothing."""
         return None
+
+
+def decoding_commands(model: str, method: str, option: str = "") -> list[str]:
+    """Commands that decode with a model by a method, and that measure it."""
+    return [
+        f'saltus generate --model {model} --method {method}{option} "Why is the sky blue?"',
+        f"saltus bench --model {model} --methods lookup,{method},{method}+lookup{option}",
+    ]
 
 
 class CachedStateObjective(Objective):

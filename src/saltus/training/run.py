@@ -11,6 +11,8 @@ from typing import Any
 
 from saltus.engine.checkpoints import require_same_vocabulary
 from saltus.loading.model_identity import layers_digest, model_fingerprint, vocabulary_digest
+from saltus.storage.cache_files import full_disk_errors
+from saltus.storage.permissions import reset_permissions
 from saltus.training.data.hidden_states import texts_digest
 from saltus.training.data.teacher_texts import read_metadata
 from saltus.training.loop import training_loop
@@ -118,23 +120,28 @@ class TrainingRun(TrainingInputs):
         if not self.processes.is_main:
             self.processes.wait()
             return
-        measured = {task.metrics_name.replace("-", "_").replace(" ", "_"): results["metrics"]}
-        task.save(
-            folder,
-            {
-                "recipe": {"name": name, **self.identity},
-                **({} if self.initial_folder is None else {"begun_with": str(self.initial_folder)}),
-                **self.objective.describe_texts(self.recipe, self.samples),
-                "steps": self.schedule(task).steps,
-                "seed": self.recipe.data.seed,
-                "loss": results["loss"],
-                **measured,
-                **{key: value for key, value in results.items() if key == "accuracy_by_depth"},
-                "minutes": results["minutes"],
-                **environment,
-            },
-        )
+        card = self._card(task, name, results, environment)
+        with full_disk_errors(folder):
+            task.save(folder, card)
+            reset_permissions(folder)
         self.processes.wait()
+
+    def _card(
+        self, task: TrainingTask, name: str, results: Mapping[str, Any], environment: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        measured = {task.metrics_name.replace("-", "_").replace(" ", "_"): results["metrics"]}
+        return {
+            "recipe": {"name": name, **self.identity},
+            **({} if self.initial_folder is None else {"begun_with": str(self.initial_folder)}),
+            **self.objective.describe_texts(self.recipe, self.samples),
+            "steps": self.schedule(task).steps,
+            "seed": self.recipe.data.seed,
+            "loss": results["loss"],
+            **measured,
+            **{key: value for key, value in results.items() if key == "accuracy_by_depth"},
+            "minutes": results["minutes"],
+            **environment,
+        }
 
 
 def open_run(

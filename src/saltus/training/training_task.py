@@ -16,6 +16,8 @@ from saltus.training.data.window_dataset import Batch, WindowDataset, WindowSett
 from saltus.training.loop.processes import ONE_PROCESS, Processes
 from saltus.training.loop.training_loop import Schedule
 
+TOKENS_PER_CALL = "held-out tokens per call"
+
 
 class TrainingTask(ABC):
     """What `training.run.TrainingRun` trains: a module, with everything that its objective needs."""
@@ -26,7 +28,7 @@ class TrainingTask(ABC):
     processes: Processes = ONE_PROCESS  # that share the texts of a step
     phase: str = ""  # of a task that follows another: a folder inside the work folder
     schedule: Schedule | None = None  # of such a task; None: the recipe's
-    metrics_name: str = "held-out tokens per call"  # what `evaluate` measures
+    metrics_name: str = TOKENS_PER_CALL  # what `evaluate` measures
     metrics_unit: str = " a call"  # as status lines show it
 
     @property

@@ -15,6 +15,7 @@ import saltus
 from conftest import tiny_llama
 from saltus.engine import target_drafters
 from saltus.engine.target_drafters import load_drafter_for_target
+from saltus.loading.metadata import DrafterMetadata, write_metadata
 from saltus.methods.published.dflash_files import load_dflash
 from saltus.methods.published.dflash_model import DFlashModel, DFlashShape
 from saltus.methods.published.dflash_network import DFlashNetwork
@@ -536,3 +537,8 @@ def test_a_published_drafter_that_does_not_serve_is_refused_in_a_line(tmp_path, 
 def test_what_cannot_be_exported_is_refused(tiny_drafter, tmp_path):
     assert "no other engine loads" in complaint("export", tiny_drafter(), "--to", "flat", "--out", tmp_path)
     assert "there are speculators, flat" in complaint("export", tiny_drafter(), "--to", "onnx", "--out", tmp_path)
+    heads = tmp_path / "heads"
+    heads.mkdir()
+    write_metadata(heads, DrafterMetadata("heads", "tiny", "0"))
+    said = complaint("export", heads, "--to", "flat", "--out", tmp_path)
+    assert "(kind heads), which no other engine loads; train one that others load" in said

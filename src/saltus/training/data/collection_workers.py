@@ -53,10 +53,7 @@ def collect_in_processes(
         while processes:
             for connection in wait(list(processes)):
                 assert isinstance(connection, Connection)
-                try:
-                    message = connection.recv()
-                except EOFError:
-                    raise ValueError("a process that wrote texts was killed; take fewer --processes") from None
+                message = connection.recv()
                 if isinstance(message, str):
                     raise ValueError(message)
                 if message is not None:
@@ -66,6 +63,8 @@ def collect_in_processes(
                 else:
                     connection.send(None)
                     processes.pop(connection).join()
+    except (EOFError, ConnectionError):  # the latter where something sent to the process was not read
+        raise ValueError("a process that wrote texts was killed; take fewer --processes") from None
     finally:
         for process in processes.values():
             process.kill()

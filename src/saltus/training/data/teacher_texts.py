@@ -241,7 +241,7 @@ def read_texts(file: Path) -> list[Sample]:
 
 
 def read_rows(file: Path, keys: Sequence[str] = ("prompt", "completion", "temperature")) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines. Errors: ValueError for a damaged file, or a missing key."""
+    """The rows of a file of JSON lines. Errors: ValueError for a damaged file, or one of another form."""
     try:
         data = file.read_bytes()
         text = gzip.decompress(data) if file.suffix == ".gz" else data
@@ -249,16 +249,27 @@ def read_rows(file: Path, keys: Sequence[str] = ("prompt", "completion", "temper
     except FileNotFoundError:
         raise ValueError(f"there is no teacher text {file}; write it with saltus collect text") from None
     except (gzip.BadGzipFile, zlib.error, EOFError, ValueError) as error:
+        if file.suffix != ".gz":  # not one of ours
+            raise ValueError(f"{file} is no file of JSON lines; {_cure(file)}") from None
         raise ValueError(f"{file} is damaged ({type(error).__name__}); delete it and collect again") from None
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
     for number, row in enumerate(rows, 1):
         if missing := next((key for key in keys if not isinstance(row, dict) or key not in row), None):
-            raise ValueError(
-                f"{file}, line {number} has no {missing!r}; make training texts of it: saltus collect data --texts"
-                f" {file}, or of prompts: saltus collect text --prompts {file}"
-            )
+            raise ValueError(f"{file}, line {number} has no {missing!r}; {_cure(file)}")
+        for key in ("prompt", "completion"):
+            if not isinstance(row[key], list) or not all(type(token) is int and token >= 0 for token in row[key]):
+                raise ValueError(f"{file}, line {number}: {key!r} is no list of token ids; {_cure(file)}")
+        if type(row["temperature"]) not in (int, float):
+            raise ValueError(f"{file}, line {number}: 'temperature' is no number; {_cure(file)}")
     return rows
+
+
+def _cure(file: Path) -> str:
+    return (
+        f"make training texts of it: saltus collect data --texts {file},"
+        f" or of prompts: saltus collect text --prompts {file}"
+    )
 
 
 def read_teacher_texts(path: Path) -> list[Sample]:

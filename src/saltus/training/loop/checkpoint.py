@@ -11,15 +11,24 @@ from typing import Any, BinaryIO
 import torch
 from filelock import FileLock, Timeout
 
+from saltus.storage.cache_files import full_disk_errors
+
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write under another name, sync to disk, then rename: the file is always the old one or the new one."""
+    """Write under another name, sync to disk, then rename: the file is always the old one or the new one.
+
+    Errors: OSError, which names the file where the disk is full.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.new")
-    with temporary.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with full_disk_errors(path), temporary.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     temporary.replace(path)
     descriptor = os.open(path.parent, os.O_RDONLY)
     try:

@@ -112,11 +112,20 @@ class AnySubsetObjective(Objective):
         found += [one for path in programs for one in infill_texts.read_programs(path)]
         texts = list(dict.fromkeys(found))
         if len(texts) < MIN_TEXTS:
-            raise ValueError(f"only {len(texts)} stories or functions; give {MIN_TEXTS} or more, by --text or --code")
+            named = f" in {' and '.join(map(str, paths))}" if paths else ""
+            raise ValueError(
+                f"only {len(texts)} stories or functions{named}; give {MIN_TEXTS} or more: --text FILE, whose stories"
+                " stand between empty lines, or --code FOLDER of Python programs"
+            )
         return [texts[index] for index in seeded_generator(recipe.data.seed, "texts").permutation(len(texts))]
 
     def describe_texts(self, recipe: Recipe, samples: Sequence[str]) -> dict[str, Any]:
         return {"texts": len(samples), "characters": sum(map(len, samples))}
+
+    def decoding_commands(self, recipe: Recipe, folder: str) -> list[str]:
+        if recipe.settings.architecture == "left-to-right":
+            return [f'saltus generate --model {folder} --raw "Once upon a time"']
+        return [f'saltus infill --model {folder} "Once upon a time there was a [[3]]."']
 
     def make_task(self, inputs: TrainingInputs) -> AnySubsetTrainingTask:
         recipe, settings, folder = inputs.recipe, inputs.recipe.settings, inputs.initial_folder

@@ -13,7 +13,7 @@ from saltus.methods.jacobi.training.forcing import JacobiTrainingTask
 from saltus.methods.jacobi.training.trajectories import Trajectory, read_trajectories
 from saltus.models.gated_lora import GatedLoraSettings
 from saltus.training.data.hidden_states import Sample
-from saltus.training.objective import Objective, TrainingInputs
+from saltus.training.objective import Objective, TrainingInputs, decoding_commands
 from saltus.training.settings import RECIPE_COUPLING, Recipe
 from saltus.training.training_task import TrainingTask
 
@@ -93,6 +93,11 @@ class JacobiForcingObjective(Objective):
     def why_not_sharded(self, recipe: Recipe) -> str:
         whole = recipe.settings.trains == "model"
         return "only a frozen model's weights can be distributed; leave --fsdp out, or set trains=adapter" * whole
+
+    def decoding_commands(self, recipe: Recipe, folder: str) -> list[str]:
+        if recipe.settings.trains == "model":
+            return decoding_commands(folder, self.method)
+        return super().decoding_commands(recipe, folder)
 
     def coupling(self, recipe: Recipe, samples: Sequence[Sample]) -> Coupling:
         return next(sample.coupling for sample in samples if isinstance(sample, Trajectory))
