@@ -31,7 +31,9 @@ from typing import NamedTuple
 import httpx
 from prompt_options import add_prompt_options, first_turns, in_turn
 
-from saltus.loading.sources import resolve
+from saltus.engine.checkpoints import load_tokenizer
+from saltus.engine.encoding import PromptSettings, encode_prompt
+from saltus.loading.sources import resolve, resolve_tokenizer
 
 
 @dataclass
@@ -65,12 +67,25 @@ def own_server(method: str, model: str, max_num_seqs: int, more: Sequence[str] =
 
 
 @contextmanager
-def llama_server(program: str, gguf: str, max_num_seqs: int) -> Iterator[str]:
-    """The address of llama.cpp's server, with as many slots as texts of Saltus are decoded at once."""
+def llama_server(program: str, gguf: str, max_num_seqs: int, tokens: int) -> Iterator[str]:
+    """The address of llama.cpp's server, with a slot of so many tokens for each text that Saltus decodes at once."""
     port = _free_port()
-    command = [program, "-m", gguf, "--port", str(port), "-np", str(max_num_seqs), "-c", str(2048 * max_num_seqs)]
+    command = [program, "-m", gguf, "--port", str(port), "-np", str(max_num_seqs), "-c", str(tokens * max_num_seqs)]
     with _process([*command, "-t", str(os.cpu_count()), "--jinja"], port) as url:
         yield url
+
+
+def longest_text(model: str, prompts: Sequence[str], max_new_tokens: int) -> int:
+    """Tokens of the longest prompt, with its number before it, and of its answer; a multiple of 256."""
+    tokenizer = load_tokenizer(resolve_tokenizer(model))
+    texts = [[{"role": "user", "content": numbered(prompt, 9999, 9)}] for prompt in prompts]
+    longest = max(len(encode_prompt(tokenizer, text, PromptSettings(), model)) for text in texts)
+    return -(-(longest + max_new_tokens) // 256) * 256
+
+
+def numbered(prompt: str, clients: int, repeat: int) -> str:
+    """The prompt of one repeat, which no server has read before."""
+    return f"({clients}.{repeat}) {prompt}"
 
 
 def _free_port() -> int:
@@ -196,8 +211,12 @@ def main() -> None:
         }
         own = set(servers)
         if args.llama_server:
-            gguf = str(resolve(args.model) / "model.gguf")
-            servers["llama.cpp"] = stack.enter_context(llama_server(args.llama_server, gguf, args.max_num_seqs))
+            gguf, tokens = (
+                str(resolve(args.model) / "model.gguf"),
+                longest_text(args.model, prompts, args.max_new_tokens),
+            )
+            server = llama_server(args.llama_server, gguf, args.max_num_seqs, tokens)
+            servers["llama.cpp"] = stack.enter_context(server)
         servers |= dict(pair.split("=", 1) for pair in args.endpoint)
         print(f"{len(prompts)} prompts, {args.max_new_tokens} tokens each at most, medians of {args.repeats} in turns")
         print(f"{'clients':>7}  {'server':16} {'tokens/s':>8}  {'first token':>11}  {'95th':>9}  {'between':>8}")
@@ -206,9 +225,9 @@ def main() -> None:
         for count in counts:
             runs: dict[str, list[Run]] = {name: [] for name in servers}
             for number in range(args.repeats):
-                numbered = [f"({count}.{number}) {prompt}" for prompt in prompts]
+                unread = [numbered(prompt, count, number) for prompt in prompts]
                 for name, url in in_turn(servers.items(), number):
-                    runs[name].append(measure(url, args.model, numbered, count, settings, args.rate))
+                    runs[name].append(measure(url, args.model, unread, count, settings, args.rate))
                 texts = {name: runs[name][-1].texts for name in servers}
                 if other := next((name for name in own if texts[name] != texts[next(iter(servers))]), None):
                     raise SystemExit(f"{other} wrote other texts with {count} clients")

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ pytestmark = [pytest.mark.external, pytest.mark.slow]
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def program(name: str, *arguments: object) -> None:
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        monkeypatch.setattr(sys, "path", [*sys.path, str((ROOT / name).parent)])  # as if it were started
         runpy.run_path(str(ROOT / name), run_name="__main__")
 
     return program
@@ -38,6 +40,19 @@ def test_heads_are_measured_beside_plain_decoding_with_a_ceiling(run, tiny_folde
     rows = json.loads((tmp_path / "heads.json").read_text())["rows"]
     assert [row["rule"] for row in rows] == ["", "match", "reject"]
     assert all(row["ceiling"] > 0 for row in rows[1:])
+
+
+def test_a_server_of_llama_cpp_gets_the_context_that_the_prompts_need(run, tiny_folder, tmp_path):
+    """`false` stands for the server: it ends at once, and the program names its command."""
+    prompts = lines(tmp_path / "prompts.jsonl", {"prompt": "the cat sat"}, {"prompt": "a dog " * 900})
+    tokens = saltus.load(str(tiny_folder()), "plain").encode("(9999.9) " + "a dog " * 900)
+    assert len(tokens) > 2048
+    slot = next(size for size in range(0, 10**5, 256) if size >= len(tokens) + 40)
+    with pytest.raises(SystemExit, match=f"false .* -np 3 -c {3 * slot} "):
+        run(
+            "benchmarks/serve_load.py", "--prompts", prompts, "--model", tiny_folder(), "--servers", "",
+            "--llama-server", shutil.which("false"), "--max-num-seqs", 3, "--max-new-tokens", 40,
+        )  # fmt: skip
 
 
 def test_heads_are_compared_on_the_same_held_out_windows(run, tiny_folder, tmp_path):
