@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 import unicodedata
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaTokenizer
 
 import saltus
+from forked_python import forked_python
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.engine import calibration
@@ -520,7 +520,7 @@ saltus.load({str(file)!r}, "lookup").generate("one two one", raw=True, max_new_t
 slow = ("transformers.modeling_utils", "torch._dynamo", "torch.distributed.tensor", "sympy", "scipy")
 print([name for name in slow if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = subprocess.run([*forked_python("torch"), "-c", program], capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr
 
 
