@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from test_gguf import folder_with_its_file, gguf
 from transformers import LlamaForCausalLM
 
 from conftest import TEMPLATE
+from forked_python import FOR_COMMANDS, forked_python
 from reference_evabyte import write_folder
 from saltus.loading import gguf_index, sources
 from saltus.methods.shared.drafter_files import save_drafter
@@ -51,7 +51,7 @@ def originals(tiny_folder, tiny_drafter, tiny_heads, tmp_path_factory) -> Path:
 
 def outcomes(originals: Path, kind: str, numbers: range) -> list[dict]:
     """What became of each case. A case that ends the process, as by a signal, is the last one that has begun."""
-    command = [sys.executable, PROGRAM, originals, kind, numbers.start, numbers.stop]
+    command = [*forked_python(*FOR_COMMANDS), PROGRAM, originals, kind, numbers.start, numbers.stop]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert done.returncode == 0, (records[-1:], done.stderr[-2000:])

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from architectures import tiny
 from conftest import byte_tokenizer
+from forked_python import saltus_command
 from saltus.cli.app import app
 
 
@@ -78,7 +79,7 @@ def test_an_address_in_use_is_refused_before_a_model_is_loaded():
 
 @pytest.mark.slow
 def test_the_address_is_said_when_the_server_listens_there(tiny_folder):
-    command = [sys.executable, "-c", "from saltus.cli import main; main()", "serve", "-m", str(tiny_folder())]
+    command = [*saltus_command(), "serve", "-m", str(tiny_folder())]
     started = subprocess.Popen([*command, "--method", "plain", "--port", "0"], stderr=subprocess.PIPE, text=True)
     try:
         while not (place := re.search(r"http://127\.0\.0\.1:(\d+)/v1", started.stderr.readline())):
@@ -108,10 +109,10 @@ def unused_port() -> int:
 @pytest.mark.parametrize(("kind", "signals"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGINT, 2)], ids=str)
 def test_a_signal_lets_what_runs_finish_and_a_second_one_stops(tiny_folder, unused_port, kind, signals):
     port = unused_port
-    command = [sys.executable, "-c", "from saltus.cli import main; main()", "serve", "-m", str(tiny_folder())]
+    command = [*saltus_command(), "serve", "-m", str(tiny_folder())]
     url = f"http://127.0.0.1:{port}"
-    # several choices, so that the answer takes seconds
-    body = {"prompt": "the", "max_tokens": 1000, "n": 8, "ignore_eos": True, "stream": True, "speculative": False}
+    tokens = 150 if signals == 1 else 1000  # of each of several choices, so that the answer takes a while, or seconds
+    body = {"prompt": "the", "max_tokens": tokens, "n": 8, "ignore_eos": True, "stream": True, "speculative": False}
     started = subprocess.Popen([*command, "--method", "plain", "--port", str(port)], stderr=subprocess.PIPE, text=True)
     try:
         while "http://" not in started.stderr.readline():
@@ -136,7 +137,7 @@ def test_a_signal_lets_what_runs_finish_and_a_second_one_stops(tiny_folder, unus
 @pytest.mark.slow
 def test_a_server_whose_engine_fails_answers_and_exits(tiny_folder, unused_port):
     fault = "from saltus.server.engine_thread import EngineThread; EngineThread._deliver = lambda *_: 1 / 0"
-    command = [sys.executable, "-c", f"{fault}; from saltus.cli import main; main()", "serve", "-m", str(tiny_folder())]
+    command = [*saltus_command(fault), "serve", "-m", str(tiny_folder())]
     started = subprocess.Popen(
         [*command, "--method", "plain", "--port", str(unused_port)], stderr=subprocess.PIPE, text=True
     )
