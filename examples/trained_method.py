@@ -13,7 +13,7 @@ from saltus.methods import available_methods
 from saltus.training.data.hidden_states import Sample
 from saltus.training.loop.training_loop import print_progress
 from saltus.training.objectives import OBJECTIVES
-from saltus.training.recipe import read_recipe
+from saltus.training.recipe import find_recipe, read_recipe
 from saltus.training.run import TrainingRun
 
 QUESTIONS = [f"Name three {kind} and say a sentence about each." for kind in (
@@ -33,7 +33,7 @@ OBJECTIVES.update(OWN_OBJECTIVES)
 engine, settings = saltus.load(given.model, "plain"), {"max_new_tokens": given.max_new_tokens}
 answers = engine.generate(QUESTIONS, **settings)  # in place of `saltus collect text`
 samples = [Sample(engine.encode(one.prompt), one.tokens, 0.0) for one in answers]
-recipe = replace(read_recipe(Path(__file__).parent / "linear_head" / "recipe.toml"), model=given.model)
+recipe = replace(read_recipe(find_recipe("linear-head")), model=given.model)
 with tempfile.TemporaryDirectory() as work:  # in place of `saltus train linear_head`
     run = TrainingRun(recipe, samples, engine.network, given.model, Path(work))
     for _ in run.collect():

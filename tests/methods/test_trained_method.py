@@ -1,6 +1,7 @@
 """A trained method of another package, examples/linear_head: entry points bring its training and its drafter."""
 
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,7 @@ def installed(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.slow
 def test_a_method_of_another_package_is_trained_and_drafts(installed, folder, tiny_folder, teacher, tmp_path):
-    recipe = EXAMPLES / "linear_head" / "recipe.toml"
-    given = ["train", "linear_head", "-r", recipe, "-m", folder, "--teacher", teacher, "--steps", 20]
+    given = ["train", "linear_head", "-m", folder, "--teacher", teacher, "--steps", 20]
     output = saltus_(*given, "--work", tmp_path / "work", "--out", tmp_path / "head").stderr
     assert "held-out tokens per call: greedy" in output
     saltus_(*given, "--from", tmp_path / "head", "--work", tmp_path / "further")
@@ -63,9 +63,40 @@ def test_a_method_of_another_package_is_trained_and_drafts(installed, folder, ti
     said = complaint(*given, "--option", f"linear_head.model={tmp_path / 'head'}")
     assert "was trained for another model" in said
     assert "holds no linear head" in complaint(*given, "--option", f"linear_head.model={tmp_path}")
-    assert "give --draft-model NAME" in complaint(*given)
+    assert complaint(*given).endswith("linear_head needs a draft model; give --option linear_head.model=NAME")
 
 
 def test_a_training_that_nobody_brings_is_refused(installed):
     assert "No such command 'quadratic_head'" in complaint("train", "quadratic_head")
-    assert "--recipe is missing" in complaint("train", "linear_head")
+
+
+def test_a_package_s_recipes_are_found_by_name(installed, monkeypatch):
+    assert "linear-head   a linear layer on the default model" in saltus_("train", "linear_head", "--list").stdout
+    missing = "train", "linear_head", "--teacher", "nowhere"
+    assert "no teacher text in nowhere" in complaint(*missing), "the only recipe is the default"
+    assert "unknown recipe 'other'; there are linear-head" in complaint(*missing, "-r", "other")
+    monkeypatch.setattr("saltus.cli.recipes.recipes_of", lambda method: {})
+    monkeypatch.setattr("saltus.cli.train.recipes_of", lambda method: {})
+    assert "--recipe is missing; give a .toml file" in complaint(*missing)
+    assert complaint(*missing, "-r", "x.toml") == "saltus: there is no recipe x.toml; check the path"
+    assert "no recipes come with linear_head; give a .toml" in saltus_("train", "linear_head", "--list").stdout
+
+
+def test_the_help_of_a_package_s_training_has_the_options_of_the_others_alone(installed):
+    ours, other = (saltus_("train", name, "--help").stdout for name in ("ptp", "linear_head"))
+    options = [set(re.findall(r"--[a-z-]+", text.partition("Options")[2])) for text in (ours, other)]
+    assert options[0] == options[1]
+    assert "<bool>" not in other
+
+
+@pytest.mark.parametrize("entry", ["linear_head.nowhere:LinearHead", "linear_head.drafter:Nothing"])
+def test_a_package_that_cannot_be_loaded_is_named_and_left_out(entry, installed, tmp_path, caplog):
+    file = tmp_path / "site" / "linear_head-1.0.dist-info" / "entry_points.txt"
+    file.write_text(f"[saltus.methods]\nlinear_head = {entry}\n[saltus.objectives]\nlinear_head = {entry}\n")
+    importlib.invalidate_caches()
+    available_methods.cache_clear()
+    assert "lookup" in available_methods()
+    assert "drafter" in _all_objectives()
+    assert {"linear_head"}.isdisjoint(available_methods())
+    assert caplog.text.count("linear_head of the package linear_head is left out (") == 2
+    assert "repair that package, or uninstall it" in caplog.text

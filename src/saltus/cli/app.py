@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 import saltus
+from saltus.cli import options
 from saltus.cli.bench import bench
 from saltus.cli.chat import chat
 from saltus.cli.check import check
@@ -34,7 +35,7 @@ class Commands(TyperGroup):
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **settings: Any) -> Any:
         given = list(sys.argv[1:] if args is None else args) or ["--help"]
-        show_no_type_of_flags(self)
+        options.show_no_type_of_flags(self)
         with one_line_errors():
             code = super().main(given, *rest, **{**settings, "standalone_mode": False})
             sys.stdout.flush()
@@ -43,16 +44,6 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         with one_line_errors():  # before typer handles Ctrl-C and broken pipes itself
             return super().invoke(ctx)
-
-
-def show_no_type_of_flags(command: Any) -> None:
-    """Let the help name flags alone: after `--raw <bool>` users would type a value, which is another argument."""
-    context = command.make_context(command.name, [], resilient_parsing=True)
-    for option in command.get_params(context):
-        if getattr(option, "is_flag", False) and option.metavar is None:
-            option.metavar = ""
-    for inner in getattr(command, "commands", {}).values():
-        show_no_type_of_flags(inner)
 
 
 app = typer.Typer(

@@ -357,3 +357,13 @@ def with_options(*, omit: tuple[str, ...] = (), **defaults: Any) -> Callable[[Ca
         return run
 
     return decorate
+
+
+def show_no_type_of_flags(command: Any) -> None:
+    """Let the help name flags alone: after `--raw <bool>` users would type a value, which is another argument."""
+    context = command.make_context(command.name, [], resilient_parsing=True)
+    for option in command.get_params(context):
+        if getattr(option, "is_flag", False) and option.metavar is None:
+            option.metavar = ""
+    for inner in getattr(command, "commands", {}).values():
+        show_no_type_of_flags(inner)

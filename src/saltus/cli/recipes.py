@@ -24,6 +24,10 @@ def list_recipes(method: str) -> None:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for head in ("recipe", "trains", "takes"):
         table.add_column(head, no_wrap=head == "recipe")
-    for name, recipe in recipes_of(method).items():
+    found = recipes_of(method)
+    for name, recipe in found.items():
         table.add_row(name, recipe.about, recipe.time)
+    if not found:
+        print(f"no recipes come with {method}; give a .toml file by --recipe")
+        return
     terminal(soft_wrap=False).print(table)

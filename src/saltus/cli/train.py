@@ -39,9 +39,11 @@ class TrainCommands(TyperGroup):
             return found
         is_trained = (METHODS / cmd_name / "drafter.py").is_file() and (METHODS / cmd_name / "training").is_dir()
         if is_trained or entry_points(group="saltus.objectives", name=cmd_name):
-            other = typer.Typer()
+            other = typer.Typer(add_completion=False)
             other.command(cmd_name, help=f"Train what {cmd_name} drafts with.")(_recipe_command(cmd_name, ""))
-            return typer.main.get_command(other)
+            made = typer.main.get_command(other)
+            o.show_no_type_of_flags(made)
+            return made
         return found
 
 
@@ -235,7 +237,7 @@ ASSD_HELP = f"""Train a model that fills holes anywhere, from scratch or from we
 
 
 def _recipe_command(method: str, default_recipe: Any) -> Callable[..., None]:
-    """`saltus train METHOD`, which trains by a recipe; without a default the recipe must be given."""
+    """`saltus train METHOD`, which trains by a recipe; without a default it is the only one, if there is one."""
 
     def command(
         recipe: RecipeName = default_recipe,
@@ -254,8 +256,6 @@ def _recipe_command(method: str, default_recipe: Any) -> Callable[..., None]:
         if show:
             list_recipes(method)
             return
-        if not recipe:
-            raise ValueError(f"--recipe is missing; `saltus train {method} --list` shows those of {method}")
         name, chosen = _read_recipe(method, recipe, change, steps, seed, model)
         from saltus.training.loop.processes import shards_weights
         from saltus.training.objectives import OBJECTIVES
@@ -310,7 +310,10 @@ def _read_recipe(
     from saltus.training.objectives import OBJECTIVES
     from saltus.training.recipe import find_recipe, overrides_without_effect, read_recipe
 
-    file = find_recipe(recipe, list(recipes_of(method)))
+    names = list(recipes_of(method))
+    if not recipe and len(names) != 1:
+        raise ValueError(f"--recipe is missing; give {' or '.join(names) or 'a .toml file'}")
+    file = find_recipe(recipe or names[0], names)
     chosen = read_recipe(file, change or ())
     if (own := OBJECTIVES[chosen.kind].method) != method:
         raise ValueError(f"recipe {file.stem} is for {own}; give it to saltus train {own}")

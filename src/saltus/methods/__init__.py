@@ -6,6 +6,7 @@ A trained method is a folder: its config and drafter are in `drafter.py`, beside
 from __future__ import annotations
 
 import difflib
+import logging
 import pkgutil
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -19,6 +20,8 @@ from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
 from saltus.core.value_types import hints_of, typed_value
 from saltus.models.protocols import TargetNetwork
+
+log = logging.getLogger("saltus")
 
 AUTO = "auto"  # the default method; `saltus.engine.auto_method` says what it stands for with a model
 NO_METHODS = ("shared", "published")  # folders of what methods use
@@ -72,9 +75,22 @@ def available_methods() -> dict[str, type[Any]]:
             camel = "".join(part.title() for part in module.name.split("_"))
             where = f"{__name__}.{module.name}{'.drafter' * module.ispkg}"
             methods[module.name] = getattr(import_module(where), camel)
-    for entry in entry_points(group="saltus.methods"):
-        methods.setdefault(entry.name, entry.load())
-    return dict(sorted(methods.items()))
+    return dict(sorted((load_entry_points("saltus.methods") | methods).items()))
+
+
+def load_entry_points(group: str) -> dict[str, Any]:
+    """What other packages offer in a group, by name. What cannot be loaded is logged and left out."""
+    found = {}
+    for entry in entry_points(group=group):
+        try:
+            found[entry.name] = entry.load()
+        except Exception as error:  # of any kind, in somebody else's code
+            package = entry.dist.name if entry.dist else entry.module
+            log.warning(
+                "%s of the package %s is left out (%s: %s); repair that package, or uninstall it",
+                entry.name, package, type(error).__name__, error,
+            )  # fmt: skip
+    return found
 
 
 def method_names(spec: str) -> Sequence[str]:
@@ -135,5 +151,7 @@ def require_draft_models(methods: Sequence[Method]) -> None:
     """Errors: ValueError for a method whose draft model is not named."""
     for name, where in (pair for method in methods for pair in method.draft_models.items()):
         if not where:
-            cure = f"give --draft-model NAME (draft_model=), or --option {name}.model=NAME"
+            cure = f"give --option {name}.model=NAME"
+            if name == "small_model":
+                cure = f"give --draft-model NAME (draft_model=), or --option {name}.model=NAME"
             raise ValueError(f"{name} needs a draft model; {cure}")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pkgutil
 from importlib import import_module
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 
 from saltus import methods
@@ -21,7 +20,7 @@ def _all_objectives() -> dict[str, Objective]:
     trained = [folder for folder in folders if find_spec(f"{folder}.training") is not None]
     files = [f"{folder}.training.objectives" for folder in trained]
     found = [import_module(file).OBJECTIVES for file in files if find_spec(file) is not None]
-    found += [entry.load() for entry in entry_points(group=ENTRY_POINTS)]
+    found += methods.load_entry_points(ENTRY_POINTS).values()
     return dict(sorted(pair for objectives in found for pair in objectives.items()))
 
 

@@ -7,6 +7,7 @@ such as pydantic would save few lines, since its errors had to be translated.
 from __future__ import annotations
 
 import difflib
+import sys
 import tomllib
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -25,21 +26,25 @@ NOT_SETTABLE = ("kind", "about", "time")  # they describe a recipe
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """The recipes in the package by name: those of every method's folder (`training/recipes`)."""
-    files = [file for folder in methods.__path__ for file in Path(folder).glob("*/training/recipes/*.toml")]
-    return {file.stem: file for file in sorted(files, key=lambda file: file.stem)}
+    """The recipes by name: those in the folder `recipes` beside every module of objectives, also of other packages."""
+    names = {type(objective).__module__ for objective in OBJECTIVES.values()}
+    own_last = sorted(names, key=lambda name: name.startswith(f"{methods.__name__}."))  # they win
+    modules = [module for name in own_last if (module := sys.modules.get(name)) and getattr(module, "__file__", None)]
+    found = {file.stem: file for module in modules for file in Path(str(module.__file__)).parent.glob("recipes/*.toml")}
+    return dict(sorted(found.items()))
 
 
-def find_recipe(name: str, offered: Sequence[str] = ()) -> Path:
+def find_recipe(name: str, offered: Sequence[str] | None = None) -> Path:
     """The file of a recipe: a shipped one by its name, or a path.
 
-    Errors: ValueError, which names the recipes that are `offered`, or all.
+    Errors: ValueError, which names the recipes that are `offered`, by default all.
     """
     shipped = shipped_recipes()
-    offered = offered or list(shipped)
+    offered = list(shipped) if offered is None else offered
     if Path(name).suffix == ".toml":
         if not Path(name).is_file():
-            raise ValueError(f"there is no recipe {name}; check the path, or take one of {', '.join(offered)}")
+            others = f", or take one of {', '.join(offered)}" if offered else ""
+            raise ValueError(f"there is no recipe {name}; check the path{others}")
         return Path(name)
     if name not in shipped:
         raise ValueError(f"unknown recipe {name!r}; {_suggestion(name, offered)}; a file of yours ends in .toml")
@@ -151,4 +156,4 @@ def _parse_value(value: Any, hint: Any, where: str) -> Any:
 
 def _suggestion(name: str, known: Sequence[str], listed: Sequence[str] = ()) -> str:
     near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"there are {', '.join(listed or known)}"
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(listed or known) or 'none'}"
