@@ -11,6 +11,8 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -709,6 +711,31 @@ def test_without_another_compiler_that_of_a_python_package_is_used(
     with caplog.at_level(logging.WARNING, "saltus"):
         assert native.load_kernels() is not None
     assert len(caplog.records) == 1, "compiling"
+
+
+def test_who_waits_for_another_that_compiles_says_so(monkeypatch, tmp_path, caplog):
+    begun, may_end = threading.Event(), threading.Event()
+
+    def compile_units(command, units, made):
+        begun.set()
+        assert may_end.wait(20)
+        made.write_bytes(b"library")
+
+    def said():
+        return [record.getMessage().partition(";")[0].partition(" for this")[0] for record in caplog.records]
+
+    monkeypatch.setattr(compiling, "_compile_units", compile_units)
+    arguments = [["cc"]], {"a.c": b""}, tmp_path / "kernels.so"
+    with caplog.at_level(logging.WARNING, "saltus"), ThreadPoolExecutor() as threads:
+        first = threads.submit(compiling.compile_library, *arguments)
+        assert begun.wait(20)
+        second = threads.submit(compiling.compile_library, *arguments)
+        while len(said()) < 2 and not second.done():
+            time.sleep(0.01)
+        may_end.set()
+        assert (first.result(), second.result()) == (None, None)
+        assert compiling.compile_library(*arguments) is None, "it is there"
+    assert said() == ["compiling the kernels", "waiting for another process that compiles the kernels"]
 
 
 def test_a_compiler_that_fails_is_a_warning_of_one_line(fresh_library, monkeypatch, caplog):

@@ -8,12 +8,14 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from saltus.kernels.native.processor import allowed_processors
 from saltus.storage.cache_files import disk_errors, is_own_file, new_file_with_digest
@@ -41,11 +43,11 @@ def find_compilers() -> list[list[str]]:
 def compile_library(commands: list[list[str]], sources: dict[str, bytes], target: Path) -> str | None:
     """Compile into place atomically by the first command that can; returns the first error, None on success."""
     errors: list[str] = []
-    log.warning("compiling the kernels for this processor, once; it takes up to a minute")
     try:
-        with disk_errors(cache_folder(), "them"), FileLock(target.with_suffix(".lock")):
+        with disk_errors(cache_folder(), "them"), _exclusive_lock(target.with_suffix(".lock")):
             if is_own_file(target):  # made by another process meanwhile
                 return None
+            log.warning("compiling the kernels for this processor, once; it takes up to a minute")
             with new_file_with_digest(target) as made:
                 for name, text in sources.items():
                     made.with_name(name).write_bytes(text)
@@ -59,6 +61,21 @@ def compile_library(commands: list[list[str]], sources: dict[str, bytes], target
     except (OSError, ValueError) as error:
         return str(error)
     return None
+
+
+@contextmanager
+def _exclusive_lock(file: Path) -> Iterator[None]:
+    """Let one process at a time compile; the lock of a process that dies is released."""
+    lock = FileLock(file)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        log.warning("waiting for another process that compiles the kernels; it takes up to a minute")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _compile_units(command: list[str], units: list[Path], made: Path) -> str | None:
