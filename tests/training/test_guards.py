@@ -53,6 +53,14 @@ def test_states_of_a_fine_tuned_model_are_not_taken_for_those_of_its_base(tmp_pa
         list(collect_hidden_states(CausalNetwork(tiny("Llama")), texts, tmp_path, (0.5,)))
 
 
+def test_states_of_texts_of_one_temperature_are_not_taken_for_those_of_another(tmp_path):
+    """Of the same tokens: a data set may hold what a model wrote greedily."""
+    network = CausalNetwork(tiny("Llama"))
+    list(collect_hidden_states(network, [Sample([3, 4, 5], list(range(20, 40)), 0.0)], tmp_path))
+    with pytest.raises(ValueError, match=r"other settings \(temperatures of texts\)"):
+        list(collect_hidden_states(network, [Sample([3, 4, 5], list(range(20, 40)), 1.0)], tmp_path))
+
+
 @pytest.mark.unchecked
 def test_texts_of_a_fine_tuned_model_do_not_join_those_of_its_base(tmp_path):
     plan = CollectionPlan([TokenizedPrompt("x", (1, 2))], (0.0,), 8, 0, 4)

@@ -96,12 +96,15 @@ def write_shards(
             continue
         file = folder / f"{number:05d}.safetensors"
         part = samples[start : start + TEXTS_PER_SHARD]
-        shard_metadata = {"metadata": json.dumps(metadata | {"texts": texts_digest(part)})}
+        sampled_at = [round(1000 * sample.temperature) for sample in part]
+        of_texts = {"texts": texts_digest(part), "temperatures_of_texts": sampled_at}
+        shard_metadata = {"metadata": json.dumps(metadata | of_texts)}
         if file.exists():
             wanted = json.loads(shard_metadata["metadata"])
             found = json.loads(_read_metadata(file).get("metadata", "{}"))
-            if not found.get("layers"):  # an older shard, or packed weights
-                wanted.pop("layers", None)
+            for newer in ("layers", "temperatures_of_texts"):
+                if not found.get(newer):  # an older shard, or packed weights
+                    wanted.pop(newer, None)
             names = {**wanted, **found}
             if differs := next((name for name in names if wanted.get(name) != found.get(name)), None):
                 what = {"target": "model", "layers": "model"}.get(differs, differs.replace("_", " "))
