@@ -100,6 +100,12 @@ def test_saltus_alone_shows_its_commands():
     assert all(name in saltus_().stdout for name in ("generate", "chat", "check", "bench", "pull", "methods", "demo"))
 
 
+@pytest.mark.parametrize("command", ["train", "collect", "collect text", "train ptp", "bench", "methods"])
+def test_the_examples_of_a_help_stand_apart_from_its_text(command):
+    examples = saltus_(*command.split(), "--help").stdout.partition("Examples")[2]
+    assert re.search(r"^ {5}saltus ", examples, re.M)
+
+
 @pytest.mark.slow
 def test_a_lone_surrogate_is_a_line_that_names_it(folder):
     said = complaint("generate", "-m", folder, os.fsdecode(b"a \xed\xa0\x80"))

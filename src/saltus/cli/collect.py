@@ -28,7 +28,7 @@ def collect_(context: typer.Context) -> None:
 
         saltus collect jacobi --prompts prompts.jsonl --out trajectories
 
-        saltus collect COMMAND --help
+    [bold]saltus collect COMMAND --help[/bold] shows the options of a command, with examples.
     """
     if not context.invoked_subcommand:
         typer.echo(context.get_help())

@@ -35,6 +35,8 @@ def methods(
         saltus methods lookup jacobi
 
         saltus generate --method jacobi+lookup --option lookup.max_ngram_size=5 "Who?"
+
+    An option that is not given has its default.
     """
     from saltus.cli.report import print_json
     from saltus.methods import available_methods, make_methods

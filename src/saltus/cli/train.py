@@ -61,7 +61,7 @@ def train_(context: typer.Context) -> None:
 
         saltus train mtpc --teacher teacher --set circuit=cp --out heads
 
-        saltus train COMMAND --help
+    [bold]saltus train COMMAND --help[/bold] shows the options of a command, with examples.
     """
     if not context.invoked_subcommand:
         typer.echo(context.get_help())
@@ -159,7 +159,7 @@ PTP_HELP = f"""Train a drafter, or an adapter, for the method ptp.
 
     Afterwards: saltus generate --method ptp --option ptp.model=drafter "Who?"
 
-    [bold]A recipe[/bold] is a TOML file.
+    [bold]A recipe[/bold] is a TOML file. A wrong [i]--set[/i] lists the settings that it may have.
     """
 MTP_HELP = f"""Train a head for multi-token prediction, for a model whose checkpoint has none.
 
