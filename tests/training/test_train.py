@@ -394,7 +394,7 @@ def test_other_settings_and_other_texts_are_refused(recipe, folder, tiny_folder,
     assert "other settings" in complaint(*training(recipe, folder, teacher, work, "--steps", 20))
     assert "for other settings" in complaint(*training(recipe, folder, teacher, work, "--set", "teacher_texts=7"))
     assert "were written by" in complaint(*training(recipe, tiny_folder(1), teacher, tmp_path / "another"))
-    assert "the model has 2 layers" in complaint(
+    assert "the model has 2 layers; take numbers from 1 to 1" in complaint(
         *training(recipe, folder, teacher, tmp_path / "hidden_state_layers", "--set", "hidden_state_layers=[1, 2]")
     )
     texts = lines(tmp_path / "texts.jsonl", *[{"prompt": [1], "completion": [300] * 9, "temperature": 0}] * 2)
@@ -442,7 +442,9 @@ def test_damaged_files_are_one_line_with_their_name(recipe, folder, teacher, tmp
     saltus_(*training(recipe, folder, teacher, work))
     for file in (work / "checkpoint.pt", work / "states" / "00000.safetensors"):
         file.write_bytes(file.read_bytes()[:100])
-        assert str(file) in complaint(*training(recipe, folder, teacher, work))
+        said = complaint(*training(recipe, folder, teacher, work))
+        assert str(file) in said
+    assert "delete it, and give the same command again" in said
     (tmp_path / "broken.jsonl.gz").write_bytes(b"x")
     assert "broken.jsonl.gz is damaged" in complaint(*training(recipe, folder, tmp_path / "broken.jsonl.gz", work))
 

@@ -36,7 +36,7 @@ def methods(
 
         saltus generate --method jacobi+lookup --option lookup.max_ngram_size=5 "Who?"
 
-    An option that is not given has its default.
+    Without a name all methods are listed.
     """
     from saltus.cli.report import print_json
     from saltus.methods import available_methods, make_methods

@@ -209,4 +209,6 @@ def check_hidden_state_layers(layers: Sequence[int], target: Any) -> None:
     """Raise ValueError for numbers of layers that a Hugging Face model does not have."""
     count = target.config.get_text_config().num_hidden_layers
     if wrong := [layer for layer in layers if not 0 < layer < count]:
-        raise ValueError(f"hidden_state_layers has {wrong[0]}, but the model has {count} layers; take fewer")
+        raise ValueError(
+            f"hidden_state_layers has {wrong[0]}, but the model has {count} layers; take numbers from 1 to {count - 1}"
+        )

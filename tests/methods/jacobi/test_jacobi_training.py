@@ -69,6 +69,13 @@ def make_task(model, noise: BlockNoise = NOISES[0], *, gated: bool = True, **set
     return task
 
 
+def test_a_window_that_no_text_fills_is_refused_with_the_largest_that_one_does():
+    with pytest.raises(
+        ValueError, match=r"window is 99 blocks, but the longest text has (\d+) of 4 tokens; set window=\1,"
+    ):
+        make_task(tiny("Llama"), BlockNoise("linear", "noisy", 99))
+
+
 def gate_of(task: JacobiTrainingTask, rows: torch.Tensor, one: Trajectory):
     if task.adapter is None:
         return nullcontext()

@@ -141,7 +141,7 @@ def _read_metadata(file: Path) -> dict[str, str]:
         with safe_open(file, "pt") as shard:
             return shard.metadata() or {}
     except Exception as error:
-        raise ValueError(f"{file} is damaged ({error}); delete it and collect again") from None
+        raise ValueError(f"{file} is damaged ({error}); delete it, and give the same command again") from None
 
 
 def _read_text(
