@@ -51,6 +51,8 @@ def run(monkeypatch, tmp_path, tiny_folder, partners):
     monkeypatch.setattr("torch.profiler.profile", Profile)
     monkeypatch.setattr("saltus.models.cuda.gpu_decoder.KERNEL_DTYPES", set())  # Triton's interpreter has no bfloat16
     drafts = [f"--option={name}.{key}={value}" for name in ("ptp", "mtpc") for key, value in partners[name].items()]
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("the cat sat on the mat and the cat\none two one two\n")  # those of the benchmark are long
 
     def command(*words: object) -> int:
         monkeypatch.setattr(sys, "argv", ["gpu", *map(str, words)])
@@ -60,7 +62,8 @@ def run(monkeypatch, tmp_path, tiny_folder, partners):
 
     def stage(name: str, *options: object) -> tuple[int, list[dict], Path]:
         out = tmp_path / f"{name}.jsonl"
-        code = command(name, *options, *(drafts if name != "calls" else []), "--part-seconds", 200, "--out", out)
+        drafted = drafts if name != "calls" else []
+        code = command(name, *options, *drafted, "--prompts", prompts, "--part-seconds", 200, "--out", out)
         return code, results(out), out
 
     stage.command = command
