@@ -136,6 +136,12 @@ def test_a_drafter_that_is_never_right_is_said_to_be_useless(greedy, is_useless,
 @pytest.mark.parametrize(
     ("name", "change", "command"),
     [
+        ("smollm2", "window=4", 'saltus generate --model smollm2-135m --method ptp --option ptp.model=out "Why'),
+        (
+            "smollm2-adapter",
+            "rank=4",
+            'saltus generate --model smollm2-135m --method ptp --option ptp.model=out --coupling probability "Why',
+        ),
         ("smollm2-jacobi", "trains=adapter", "saltus generate --model smollm2-135m --method jacobi --option jacobi."),
         ("smollm2-jacobi", "trains=model", 'saltus generate --model out --method jacobi "Why'),
         ("stories", "architecture=any-subset", "saltus infill --model out "),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,28 @@ from saltus.engine.prompts import Prompt
 
 
 def read_inputs(prompts: Path, limit: int | None) -> list[Prompt]:
-    """The prompts of a file. Errors: ValueError for one with several turns."""
+    """The prompts of a file; what the model is to write itself is left out. Errors: ValueError for several turns."""
     from saltus.engine.prompts import read_prompts_file
 
     inputs = read_prompts_file(prompts)[:limit]
     if number := next((number for number, prompt in enumerate(inputs) if len(prompt.turns) > 1), None):
         raise ValueError(f"prompt {number} of {prompts} has several turns; give messages, whose last one is answered")
-    return inputs
+    asked = [_without_answer(prompt) for prompt in inputs]
+    if count := sum(one is not other for one, other in zip(asked, inputs, strict=True)):
+        from saltus.cli.answers import print_note
+
+        print_note(
+            f"conversations that end with an answer: {count:,}; the model writes its own in its place (to train on the"
+            f" given ones: saltus collect data --texts {prompts})"
+        )
+    return asked
+
+
+def _without_answer(prompt: Prompt) -> Prompt:
+    """A prompt whose messages end before the assistant's last answer, such as those of a data set of conversations."""
+    if len(prompt.messages) > 1 and prompt.messages[-1].get("role") == "assistant":
+        return replace(prompt, messages=prompt.messages[:-1])
+    return prompt
 
 
 def tokenize_prompts(

@@ -138,9 +138,14 @@ class Objective(ABC):
         """Cache what training needs of the texts in the data folder; yields how many texts are done."""
         return iter((len(inputs.samples),))
 
+    def reads_uniforms(self, recipe: Recipe) -> bool:
+        """True if sampled texts must be decoded under the recipe's coupling for the result to draft well."""
+        return bool(getattr(recipe.settings, "reads_uniforms", False))
+
     def decoding_commands(self, recipe: Recipe, folder: str) -> list[str]:
         """Commands that decode with the result in a folder, and that measure what it brings."""
-        return decoding_commands(recipe.model, self.method, f" --option {self.method}.model={folder}")
+        coupling = f" --coupling {recipe.coupling}" if self.reads_uniforms(recipe) else ""
+        return decoding_commands(recipe.model, self.method, f" --option {self.method}.model={folder}{coupling}")
 
     @abstractmethod
     def make_task(self, inputs: TrainingInputs) -> TrainingTask:
@@ -170,7 +175,7 @@ class CachedStateObjective(Objective):
 
     def without_effect(self, recipe: Recipe) -> Mapping[str, str]:
         found: dict[str, str] = {}
-        if not getattr(recipe.settings, "reads_uniforms", False):
+        if not self.reads_uniforms(recipe):
             found |= dict.fromkeys(("uniform_beta", "embedding"), "no query has a uniform")
         if self.needs_temperatures(recipe):
             found["greedy_fraction"] = "windows are at the temperature of their text"

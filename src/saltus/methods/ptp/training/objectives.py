@@ -160,7 +160,7 @@ class AdapterObjective(Objective):
 
     def without_effect(self, recipe: Recipe) -> Mapping[str, str]:
         found: dict[str, str] = {}
-        if recipe.settings.form == "independent":
+        if not self.reads_uniforms(recipe):
             unread = ("uniform_beta", "embedding", "embedding_init")
             found |= dict.fromkeys(unread, "no query has a uniform")
         if self.needs_temperatures(recipe):
@@ -169,6 +169,9 @@ class AdapterObjective(Objective):
 
     def needs_temperatures(self, recipe: Recipe) -> bool:
         return recipe.settings.form != "one-hot"
+
+    def reads_uniforms(self, recipe: Recipe) -> bool:
+        return recipe.settings.form != "independent"
 
     def why_not_sharded(self, recipe: Recipe) -> str:
         return ""
