@@ -4,6 +4,8 @@
 
 import concurrent.futures
 import json
+import threading
+from functools import partial
 
 import httpx
 import pytest
@@ -48,6 +50,45 @@ def test_texts_of_many_clients_at_once_are_those_of_each_alone(tiny_folder, part
         found = list(pool.map(lambda one: written(url, one[0]), asked))
         assert found == [text for _, text in asked]
         assert (service.engine_thread.num_open, service.engine_thread.scheduler.requests) == (0, [])
+
+
+def test_other_texts_go_on_while_a_draft_network_is_loaded(tiny_folder, partners, monkeypatch):
+    engine = saltus.load(str(tiny_folder()), "lookup", options=partners, adaptive=False)
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    expected = engine.generate(PROMPT, raw=True, method="plain", max_new_tokens=12).text
+    begun, may_end, loaded = threading.Event(), threading.Event(), []
+
+    def slowly(method, name, spec):
+        begun.set()
+        assert may_end.wait(60)
+        loaded.append(name)
+        return load_network(method, name, spec)
+
+    load_network = engine.decoder._load_draft_network
+    monkeypatch.setattr(engine.decoder, "_load_draft_network", slowly)
+    with serving(engine) as (_, url), concurrent.futures.ThreadPoolExecutor() as pool:
+        ask = partial(httpx.post, url + "/v1/completions", timeout=60)
+        waiting = [pool.submit(ask, json={**body, "speculative": {"method": "small_model"}}) for _ in range(2)]
+        try:
+            assert begun.wait(60)
+            for other in ({}, {"speculative": False}):
+                assert ask(json=body | other, timeout=30).json()["choices"][0]["text"] == expected
+            assert not any(one.done() for one in waiting)
+        finally:
+            may_end.set()
+        assert [one.result().json()["choices"][0]["text"] for one in waiting] == [expected] * 2
+    assert loaded == ["small_model"]
+
+
+def test_a_draft_network_that_does_not_load_is_an_error_before_a_stream_begins(tiny_folder, tmp_path):
+    engine = saltus.load(str(tiny_folder()), "lookup", options={"ptp": {"model": str(tmp_path / "nothing")}})
+    with serving(engine) as (_, url):
+        body = {"prompt": "the", "stream": True, "speculative": {"method": "ptp"}}
+        answer = httpx.post(f"{url}/v1/completions", json=body)
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "the"}).status_code == 200
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "speculative.method"
+    assert "nothing" in answer.json()["error"]["message"]
 
 
 def test_a_long_prompt_is_read_chunk_by_piece(engine, monkeypatch):

@@ -18,7 +18,7 @@ from saltus.engine.prefix_tree import PrefixTree
 from saltus.engine.target_drafters import is_drafter_spec, load_drafter_for_target
 from saltus.engine.tuned_settings import TunedSettings
 from saltus.loading.metadata import find_metadata
-from saltus.methods import LoadsNetwork, Method, UsesTrainedModel, make_methods, require_draft_models
+from saltus.methods import AUTO, LoadsNetwork, Method, UsesTrainedModel, make_methods, require_draft_models
 from saltus.methods.shared.ngram_corpus import NgramCorpus
 from saltus.models.protocols import TargetNetwork
 from saltus.models.resized_vocabulary import with_vocabulary_of
@@ -93,6 +93,17 @@ class Decoder:
             return str(error)
         return None
 
+    def lacks_networks(self, method: str) -> bool:
+        """True if `setup` would load a network for a method. Errors: ValueError of one line."""
+        if method == AUTO or method in self.setups:
+            return False
+        pairs = [pair for each in self._made_methods(method)[0] for pair in each.draft_models.items()]
+        return any(pair not in self.draft_networks for pair in pairs)
+
+    def load_networks(self, method: str) -> None:
+        """Load what `setup` would, on another thread than that of the calls. Errors: ValueError of one line."""
+        self._load_networks(self._made_methods(method)[0])
+
     def chosen_method(self, method: str) -> str:
         """The method itself, or what `auto` stands for here."""
         setup = self.setup(method)
@@ -103,17 +114,22 @@ class Decoder:
         for setup in self.setups.values():
             if name in setup.networks:
                 setup.networks = {**setup.networks, name: network}
-        for key, loaded in self.draft_networks.items():
+        for key, loaded in list(self.draft_networks.items()):  # another thread may be loading
             if key[0] == name:
                 self.draft_networks[key] = replace(loaded, network=network)
 
-    def _new_setup(self, method: str) -> DecodingSetup:
+    def _made_methods(self, method: str) -> tuple[list[Method], int]:
+        """The methods of a spec with their options, and how many draft tokens a call has at most."""
         options, max_draft_tokens = self.options, self.max_draft_tokens
         if self.tuned_settings is not None and "jacobi" in method.split("+"):
             tuned = {**self.tuned_settings.options, **options.get("jacobi", {})}
             options, max_draft_tokens = {**options, "jacobi": tuned}, self.tuned_settings.max_draft_tokens
         made = [_for_trained_model(each) for each in make_methods(method, options)]
         require_draft_models(made)
+        return made, max_draft_tokens
+
+    def _new_setup(self, method: str) -> DecodingSetup:
+        made, max_draft_tokens = self._made_methods(method)
         networks, lengths = self._load_networks(made)
         return DecodingSetup(
             made, networks, self.rule, max_draft_tokens, self.adaptive, lengths, self.call_cost, self.corpus

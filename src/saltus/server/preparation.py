@@ -19,11 +19,17 @@ Prepare = Callable[..., Coroutine[Any, Any, Any]]
 
 
 class Workers:
-    """Threads that tokenise prompts and compile grammars."""
+    """Threads that tokenise prompts, compile grammars, and load draft networks."""
 
     def __init__(self) -> None:
         self.small = ThreadPoolExecutor(AT_ONCE, "saltus-prepare")
         self.large = ThreadPoolExecutor(1, "saltus-prepare-large")  # so that no small one waits for them
+
+        self.loading = ThreadPoolExecutor(1, "saltus-load")  # takes seconds, in which others are prepared
+
+    async def load(self, make: Callable[..., Any], *given: Any) -> Any:
+        """`make(*given)` on the thread that loads networks, one at a time. Errors: ApiError 503 without memory."""
+        return await _run(self.loading, make, *given)
 
     def of_body(self, num_bytes: int) -> Prepare:
         """What prepares a request with such a body."""
@@ -33,6 +39,7 @@ class Workers:
         """Drop what has not begun."""
         self.small.shutdown(wait=False, cancel_futures=True)
         self.large.shutdown(wait=False, cancel_futures=True)
+        self.loading.shutdown(wait=False, cancel_futures=True)
 
 
 async def _run(pool: ThreadPoolExecutor, make: Callable[..., Any], *given: Any) -> Any:

@@ -26,6 +26,7 @@ from saltus.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     ResponsesRequest,
+    Speculative,
     TokenizeRequest,
     template_variables,
 )
@@ -92,7 +93,7 @@ class Service:
         """The answer to a conversation."""
         self.check_model(body.model)
         self._check_capacity(body.n)
-        method, limit = requested_method(body.speculative, self.engine), max_tokens_of(body)
+        method, limit = await self._loaded_method(body.speculative), max_tokens_of(body)
 
         def make() -> tuple[ChatForm, list[TextRequest]]:
             tools, messages = Tools(self.engine, body), conversation(body.messages)
@@ -113,10 +114,7 @@ class Service:
         """The answer in the form of OpenAI's responses."""
         self.check_model(body.model)
         self._check_capacity(1)
-        method, form = (
-            requested_method(body.speculative, self.engine),
-            body.text.format if body.text else None,
-        )
+        method, form = await self._loaded_method(body.speculative), body.text.format if body.text else None
 
         def make() -> tuple[Tools, Reasoning | None, list[TextRequest]]:
             tools, messages = Tools(self.engine, body.tool_fields()), response_messages(body)
@@ -136,7 +134,7 @@ class Service:
         self.check_model(body.model)
         prompts = completion_prompts(body.prompt)
         self._check_capacity(len(prompts) * body.n)
-        method, seeds = requested_method(body.speculative, self.engine), chosen_seeds(body, body.n)
+        method, seeds = await self._loaded_method(body.speculative), chosen_seeds(body, body.n)
         if body.echo and body.logprobs is not None:
             self._check_scores_prompts(body)
         settings = {
@@ -160,7 +158,7 @@ class Service:
         """What stands between two texts, in llama.cpp's form, or in the holes between several."""
         self.check_model(body.model)
         self._check_capacity(1)
-        method = requested_method(body.speculative, self.engine)
+        method = await self._loaded_method(body.speculative)
         return InfillAnswer(self.backend, await prepare(self._infill_requests, body), method, body)
 
     def _infill_requests(self, body: InfillRequest) -> Sequence[AnyRequest]:
@@ -230,6 +228,18 @@ class Service:
         if wrong := [token for token in body.tokens if not 0 <= token < size]:
             raise ApiError(400, f"token {wrong[0]} does not exist; the vocabulary has {size:,}", "tokens")
         return {"prompt": self.engine.tokenizer.decode(body.tokens)}
+
+    async def _loaded_method(self, speculative: bool | Speculative) -> str:
+        """The method of a request; its networks are loaded beside the calls of other texts. Errors: ApiError."""
+        method, decoder = requested_method(speculative, self.engine), self.engine.decoder
+        if self.engine.network.model.device.type != "cpu":  # calls may be captured in graphs meanwhile
+            return method
+        try:
+            if decoder.lacks_networks(method):
+                await self.workers.load(decoder.load_networks, method)
+        except ValueError as error:
+            raise ApiError(400, str(error), "speculative.method") from error
+        return method
 
     def _check_capacity(self, num_texts: int) -> None:
         """Refuse more texts than can be queued, before they are prepared. Errors: ApiError 400 or 429."""
