@@ -12,6 +12,8 @@ import pytest
 from test_cli import complaint, lines, saltus_
 
 import saltus
+from forked_python import FOR_COMMANDS
+from saltus.training.data import collection_workers
 from saltus.training.data.collection_workers import _ShardWriter
 from saltus.training.data.teacher_texts import (
     CollectionPlan,
@@ -32,6 +34,13 @@ def folder(tiny_folder) -> str:
 @pytest.fixture
 def prompts_file(tmp_path) -> Path:
     return lines(tmp_path / "prompts.jsonl", *({"prompt": prompt} for prompt in PROMPTS))
+
+
+def start_workers_quickly(patch: pytest.MonkeyPatch) -> None:
+    """Workers get what spawned ones get, but are forks of a process that has imported torch."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload([*FOR_COMMANDS])
+    patch.setattr(collection_workers, "get_context", lambda method: context)
 
 
 def collect(*arguments: object, code: int = 0, **settings):
@@ -62,11 +71,20 @@ def test_texts_are_those_that_the_engine_writes(folder, prompts_file, tmp_path):
 
 
 @pytest.mark.slow
-def test_neither_batches_nor_processes_change_a_text(folder, prompts_file, tmp_path):
+def test_neither_batches_nor_processes_change_a_text(folder, prompts_file, tmp_path, monkeypatch):
+    start_workers_quickly(monkeypatch)
     collect("-f", prompts_file, "-m", folder, "--out", tmp_path / "one", "--texts-per-file", 4, "--batch-size", 1)
     collect("-f", prompts_file, "-m", folder, "--out", tmp_path / "two", "--texts-per-file", 4, "--processes", 2)
     assert len(shards(tmp_path / "one")) == 4
     assert shards(tmp_path / "one") == shards(tmp_path / "two")
+
+
+def test_a_process_that_ends_before_it_reads_is_a_line(folder, prompts_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(collection_workers, "get_context", lambda method: get_context("fork"))
+    monkeypatch.setattr(collection_workers, "_worker", lambda parent, *_: os._exit(not parent.poll(60)))
+    command = "collect", "text", "-f", prompts_file, "-m", folder, "--out", tmp_path / "teacher", "--processes", 2
+    said = complaint(*command, "-n", 12, "--texts-per-file", 4)
+    assert "a process that wrote texts was killed; take fewer --processes" in said
 
 
 def test_more_prompts_go_on_where_fewer_ended(folder, prompts_file, tmp_path):
@@ -102,7 +120,8 @@ def iterates_of_one_process(folder, prompts_file, tmp_path) -> list:
 
 
 @pytest.mark.slow
-def test_neither_batches_nor_processes_change_an_iterate(iterates_of_one_process, tmp_path):
+def test_neither_batches_nor_processes_change_an_iterate(iterates_of_one_process, tmp_path, monkeypatch):
+    start_workers_quickly(monkeypatch)
     saltus_(*iterates_of_one_process, "--out", tmp_path / "two", "--processes", 2)
     assert shards(tmp_path / "one") == shards(tmp_path / "two")
 
@@ -132,7 +151,7 @@ def test_a_ray_worker_returns_its_error_in_one_line(folder, tmp_path):
 @pytest.mark.unchecked
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "processes"), [("text", 2), ("jacobi", 1)])
-def test_a_run_killed_at_any_moment_leaves_no_gap_and_no_duplicate(kind, processes, folder, tmp_path):
+def test_a_run_killed_at_any_moment_leaves_no_gap_and_no_duplicate(kind, processes, folder, tmp_path, monkeypatch):
     prompts_file = lines(
         tmp_path / "prompts.jsonl", *({"prompt": f"{prompt} {i}"} for i in range(4) for prompt in PROMPTS)
     )
@@ -152,6 +171,7 @@ def test_a_run_killed_at_any_moment_leaves_no_gap_and_no_duplicate(kind, process
     assert kills == (2 if processes == 1 else 1)
     there = {name: os.stat(killed / name).st_mtime_ns for name in shards(killed)}
     assert 5 <= len(there) < 28
+    start_workers_quickly(monkeypatch)
     saltus_(*command, "--out", killed, "--processes", processes)
     assert shards(killed) == shards(tmp_path / "whole")
     assert there.items() <= {name: os.stat(killed / name).st_mtime_ns for name in there}.items(), "none is written anew"
