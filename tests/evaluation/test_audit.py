@@ -3,7 +3,9 @@
 import json
 import shlex
 from dataclasses import replace
+from functools import cache
 from itertools import filterfalse
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +13,9 @@ from test_cli import complaint, lines, saltus_
 
 from audit_server import FAULTS as ALL_FAULTS
 from audit_server import audited_server, is_changed
+from saltus.core.noise import Noise
 from saltus.evaluation.audit.audit_run import run_checks
-from saltus.evaluation.audit.checks import CHECKS
+from saltus.evaluation.audit.checks import CHECKS, seeds
 from saltus.evaluation.audit.client import Side, Token, post
 from saltus.evaluation.audit.context import Audit, AuditSettings, GradedSuite
 from saltus.evaluation.audit.features import connect, find_features
@@ -22,6 +25,18 @@ from saltus.evaluation.audit.text_comparison import gap_in_reference, rounding_t
 from saltus.evaluation.benchmarks.suites import find_grader, load_tasks
 
 SWITCH = '{"speculative": false}'
+
+
+@cache
+def draws(seed: int, stream: str, count: int) -> np.ndarray:
+    return Noise(seed).uniforms(stream, np.arange(count))
+
+
+@pytest.fixture(autouse=True)
+def draws_known(monkeypatch):
+    """The millions of random numbers of a permutation test are the same in each audit with one seed."""
+    same = SimpleNamespace(uniforms=lambda stream, positions: draws(0, stream, len(positions)))
+    monkeypatch.setattr(seeds, "Noise", lambda seed: Noise(seed) if seed else same)
 
 
 def audit_of(url, prompts=6, **settings):
