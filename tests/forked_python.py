@@ -99,8 +99,7 @@ def run(given: dict, streams: list[int]) -> None:
     sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", 1)
     sys.stderr.reconfigure(errors="backslashreplace")
     program, *arguments = given["arguments"]
-    if program == "-c":
-        code, *arguments = arguments
+    code = arguments.pop(0) if program == "-c" else ""
     sys.argv[:] = [program, *arguments]
     sys.path[0] = "" if program == "-c" else str(Path(program).parent)
     status = 0
