@@ -1,12 +1,17 @@
 """Keep README and docs true: their commands exist, their methods are the methods, their Python runs."""
 
+import importlib
+import inspect
 import re
 import runpy
 import shlex
 import subprocess
 import sys
+from functools import cached_property
 from pathlib import Path
 from pkgutil import iter_modules
+from types import FunctionType
+from typing import Any
 
 import pytest
 from click import Command
@@ -28,6 +33,35 @@ METHODS = sorted(available_methods())
 
 def blocks(language: str, text: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+def undocumented(shown: Any) -> list[str]:
+    """The function, or the class and its public methods, that have no docstring, not even an inherited one."""
+    of_protocols = {"drafter", "draft_models", "new_kv_cache", "forward"}  # which say what these do
+    kinds = FunctionType, property, cached_property, staticmethod, classmethod
+    found = {shown.__name__: shown}
+    for name, member in vars(shown).items() if inspect.isclass(shown) else ():
+        is_field = name in getattr(shown, "__dataclass_fields__", {})
+        if isinstance(member, kinds) and not (name.startswith("_") or is_field or name in of_protocols):
+            found[f"{shown.__name__}.{name}"] = getattr(member, "__func__", member)
+    return [name for name, each in found.items() if not inspect.getdoc(each)]
+
+
+@pytest.mark.parametrize(
+    "name", re.findall(r"^::: (\S+)$", (ROOT / "docs/api.md").read_text("utf-8"), flags=re.MULTILINE)
+)
+def test_what_the_api_reference_shows_has_docstrings(name):
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError:  # of one class or function
+        where, _, last = name.rpartition(".")
+        assert not undocumented(getattr(importlib.import_module(where), last))
+        return
+    assert module.__doc__
+    for label, each in vars(module).items():
+        is_own = getattr(each, "__module__", None) == name and not label.startswith("_")
+        if is_own and (inspect.isclass(each) or inspect.isfunction(each)):
+            assert not undocumented(each)
 
 
 def test_the_first_two_commands_are_the_first_two_targets():

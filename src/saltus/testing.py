@@ -221,6 +221,7 @@ class ToyDecoding:
 
     @property
     def tokens(self) -> list[int]:
+        """The decided tokens, of all steps."""
         return [int(token) for step in self.steps for token in step.tokens]
 
     def run(self) -> ToyDecoding:

@@ -44,6 +44,7 @@ class NodeKind(Enum):
 
     @property
     def has_token(self) -> bool:
+        """True for a draft token and for a guess that only the adapter reads; false for a query without a token."""
         return self in (NodeKind.DRAFT_TOKEN, NodeKind.TOKEN_QUERY)
 
 

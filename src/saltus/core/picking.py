@@ -60,6 +60,7 @@ class Distribution:
 
     @property
     def total(self) -> float:
+        """The sum of all weights, which need not be 1."""
         return float(self.borders[-1])
 
     @cached_property

@@ -84,6 +84,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
+        """True if the likeliest token is always taken: for temperature 0, and for top_p 0."""
         return self.temperature == 0
 
     @property
@@ -152,14 +153,17 @@ class Sampling:
 
     @cached_property
     def banned_ids(self) -> np.ndarray:
+        """The ids of `banned`, ascending."""
         return np.array(sorted(set(self.banned)), dtype=np.int64)
 
     @cached_property
     def hole_end_ids(self) -> np.ndarray:
+        """The tokens of `hole_end_tokens`, in their order."""
         return np.array([token for token, _, _ in self.hole_end_tokens], dtype=np.int64)
 
     @cached_property
     def end_ids(self) -> np.ndarray:
+        """`end_tokens` as an array."""
         return np.array(self.end_tokens, dtype=np.int64)
 
     @cached_property

@@ -59,8 +59,8 @@ def load(
     Args:
         model: a short name, a local folder, a GGUF file, a hub id (`owner/name`), or a GGUF file on a hub
             (`owner/name:file.gguf`).
-        method: how to draft. "auto", the default unless a draft model is given, is "lookup" and, where it pays on this
-            machine, the drafter that comes with Saltus for the model. Several joined by + draft together.
+        method: how to draft. "auto", the default unless a draft model is given, takes what drafts best with the model
+            without settings: see docs/methods.md. Several joined by + draft together.
         draft_model: a smaller model of the same vocabulary, which drafts (method "small_model").
         num_draft_tokens: how many tokens it drafts for a call, at most.
         device: "auto", "cpu" or "cuda".

@@ -53,10 +53,12 @@ class Request:
 
     @property
     def tokens(self) -> list[int]:
+        """The ids of the tokens decided so far, in the order of the calls."""
         return [token for call in self.calls for token in call.tokens]
 
     @property
     def finished(self) -> bool:
+        """True if the text has ended, or has as many tokens as it may have."""
         return self.ended or self.num_decided >= self.max_new_tokens
 
     @property

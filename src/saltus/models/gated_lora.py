@@ -47,6 +47,7 @@ class GatedLoraSettings:
 
     @property
     def scale(self) -> float:
+        """The factor of the low-rank part: α / r."""
         return self.alpha / self.rank
 
 
@@ -90,14 +91,17 @@ class StaticGate:
     embeddings: Float[Tensor, "rows hidden"]  # of each query's conditioning; zeros elsewhere
 
     def embed(self, embedding: UniformEmbedding) -> Float[Tensor, "rows hidden"]:
+        """The embeddings, which are computed already."""
         return self.embeddings
 
     def select(self, rows: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+        """All rows: the adapter evaluates each."""
         return rows
 
     def replace(
         self, rows: Float[Tensor, "rows width"], changed: Float[Tensor, "rows width"]
     ) -> Float[Tensor, "rows width"]:
+        """The changed rows where they are queries, the others elsewhere."""
         return torch.where(self.is_query[:, None], changed, rows)
 
 
@@ -168,6 +172,7 @@ class Adapter(nn.Module):
 
     @property
     def hidden_size(self) -> int:
+        """The width of the model's hidden states."""
         return _output_layer(self.auxiliary).out_features
 
 

@@ -31,6 +31,7 @@ class TrainingRun(TrainingInputs):
 
     @property
     def objective(self) -> Objective:
+        """The objective of the recipe's kind."""
         return OBJECTIVES[self.recipe.kind]
 
     @property
@@ -52,9 +53,11 @@ class TrainingRun(TrainingInputs):
         return self.work_folder / task.phase
 
     def checkpoint_path(self, task: TrainingTask) -> Path:
+        """The file of a task's last checkpoint, which need not exist."""
         return self.task_folder(task) / "checkpoint.pt"
 
     def schedule(self, task: TrainingTask) -> Schedule:
+        """A task's own schedule, else the recipe's."""
         return task.schedule or self.recipe.schedule
 
     def collect(self) -> Iterator[int]:

@@ -94,6 +94,7 @@ class AnySubsetNetwork(CausalNetwork):
 
     @staticmethod
     def context_tokens(canvas: Canvas) -> np.ndarray:
+        """The tokens that a call reads: those given, then the decided ones in deciding order."""
         return canvas.tokens[canvas.known_positions]
 
     def new_kv_cache(self) -> OrderedKVCache:

@@ -237,10 +237,12 @@ class Iterate:
 
     @property
     def tokens(self) -> list[int]:
+        """The guessed token of each hole from `done` on."""
         return [guess.ngram[-1] for guess in self.guesses]
 
     @property
     def settled(self) -> list[bool]:
+        """For each guess, whether its last correction left it as it was."""
         return [guess.settled for guess in self.guesses]
 
     def start_at(self, done: int) -> None:

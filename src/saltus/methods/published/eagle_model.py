@@ -115,6 +115,7 @@ class EagleModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
+        """The type of the weights."""
         return self.fc.weight.dtype
 
     @property

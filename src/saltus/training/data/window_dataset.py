@@ -58,18 +58,29 @@ class Corpus(Protocol):
     """Concatenated texts, and the uniform intervals of their tokens."""
 
     @property
-    def tokens(self) -> Int[Tensor, "tokens"]: ...
+    def tokens(self) -> Int[Tensor, "tokens"]:
+        """The ids of all texts, each with its prompt, one after the other."""
+        ...
+
     @property
-    def uniform_intervals(self) -> Float[Tensor, "temperatures tokens 2"]: ...
+    def uniform_intervals(self) -> Float[Tensor, "temperatures tokens 2"]:
+        """Where a uniform must lie to pick the token; NaN without uniforms, (0, 0) for the tokens of prompts."""
+        ...
+
     @property
     def text_table(self) -> np.ndarray:
         """[texts, 4]: start, prompt length, length, temperature × 1,000."""
         ...
 
     @property
-    def temperatures(self) -> tuple[float, ...]: ...
+    def temperatures(self) -> tuple[float, ...]:
+        """Those of the intervals, in their order."""
+        ...
+
     @property
-    def coupling(self) -> Coupling: ...
+    def coupling(self) -> Coupling:
+        """Whose uniforms the intervals are for."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +98,7 @@ class Batch:
     inside: Bool[Tensor, "batch windows window"]  # False after a text's end
 
     def to(self, device: torch.device) -> Batch:
+        """The same on a device."""
         return Batch(*(part.to(device) for part in vars(self).values()))
 
     def leading(self, window: int) -> Batch:
