@@ -1,12 +1,17 @@
 """LongRoPE: a text's own length decides its angles, and neither its drafts nor the other texts of a call do."""
 
+import numpy as np
 import pytest
 import torch
 
 from architectures import random_tree, text, tiny
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
+from saltus.core.sampling import log_probability
 from saltus.engine.prefix_tree import supports_prefix_tree
+from saltus.engine.prompt_scores import SCORED_ROWS, PromptScores
+from saltus.evaluation.benchmarks import loglikelihood
+from saltus.evaluation.benchmarks.loglikelihood import score_continuations
 from saltus.models.causal import CausalNetwork
 
 BORDER = 24  # tokens of the longest text with the angles of short ones
@@ -68,3 +73,38 @@ def test_a_row_has_the_same_bits_alone_as_a_node_and_beside_texts_of_another_len
 
 def test_keys_of_a_text_are_not_kept_for_one_that_may_get_longer(network):
     assert not supports_prefix_tree(network)
+
+
+def test_a_cache_that_was_read_as_a_short_text_is_read_again_for_a_long_one(network):
+    tokens, kv_cache = text(30), network.new_kv_cache()
+    for limit in (BORDER, 40, BORDER):
+        length = 20 if limit == BORDER else 30
+        found = logits(network, tokens[:length], limit, kv_cache=kv_cache)
+        assert torch.equal(found, logits(network, tokens[:length], limit))
+
+
+def whole_text_scores(network, tokens) -> list[float]:
+    """The log-probabilities of all tokens but the first, by one call."""
+    chain = tuple(tokens[1:-1].tolist()), tuple(range(-1, len(tokens) - 3))
+    rows = logits(network, tokens[:1], len(tokens), chain)
+    return [log_probability(row, token) for row, token in zip(rows, tokens[1:].tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("length", [BORDER, BORDER + 1, 2 * SCORED_ROWS])
+def test_scores_of_a_prompt_are_those_of_the_whole_text(network, length):
+    tokens = text(length)
+    scores, kv_cache = PromptScores(tokens.tolist()), network.new_kv_cache()
+    while scores.num_unscored:
+        scores.score_chunk(network, kv_cache, length)
+    assert scores.log_probabilities == whole_text_scores(network, tokens)
+
+
+@pytest.mark.parametrize("max_nodes", [24, 6])
+def test_the_likelihood_of_a_continuation_is_that_of_its_whole_text(network, monkeypatch, max_nodes):
+    monkeypatch.setattr(loglikelihood, "MAX_NODES_PER_CALL", max_nodes)
+    monkeypatch.setattr(loglikelihood, "MIN_NODES_PER_TEXT", max_nodes)
+    tokens = text(40).tolist()
+    pairs = [(tokens[:20], tokens[20:end]) for end in (22, BORDER, BORDER + 1, 40)] + [(tokens[:30], tokens[30:])]
+    for (context, more), score in zip(pairs, score_continuations(network, pairs), strict=True):
+        expected = whole_text_scores(network, np.array([*context, *more]))[len(context) - 1 :]
+        assert score.log_likelihood == pytest.approx(sum(expected), abs=1e-4)

@@ -70,7 +70,7 @@ class PromptReader:
         assert scheduled.setup is not None
         kv_caches, prompt = scheduled.sequence.kv_caches, scheduled.request.prompt
         kv_cache = kv_caches.setdefault(TARGET, self.target.new_kv_cache())
-        scores.score_chunk(self.target, kv_cache)
+        scores.score_chunk(self.target, kv_cache, scheduled.num_tokens)
         if scores.num_unscored:
             return
         scheduled.num_unread_tokens = 0

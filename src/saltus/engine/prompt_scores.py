@@ -28,13 +28,18 @@ class PromptScores:
         """Tokens that have no log-probability yet. The first one never gets one."""
         return max(len(self.tokens) - 1 - len(self.log_probabilities), 0)
 
-    def score_chunk(self, network: TargetNetwork, kv_cache: Any) -> None:
-        """Score the next tokens by one call: a chain of them is a draft tree, whose logits a call returns."""
+    def score_chunk(self, network: TargetNetwork, kv_cache: Any, text_length: int) -> None:
+        """Score the next tokens by one call: a chain of them is a draft tree, whose logits a call returns.
+
+        `text_length` is the longest that the text may get, by which LongRoPE chooses its angles.
+        """
         limit = SCORED_ROWS if network.max_draft_tokens is None else min(SCORED_ROWS, network.max_draft_tokens + 1)
         begin = len(self.log_probabilities) + 1
         piece = self.tokens[begin : begin + limit]
         chain = tuple(piece[:-1])  # nothing follows the last one
-        inputs = ForwardInputs(continuation(self.tokens[:begin], 1), chain, tuple(range(-1, len(chain) - 1)))
+        inputs = ForwardInputs(
+            continuation(self.tokens[:begin], text_length - begin), chain, tuple(range(-1, len(chain) - 1))
+        )
         (outputs,) = network.forward([inputs], [kv_cache])
         for row, token in zip(outputs.logits, piece, strict=True):
             self.log_probabilities.append(log_probability(row, token))

@@ -213,9 +213,16 @@ class CausalNetwork:
     def _forward_by_angles(
         self, long_rope: LongRope, batch: Sequence[ForwardInputs], kv_caches: Sequence[Any]
     ) -> list[ForwardOutputs]:
-        """Texts whose angles are those of short texts in calls of their own, then the others."""
+        """Texts whose angles are those of short texts in calls of their own, then the others.
+
+        A cache that was read with the other angles, as for a shorter text, is read again.
+        """
         outputs: dict[int, ForwardOutputs] = {}
         kinds = [long_rope.is_long(len(inputs.canvas.tokens)) for inputs in batch]
+        for kv_cache, kind in zip(kv_caches, kinds, strict=True):
+            if kv_cache.long_angles not in (None, kind):
+                kv_cache.forget()
+            kv_cache.long_angles = kind
         for kind in sorted(set(kinds)):
             same_kind = [number for number, each in enumerate(kinds) if each == kind]
             with long_rope.angles(kind):

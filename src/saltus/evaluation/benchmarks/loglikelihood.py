@@ -33,6 +33,7 @@ class ContinuationTree:
     """Continuations of one context as a tree; common prefixes share nodes."""
 
     context: Sequence[int]
+    text_length: int  # of the longest whole text, by which LongRoPE chooses its angles
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     children: dict[tuple[int, int], int] = field(default_factory=dict)  # node by parent and token
@@ -53,7 +54,8 @@ class ContinuationTree:
         self.continuations.append((index, rows, list(tokens)))
 
     def forward_inputs(self) -> ForwardInputs:
-        return ForwardInputs(continuation(self.context, 1), tuple(self.tokens), tuple(self.parents))
+        num_holes = self.text_length - len(self.context)
+        return ForwardInputs(continuation(self.context, num_holes), tuple(self.tokens), tuple(self.parents))
 
     def add_scores(self, outputs: ForwardOutputs, scores: Sequence[ContinuationScore]) -> None:
         """Add log-softmax values (float32, summed in float64) of a call to the scores of its continuations."""
@@ -82,8 +84,10 @@ def score_continuations(
     order = sorted(range(len(pairs)), key=lambda i: (*pairs[i][0], *pairs[i][1]))
     scores = [ContinuationScore() for _ in pairs]
     share = -(-len(order) // batch_size) or 1
+    long_rope = getattr(network, "long_rope", None)
+    is_long = long_rope.is_long if long_rope is not None else lambda length: False
     sequences = [
-        SequenceState(_scoring_generator(order[start : start + share], pairs, max_nodes, scores, on_score))
+        SequenceState(_scoring_generator(order[start : start + share], pairs, max_nodes, is_long, scores, on_score))
         for start in range(0, len(order), share)
     ]
     for _ in run_batch(sequences, {"target": network}):
@@ -95,11 +99,12 @@ def _scoring_generator(
     order: Sequence[int],
     pairs: Sequence[Pair],
     max_nodes: int,
+    is_long: Callable[[int], bool],
     scores: Sequence[ContinuationScore],
     on_score: Callable | None,
 ) -> DecodeGenerator:
     """Yield one tree after another, and add up the scores."""
-    for tree, complete in _continuation_trees(order, pairs, max_nodes):
+    for tree, complete in _continuation_trees(order, pairs, max_nodes, is_long):
         tree.add_scores((yield tree.forward_inputs()), scores)
         if on_score is not None:
             for owner in complete:
@@ -107,18 +112,27 @@ def _scoring_generator(
 
 
 def _continuation_trees(
-    order: Sequence[int], pairs: Sequence[Pair], max_nodes: int
+    order: Sequence[int], pairs: Sequence[Pair], max_nodes: int, is_long: Callable[[int], bool]
 ) -> Iterator[tuple[ContinuationTree, list[int]]]:
-    """Trees of at most `max_nodes` nodes, each with the continuations whose scores it completes."""
+    """Trees of at most `max_nodes` nodes, each with the continuations whose scores it completes.
+
+    The texts of a tree are all long or all short, so that the score of none depends on the others.
+    """
     tree, complete = None, []
     for owner in order:
         context, tokens = pairs[owner]
+        length = len(context) + len(tokens)
         for start in range(0, len(tokens), max_nodes):
             before, piece = [*context, *tokens[:start]], tokens[start : start + max_nodes]
-            if tree is not None and (before != tree.context or len(tree.tokens) + len(piece) - 1 > max_nodes):
+            if tree is not None and (
+                before != tree.context
+                or len(tree.tokens) + len(piece) - 1 > max_nodes
+                or is_long(length) != is_long(tree.text_length)
+            ):
                 yield tree, complete
                 tree, complete = None, []
-            tree = tree or ContinuationTree(before)
+            tree = tree or ContinuationTree(before, length)
+            tree.text_length = max(tree.text_length, length)
             tree.add_continuation(owner, piece)
         complete.append(owner)
     if tree is not None:

@@ -28,6 +28,11 @@ class KVCache:
     pending_tree: ForwardInputs | None = None  # evaluated after `tokens`; acceptance is known at the next call
     places: tuple[int, int, int, int, int] | None = field(default=None, init=False)  # see `memory`
     odd_layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, kw_only=True)
+    long_angles: bool | None = field(default=None, init=False)  # of LongRoPE, that keys are rotated by
+
+    def forget(self) -> None:
+        """Keep the buffers alone."""
+        self.tokens, self.pending_tree = self.tokens[:0], None
 
     def reuse_prefix(self, tokens: np.ndarray, num_recomputed: int = 1) -> int:
         """How many of the decided tokens are in the cache. Keeps the accepted branch, and drops the other nodes.

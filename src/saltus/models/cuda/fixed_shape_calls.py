@@ -105,6 +105,7 @@ class FixedShapeKVCache:
     token_history: KVCache = field(default_factory=KVCache)  # tokens and tree, without buffers
     pages: list[int] = field(default_factory=list)
     pending_copies: list[tuple[int, int]] = field(default_factory=list)  # (destination, source) of accepted nodes
+    long_angles: bool | None = field(default=None, init=False)  # of LongRoPE, that keys are rotated by
 
     def __post_init__(self) -> None:
         weakref.finalize(self, self.pool.free_pages.extend, self.pages)
