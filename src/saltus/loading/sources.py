@@ -39,7 +39,7 @@ SHORT_NAMES = {
 SHIPPED_MODELS = {name: SHIPPED / name for name in ("stories", "code")}  # models that come with the package
 ALL_SHORT_NAMES = [DEFAULT_MODEL, *SHORT_NAMES, *SHIPPED_MODELS]
 TOKENIZER_FILE = "tokenizer_config.json"
-GGUF_FOLDER_FORMAT = 8  # raise it when write_gguf_folder writes something else: folders in caches are then made anew
+GGUF_FOLDER_FORMAT = 9  # raise it when write_gguf_folder writes something else: folders in caches are then made anew
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 HUB_FILE = re.compile(rf"(?P<repository>{HUB_ID.pattern}):(?P<file>[\w./ -]+\.(gguf|GGUF))")
 

@@ -18,7 +18,7 @@ from saltus.kernels.packed_weight import PackedWeight
 from saltus.loading import gguf_index, sources
 from saltus.methods.mtp.drafter import Mtp
 
-FILES = ["deepseek2", "glm4moe", "qwen35", "qwen35moe", "qwen3next"]
+FILES = ["deepseek2", "glm4moe", "qwen35", "qwen35moe", "qwen3next", "exaone4, windows"]
 PUBLISHED = {  # by the names of DeepSeek V3, those of Qwen
     "eh_proj": "mtp.fc", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden",
     "shared_head.norm": "mtp.norm",
@@ -89,7 +89,8 @@ def drafts(engine, tokens, states) -> torch.Tensor:
 def test_drafts_are_those_of_the_safetensors_form(name, tmp_path):
     model, heads, file = written(name, tmp_path, [Q.Q8_0, Q.Q4_0, Q.F16, Q.F32])
     folder = tmp_path / "safetensors"
-    write_safetensors(folder, model, heads, name.startswith("qwen"))
+    model.config.num_nextn_predict_layers = 1
+    write_safetensors(folder, model, heads, name.startswith(("qwen", "exaone")))
     text = np.random.default_rng(0).integers(5, 250, 12)
     states = torch.randn(11, model.config.hidden_size, generator=torch.Generator().manual_seed(1)).bfloat16()
     expected = drafts(saltus.load(str(folder), "plain", device="cpu"), text, states)

@@ -31,6 +31,7 @@ def gguf_config(model: GgufModel) -> dict[str, Any]:
     return llama_config(
         model, "exaone4", "Exaone4ForCausalLM", sliding_window=window or None, sliding_window_pattern=4,
         layer_types=layer_types(model, 4 if window else 1),
+        num_nextn_predict_layers=model.size("nextn_predict_layers", 0, least=0),
     )  # fmt: skip
 
 
