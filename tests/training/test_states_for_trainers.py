@@ -188,7 +188,7 @@ def test_refusals_are_a_line_with_the_cure(folder, texts, tmp_path, monkeypatch)
     assert "no text with 2 tokens" in complaint(*specforge, "--layers", 1, "--max-length", 2, "-f", few)
     space = namedtuple("space", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda place: space(9999))
-    assert "GB, and the disk of" in complaint(*specforge, "--layers", 1)
+    assert "has 0.0 MB left" in complaint(*specforge, "--layers", 1)
 
 
 def test_a_folder_of_other_states_is_refused(folder, tiny_folder, texts, tmp_path):

@@ -20,7 +20,7 @@ from typer.main import get_command
 import saltus
 from saltus.cli.app import app
 from saltus.cli.training_result import print_result
-from saltus.loading.metadata import read_metadata
+from saltus.loading.metadata import DrafterMetadata, read_metadata, write_metadata
 from saltus.methods.assd.training.any_subset import AnySubsetTrainingTask
 from saltus.methods.assd.training.infill_texts import train_tokenizer
 from saltus.methods.assd.training.pairwise_correction import PairwiseCorrectionTrainingTask
@@ -455,6 +455,22 @@ def test_damaged_files_are_one_line_with_their_name(recipe, folder, teacher, tmp
     assert "broken.jsonl.gz is damaged" in complaint(*training(recipe, folder, tmp_path / "broken.jsonl.gz", work))
 
 
+@pytest.mark.parametrize("file", ["config.json", "adapter_config.json", "saltus.json"])
+def test_the_files_of_something_else_are_not_replaced_by_a_result(file, recipe, folder, teacher, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    if file == METADATA_FILE:
+        write_metadata(out, DrafterMetadata("heads", "tiny", "0", training={"recipe": {"kind": "heads"}}))
+    else:
+        (out / file).write_text("{}")
+    said = complaint(*training(recipe, folder, teacher, tmp_path / "work", "--out", out))
+    assert f"{out} holds something else, whose files would be replaced; name another folder by --out" in said
+    assert [each.name for each in out.iterdir()] == [file]
+    assert not (tmp_path / "work").exists(), "it is said before anything is read"
+    said = complaint(*training(recipe, folder, teacher, tmp_path / "work", "--out", out / file))
+    assert "is a file; name a folder by --out" in said
+
+
 def test_a_file_of_prompts_in_place_of_training_texts_is_not_called_damaged(recipe, folder, tmp_path):
     asked = lines(tmp_path / "prompts.jsonl", {"prompt": "the cat", "temperature": 0})
     said = complaint(*training(recipe, folder, asked, tmp_path / "work"))
@@ -644,6 +660,9 @@ def test_only_a_recipe_of_jacobi_needs_no_temperatures():
 def test_shipped_recipes_are_valid_and_listed():
     output = {method: saltus_("train", method, "--list").stdout for method in ("ptp", "mtp", "mtpc", "jacobi", "assd")}
     package = Path(saltus.__file__).parent
+    folders = re.findall(r"to copy and change: (\S+)", output["ptp"])
+    assert len(folders) == 2
+    assert all(any(Path(folder).glob("*.toml")) for folder in folders)
     own = [
         name for name, file in recipes.shipped_recipes().items() if file.is_relative_to(package)
     ]  # there may be more

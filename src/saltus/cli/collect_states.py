@@ -123,7 +123,7 @@ def states(
         _show(trainers.collect_states(engine.network, plan, missing, out), len(kept), missing)
     size = plan.num_bytes(range(len(kept)), config.hidden_size)
     print_note(
-        f"{len(kept):,} texts, {size / 1e9:,.2f} GB in {out}; layers {', '.join(map(str, chosen))}"
+        f"{len(kept):,} texts, {size / 1e6:,.1f} MB in {out}; layers {', '.join(map(str, chosen))}"
         f" ({plan.format.name_layers(chosen)})"
     )
 

@@ -15,11 +15,12 @@ def recipes_of(method: str) -> dict[str, Any]:
 
 
 def list_recipes(method: str) -> None:
-    """Print them as a table."""
+    """Print them as a table, and the folders of their files."""
     from rich import box
     from rich.table import Table
 
     from saltus.cli.coloured_text import terminal
+    from saltus.training.recipe import shipped_recipes
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for head in ("recipe", "trains", "takes"):
@@ -31,3 +32,6 @@ def list_recipes(method: str) -> None:
         print(f"no recipes come with {method}; give a .toml file by --recipe")
         return
     terminal(soft_wrap=False).print(table)
+    files = shipped_recipes()
+    for folder in sorted({files[name].parent for name in found}):
+        print(f"files, to copy and change: {folder}")

@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from saltus.cli import options as o
 from saltus.cli.recipes import list_recipes, recipes_of
 from saltus.cli.training_log import TrainingLog, summary_writer
-from saltus.cli.training_result import print_result
+from saltus.cli.training_result import check_result_folder, print_result
 
 RECIPE_PANEL, WORK_PANEL = "Recipe", "Work"
 
@@ -365,6 +365,7 @@ def _train(
     from saltus.training.loop.processes import join_processes
 
     folder, resolved = out or work / recipe.kind, resolve_device(device)
+    check_result_folder(folder, recipe)
     on_cpu = resolved == "cpu"  # where the exact kernels read texts faster, too
 
     def load_engine(model: str) -> Any:

@@ -542,3 +542,16 @@ def test_what_cannot_be_exported_is_refused(tiny_drafter, tmp_path):
     write_metadata(heads, DrafterMetadata("heads", "tiny", "0"))
     said = complaint("export", heads, "--to", "flat", "--out", tmp_path)
     assert "(kind heads), which no other engine loads; train one that others load" in said
+
+
+@pytest.mark.parametrize("name", ["config.json", "saltus.json"])
+def test_an_export_replaces_its_own_drafter_and_nothing_else(name, tiny_folder, tmp_path):
+    export(tiny_folder(), tmp_path, "speculators")
+    again = "export", tmp_path / "drafter", "--to", "speculators", "--out"
+    saltus_(*again, tmp_path / "speculators")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "model.safetensors").write_bytes(b"weights")
+    (other / name).write_text('{"architectures": ["LlamaForCausalLM"]}')
+    assert f"{other} holds another model, whose files would be replaced" in complaint(*again, other)
+    assert (other / "model.safetensors").read_bytes() == b"weights"

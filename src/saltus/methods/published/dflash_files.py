@@ -43,6 +43,7 @@ from saltus.models.packed_decoder import check_layer_count
 DFlashFormat = Literal["speculators", "flat"]
 FORMATS: tuple[DFlashFormat, ...] = get_args(DFlashFormat)
 WEIGHTS_FILE = "model.safetensors"
+ARCHITECTURE = "DFlashDraftModel"
 LAYERS_PREFIX = "decoder.model."  # of the module's names, which published ones lack
 QWEN3_DEFAULTS = {  # of Transformers' Qwen3Config: the format `speculators` leaves them out
     "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -124,9 +125,10 @@ def load_published(
 
 
 def save_dflash(model: DFlashModel, format_name: DFlashFormat, folder: Path, target: Any, target_name: str) -> None:
-    """Write a drafter in a published format; the tokens' correction is left out. Errors: ValueError.
+    """Write a drafter in a published format; the tokens' correction is left out. An earlier drafter is replaced.
 
     The target, a Hugging Face model, gives its sizes, and the rows of its output layer for a cut vocabulary.
+    Errors: ValueError for a drafter that has not the format's vocabulary, or for a folder with another model.
     """
     unembedding, shape = target.get_output_embeddings().weight.detach(), model.shape
     cut = len(model.tokens) < len(unembedding)
@@ -135,6 +137,7 @@ def save_dflash(model: DFlashModel, format_name: DFlashFormat, folder: Path, tar
             f"the format flat has the target's whole vocabulary, but the drafter has {len(model.tokens):,} of"
             f" {len(unembedding):,} tokens; train it with --set vocabulary=0, or take --to speculators"
         )
+    _check_free(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {
         name.removeprefix(LAYERS_PREFIX): weight.detach().to(torch.bfloat16).contiguous()
@@ -153,6 +156,16 @@ def save_dflash(model: DFlashModel, format_name: DFlashFormat, folder: Path, tar
     (folder / CONFIG_FILE).write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
 
 
+def _check_free(folder: Path) -> None:
+    """Errors: ValueError for a folder with a model, or with a result of training."""
+    if (folder / CONFIG_FILE).exists():
+        is_other = read_config(folder).get("architectures") != [ARCHITECTURE]
+    else:
+        is_other = (folder / METADATA_FILE).exists()
+    if is_other:
+        raise ValueError(f"{folder} holds another model, whose files would be replaced; name another folder")
+
+
 def _layer_config(shape: DFlashShape, target: Any) -> dict[str, Any]:
     config = target.config.get_text_config()
     return {
@@ -165,7 +178,7 @@ def _layer_config(shape: DFlashShape, target: Any) -> dict[str, Any]:
 def _speculators_config(shape: DFlashShape, vocabulary: int, target: Any, target_name: str) -> dict[str, Any]:
     """vLLM attends within a block in both directions only with `sliding_window_non_causal`, also in full layers."""
     return {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [ARCHITECTURE],
         "speculators_model_type": DFLASH,
         "speculators_version": "0.5.0",
         "speculators_config": {
@@ -194,7 +207,7 @@ def _speculators_config(shape: DFlashShape, vocabulary: int, target: Any, target
 
 def _flat_config(shape: DFlashShape, vocabulary: int, target: Any, target_name: str) -> dict[str, Any]:
     return {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [ARCHITECTURE],
         **_layer_config(shape, target),
         "block_size": shape.window + 1,
         "num_target_layers": target.config.get_text_config().num_hidden_layers,

@@ -113,7 +113,7 @@ def prepare_folder(folder: Path, plan: StateCollection, metadata: dict[str, Any]
     needed, free = plan.num_bytes(missing, hidden), shutil.disk_usage(folder).free
     if needed > free:
         raise ValueError(
-            f"the states need {needed / 1e9:,.1f} GB, and the disk of {folder} has {free / 1e9:,.1f} GB left;"
+            f"the states need {needed / 1e6:,.1f} MB, and the disk of {folder} has {free / 1e6:,.1f} MB left;"
             " give a --limit of texts, a smaller --max-length, fewer --layers, or a folder on another disk"
         )
     content = (json.dumps(metadata, indent=1) + "\n").encode()
