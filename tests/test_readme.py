@@ -11,12 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from pkgutil import iter_modules
 from types import FunctionType
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from click import Command
 from typer.main import get_command
 
+import saltus
 from saltus.cli.app import app
 from saltus.core.canvas import continuation
 from saltus.core.noise import Noise
@@ -62,6 +63,17 @@ def test_what_the_api_reference_shows_has_docstrings(name):
         is_own = getattr(each, "__module__", None) == name and not label.startswith("_")
         if is_own and (inspect.isclass(each) or inspect.isfunction(each)):
             assert not undocumented(each)
+
+
+def test_the_api_s_table_has_every_setting():
+    text = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    table = text.partition("| setting | default | meaning |")[2].partition("\n\n")[0]
+    names = {
+        name
+        for line in table.splitlines()
+        for name in re.findall(r"`(\w+)`", line.split("|")[1] if "|" in line else "")
+    }
+    assert names == set(get_type_hints(saltus.Settings))
 
 
 def test_the_first_two_commands_are_the_first_two_targets():
