@@ -401,7 +401,8 @@ WRONG_TYPES = {
     ],
     "a list, each (a whole number, a whole number)": [{"forced_at_index": 5}, {"banned_at_index": [(0, "5")]}],
     "a text or a list, each a text or none": [{"stop": b"a"}, {"stop": [5]}],
-    "a list, each a dict": [{"tools": "x"}, {"tools": [5]}],
+    "a list, each a dict with texts as keys": [{"tools": "x"}, {"tools": [5]}, {"tools": [{1: "a"}]}],
+    "a dict with texts as keys or none": [{"chat_template_kwargs": 5}, {"chat_template_kwargs": {1: 2.0}}],
     "a saltus.Grammar": [{"grammar": "a"}, {"grammar": {"type": "object"}}],
 }  # fmt: skip
 
@@ -483,7 +484,7 @@ def test_a_gpu_that_there_is_not_is_refused_with_those_that_there_are(monkeypatc
         ({"max_draft_tokens": "5"}, "must be a whole number or none"),
         ({"adaptive": "no"}, "adaptive is 'no', but must be true or false"),
         ({"exact": "no"}, "must be true or false"),
-        ({"options": 5}, "options is 5, but must be a dict or none"),
+        ({"options": 5}, "options is 5, but must be a dict with texts as keys or none"),
         ({"options": {"lookup": 5}}, "the options of lookup are 5, but must be a dict"),
         ({"options": {"lookup": {"num_draft_tokens": True}}}, "lookup: num_draft_tokens is True, but must be a whole"),
         ({"options": {"lookup": {"num_draft_tokens": "5"}}}, "must be a whole number"),

@@ -70,7 +70,9 @@ def _described(hint: Any) -> str:
         return f"({', '.join(map(described, inner))})"
     if origin in (tuple, Sequence):
         return f"a list, each {described(inner[0])}"
-    return "a dict" if origin is Mapping else TYPE_NAMES.get(hint) or f"a {getattr(hint, '__name__', hint)}"
+    if origin is Mapping:
+        return "a dict with texts as keys" if inner[0] is str else "a dict"
+    return TYPE_NAMES.get(hint) or f"a {getattr(hint, '__name__', hint)}"
 
 
 _UNFIT = object()
@@ -90,6 +92,8 @@ def _fitting(value: Any, hint: Any) -> Any:
     if origin in (tuple, Sequence):
         return _fitting_list(value, inner, _is_pair(origin, inner))
     kind = Mapping if origin is Mapping else hint
+    if kind is Mapping and isinstance(value, Mapping) and inner[:1] == (str,):
+        return value if all(isinstance(key, str) for key in value) else _UNFIT
     is_class = isinstance(kind, type) and not getattr(kind, "_is_protocol", False)
     return value if not is_class or isinstance(value, kind) else _UNFIT
 
