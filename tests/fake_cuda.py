@@ -2,7 +2,7 @@
 
 An operation on tensors of two devices, numpy() of a CUDA tensor, an address of one given to C code, a CPU tensor given
 to a Triton kernel, and a wait during the capture of a graph raise RuntimeError or TypeError. Rounding, speed and memory
-are the CPU's. A graph's replay runs its calls again; kernels do not run while it is captured.
+are the CPU's. A graph's replay runs its calls again; kernels do not run while it is captured, nor in the call before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CUDA, aten = torch.device("cuda", 0), torch.ops.aten
 INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
 MAY_MIX = {aten.copy_.default, aten._to_copy.default, *INDEXED}
 WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default}
-STATE = SimpleNamespace(capturing=False, graphs=0)
+STATE = SimpleNamespace(capturing=False, launches=True, graphs=0)
 
 
 def wait(what: object) -> None:
@@ -270,13 +270,14 @@ class Graph:
 
 
 def capture(_: Any, run: Any, others_exist: bool) -> tuple[Graph, Any]:
-    """GraphCapture.capture."""
-    run()
-    STATE.capturing = True
+    """GraphCapture.capture. What the kernels of its first call would compute, replays do."""
+    STATE.launches = False
     try:
+        run()
+        STATE.capturing = True
         outputs = run()
     finally:
-        STATE.capturing = False
+        STATE.capturing, STATE.launches = False, True
     STATE.graphs += 1
     return Graph(run, outputs), outputs
 
@@ -316,12 +317,12 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     monkeypatch.setattr(GraphCapture, "capture", capture)
     launch = GridExecutor.__call__
 
-    def launch_unless_capturing(self: Any, *args: Any, **kwargs: Any) -> None:
+    def launch_unless_captured(self: Any, *args: Any, **kwargs: Any) -> None:
         own = [kernel_argument(each) for each in args]
-        if not STATE.capturing:
+        if STATE.launches:
             launch(self, *own, **kwargs)
 
-    monkeypatch.setattr(GridExecutor, "__call__", launch_unless_capturing)
+    monkeypatch.setattr(GridExecutor, "__call__", launch_unless_captured)
     monkeypatch.setattr(torch.inference_mode, "__enter__", enter_grad_mode)
     monkeypatch.setattr(torch.inference_mode, "__exit__", lambda self, *_: self.grad_mode.__exit__(*_))
     begin = threading.Thread.run
@@ -331,6 +332,6 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             begin(self)
 
     monkeypatch.setattr(threading.Thread, "run", run_with_device)
-    STATE.capturing, STATE.graphs = False, 0
+    STATE.capturing, STATE.launches, STATE.graphs = False, True, 0
     with FakeCuda():
         yield STATE
