@@ -40,6 +40,7 @@ from saltus.core.sampling import (
     greedy_tokens,
     log_probability,
     token_distribution,
+    top_log_probabilities,
 )
 
 ALMOST_ONE = math.nextafter(1, 0)
@@ -605,3 +606,12 @@ def test_log_probabilities_are_the_log_softmax_of_the_raw_logits(dtype):
     expected = torch.log_softmax(logits.double(), -1)
     for token in (0, 17, int(logits.float().argmax())):
         assert math.isclose(log_probability(logits, token), expected[token].item(), rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("vocab", [40, 5000])
+def test_of_equally_likely_tokens_those_of_lower_ids_are_listed(vocab):
+    """bfloat16 has few logits, so that ties are common; which of them a partition keeps depends on the processor."""
+    logits = torch.from_numpy(np.random.default_rng(vocab).integers(0, 4, vocab)).to(torch.bfloat16)
+    order = sorted(range(vocab), key=lambda token: (-float(logits[token]), token))
+    for count in (1, 7, 20, vocab):
+        assert [token for token, _ in top_log_probabilities(logits, count)] == order[:count]

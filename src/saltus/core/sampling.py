@@ -256,11 +256,13 @@ def log_probability(logits: Float[Tensor, "vocab"], token: int) -> float:
 
 
 def top_log_probabilities(logits: Float[Tensor, "vocab"], count: int) -> list[tuple[int, float]]:
-    """The `count` most likely tokens and their log-probabilities, as `log_probability` gives them; likeliest first."""
+    """The `count` most likely tokens and their log-probabilities, as `log_probability` gives them; likeliest first.
+
+    Of equally likely ones the lower ids come first.
+    """
     scores = float_row(logits)
-    count = min(count, len(scores))
-    likely = np.argpartition(scores, -count)[-count:]
-    likely = likely[np.lexsort((likely, -scores[likely]))]
+    likely = top_k(scores, count)
+    likely = likely[np.lexsort((likely, -scores[likely]))][:count]
     gaps = scores - scores.max()
     total = math.log(np.exp(gaps).sum(dtype=np.float64))
     return [(token, float(gaps[token]) - total) for token in likely.tolist()]
