@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -294,6 +295,24 @@ def test_the_closing_line_says_where_a_text_differs(engine):
     assert f"differs from token {at} on" in comparison_line(one, other, "lookup")
     assert "same text" in comparison_line(one, one, "lookup")
     assert first_difference([1, 2], [1, 2, 3]) == 2
+
+
+def test_speeds_of_runs_that_were_repeated_are_medians():
+    def run(speed: float) -> SimpleNamespace:
+        return SimpleNamespace(
+            tokens=[1, 2], statistics=SimpleNamespace(tokens=2, calls=1, tokens_per_call=2.0, tokens_per_second=speed)
+        )
+
+    line = comparison_line(run(90), run(50), "lookup", [(run(10), run(40)), (run(60), run(20))])
+    assert "60.0 tokens/s; plain in this run: 1 calls, 40.0 tokens/s (×1.50, medians of 3 runs in turns)" in line
+
+
+@pytest.mark.parametrize(("patience", "repeated"), [(0.0, False), (1000.0, True)], ids=["long", "short"])
+def test_the_demo_repeats_short_runs(folder, monkeypatch, patience, repeated):
+    monkeypatch.setattr("saltus.cli.demo.REPEAT_SECONDS", patience)
+    said = saltus_("demo", PROMPT, "-m", folder, "-n", 12, "--method", "lookup").stdout
+    assert "same text, token for token" in said
+    assert ("medians of 5 runs in turns" in " ".join(said.split())) == repeated
 
 
 # Colours

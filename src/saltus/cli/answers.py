@@ -22,15 +22,16 @@ def stream_answer(engine: Any, prompt: Any, painter: ColouredTextWriter, setting
     return written.generation
 
 
-def run_plain_baseline(engine: Any, prompt: Any, settings: Mapping[str, Any]) -> Any:
-    """Decode the same with plain decoding without printing; a terminal shows the number of tokens."""
+def run_again(engine: Any, prompt: Any, settings: Mapping[str, Any], method: str = "plain") -> Any:
+    """Decode the same by a method without printing; a terminal shows the number of tokens."""
     engine.decoder.prefix_tree.clear()  # it reads the prompt, too
-    written, count, live = engine.stream(prompt, **{**settings, "method": "plain"}), 0, sys.stderr.isatty()
+    written, count, live = engine.stream(prompt, **{**settings, "method": method}), 0, sys.stderr.isatty()
+    name = "plain decoding" if method == "plain" else method
     try:
         for chunk in written:
             count += len(chunk.tokens)
             if live:
-                print(f"\r\x1b[2mthe same with plain decoding: {count} tokens\x1b[0m", end="", file=sys.stderr)
+                print(f"\r\x1b[2mthe same with {name}: {count} tokens\x1b[0m", end="", file=sys.stderr)
                 sys.stderr.flush()
     finally:
         if live:

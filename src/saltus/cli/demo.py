@@ -16,6 +16,8 @@ more than hopping slowly. At a slow pace a kangaroo uses its tail as a fifth leg
 body while the hind legs swing forward. The shape of its legs and its heavy tail keep a kangaroo from walking \
 backwards, which is said to be why it stands on the coat of arms of Australia, beside the emu."""
 
+MAX_REPEATS, REPEAT_SECONDS = 4, 6.0  # of both ways of decoding, in turns: a single run's ratio is mostly noise
+
 
 def demo(
     question: Annotated[
@@ -49,7 +51,7 @@ def demo(
 ) -> None:
     """Answer a question, coloured by call, and compare with plain decoding.
 
-    [dim]The model is downloaded on first use. Both runs follow a warm-up.[/dim]
+    [dim]The model is downloaded on first use. Runs follow a warm-up; short ones are repeated in turns.[/dim]
 
     [bold]Examples[/bold]
 
@@ -87,7 +89,7 @@ def _run_demo(
     from rich.padding import Padding
     from rich.text import Text
 
-    from saltus.cli.answers import run_plain_baseline, stream_answer
+    from saltus.cli.answers import run_again, stream_answer
     from saltus.cli.coloured_text import ColouredTextWriter, legend, terminal
     from saltus.cli.report import comparison_line
     from saltus.engine.comparison import warm_up
@@ -108,9 +110,13 @@ def _run_demo(
     warm_up(engine, question, (method, "plain"), settings)
     generation = stream_answer(engine, question, ColouredTextWriter(console, coloured, bound), settings)
     console.file.flush()
-    plain = run_plain_baseline(engine, question, settings)
+    plain = run_again(engine, question, settings)
+    seconds, repeats = generation.statistics.seconds + plain.statistics.seconds, []
+    for number in range(min(MAX_REPEATS, int(REPEAT_SECONDS / max(seconds, 1e-3)))):
+        turn = {name: run_again(engine, question, settings, name) for name in (method, "plain")[:: 1 - number % 2 * 2]}
+        repeats.append((turn[method], turn["plain"]))
     console.print()
-    line = Text(comparison_line(generation, plain, method), "bold")
+    line = Text(comparison_line(generation, plain, method, repeats), "bold")
     console.print(line, soft_wrap=not console.is_terminal)
 
 

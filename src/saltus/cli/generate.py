@@ -119,7 +119,7 @@ def _print_answers(
     colour: bool | None,
     compare: bool,
 ) -> None:
-    from saltus.cli.answers import print_note, run_plain_baseline, stream_answer
+    from saltus.cli.answers import print_note, run_again, stream_answer
     from saltus.cli.coloured_text import ColouredTextWriter, terminal
     from saltus.cli.report import comparison_line, statistics_line
     from saltus.engine.comparison import warm_up
@@ -144,7 +144,7 @@ def _print_answers(
                 engine.decoder.prefix_tree.clear()  # both read the prompt
             generation = stream_answer(engine, ask.prompt, ColouredTextWriter(console, coloured), settings)
             if compare:
-                print_note(comparison_line(generation, run_plain_baseline(engine, ask.prompt, settings), method))
+                print_note(comparison_line(generation, run_again(engine, ask.prompt, settings), method))
             else:
                 print_note(statistics_line(generation, method))
             conversation.add_answer(generation.text)

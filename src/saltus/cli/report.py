@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 RECORD_KEYS = (
@@ -70,18 +71,21 @@ def statistics_line(generation: Any, method: str) -> str:
     return " · ".join(parts)
 
 
-def comparison_line(generation: Any, plain: Any, method: str) -> str:
-    """This run, plain decoding in the same run, and whether the text is the same."""
+def comparison_line(generation: Any, plain: Any, method: str, repeats: Sequence[tuple[Any, Any]] = ()) -> str:
+    """This run, plain decoding in the same run, and whether the text is the same; speeds are medians with `repeats`."""
     ours, theirs = generation.statistics, plain.statistics
     from saltus.engine.comparison import first_difference
 
     same = first_difference(generation.tokens, plain.tokens)
     verdict = "same text, token for token" if same is None else f"the text differs from token {same} on"
-    ratio = ours.tokens_per_second / theirs.tokens_per_second if theirs.tokens_per_second else float("nan")
+    pairs = [(generation, plain), *repeats]
+    speed, plain_speed = (median(run.statistics.tokens_per_second for run in runs) for runs in zip(*pairs, strict=True))
+    ratio = speed / plain_speed if plain_speed else float("nan")
+    how = f", medians of {len(pairs)} runs in turns" if repeats else ""
     return (
         f"{method}: {number_of(ours.tokens, 'token')} in {number_of(ours.calls, 'call')},"
-        f" {ours.tokens_per_call:.2f} a call, {ours.tokens_per_second:.1f} tokens/s;"
-        f" plain in this run: {theirs.calls} calls, {theirs.tokens_per_second:.1f} tokens/s (×{ratio:.2f}); {verdict}"
+        f" {ours.tokens_per_call:.2f} a call, {speed:.1f} tokens/s;"
+        f" plain in this run: {theirs.calls} calls, {plain_speed:.1f} tokens/s (×{ratio:.2f}{how}); {verdict}"
     )
 
 
