@@ -113,7 +113,8 @@ def _run_demo(
     plain = run_again(engine, question, settings)
     seconds, repeats = generation.statistics.seconds + plain.statistics.seconds, []
     for number in range(min(MAX_REPEATS, int(REPEAT_SECONDS / max(seconds, 1e-3)))):
-        turn = {name: run_again(engine, question, settings, name) for name in (method, "plain")[:: 1 - number % 2 * 2]}
+        order = (method, "plain") if number % 2 else ("plain", method)
+        turn = {name: run_again(engine, question, settings, name) for name in order}
         repeats.append((turn[method], turn["plain"]))
     console.print()
     line = Text(comparison_line(generation, plain, method, repeats), "bold")

@@ -53,7 +53,8 @@ def lesser_flags(features: str) -> list[list[str]]:
         return []
     common = [flag for flag in COMPILER_FLAGS if flag != NATIVE]
     if IS_ARM:  # without a flag a compiler on a Mac compiles for the first of Apple's processors
-        return [[*common, "-march=armv8.2-a+dotprod"]] * ("asimddp" in features.split()) + [common]
+        has_dot_products = "asimddp" in features.split()
+        return [[*common, "-march=armv8.2-a+dotprod"], common] if has_dot_products else [common]
     known = [INSTRUCTION_SETS[name] for name in ("avx512", "avx2", "sse4", "generic")]
     return [[*common, *named] for named, needed in known if needed in features.split()]
 
