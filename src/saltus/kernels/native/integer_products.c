@@ -184,7 +184,7 @@ void integer_outputs(const void *of, int64_t number_of_piece) {
           const uint8_t *p = integers + block * integer_bytes(format);
           const uint8_t *x = job->x + (here.first * blocks + block * here.height) * ROW_BYTES;
           float *to = y + (here.first - first) * OUTPUTS;
-          share_asking(count, tile, t, by_matrix ? tile + 1 : after, &scales);  // the matrix unit's weights are read once
+          share_prefetches(count, tile, t, by_matrix ? tile + 1 : after, &scales);  // the matrix unit's weights are read once
 #ifdef AMX_INT8
           if (by_matrix) {
             add_matrix_tile(format, here.height, t == tile ? p : NULL, count, &scales, x, unpacked, to);
