@@ -298,6 +298,12 @@ def test_tapped_layers_stand_before_the_last_states_and_do_not_touch_the_logits(
         network.add_hidden_state_layers((1, 0))
 
 
+def test_hidden_states_of_two_sizes_are_refused_in_a_line():
+    network = make_network(tiny("OPT", word_embed_proj_dim=24, do_layer_norm_before=False), "OPT-350m's shape")
+    with pytest.raises(ValueError, match="hidden states of 48 numbers, and its last ones 24"):
+        network.add_hidden_state_layers((1,))
+
+
 @pytest.mark.parametrize("active", [0, 1])
 def test_of_several_streams_the_active_one_is_tapped_by_kernels_and_by_transformers_layers(active):
     inputs = ForwardInputs(continuation(text(20), 9), (3, 4), (-1, 0), output_hidden_states=True)

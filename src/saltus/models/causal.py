@@ -354,8 +354,14 @@ class CausalNetwork:
         """Return the states after these layers as well: after all layers, those before the last norm.
 
         Of layers with several streams (AltUp) they are those of the active one. Calls before this one returned fewer,
-        see `layers_of`. Errors: ValueError if the model lacks one.
+        see `layers_of`. Errors: ValueError if the model lacks one, or its last states are of another size (OPT-350m).
         """
+        last_size = self.model.get_output_embeddings().weight.shape[1]
+        if last_size != self.hidden_size:
+            raise ValueError(
+                f"the model's layers have hidden states of {self.hidden_size} numbers, and its last ones {last_size};"
+                " drafters read states of one size: take a method without hidden states, such as lookup"
+            )
         if missing := [layer for layer in layers if not 0 < layer <= self.num_layers]:
             raise ValueError(
                 f"hidden states after layer {missing[0]} are needed, but the model has layers 1 to {self.num_layers};"
