@@ -1,10 +1,11 @@
 """The training loop: a killed run resumes with an identical outcome; foreign and damaged checkpoints are refused."""
 
 import errno
+import os
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from signal import SIGKILL
+from signal import SIGINT, SIGKILL, default_int_handler, getsignal
 
 import pytest
 import torch
@@ -54,6 +55,39 @@ def test_a_run_that_was_interrupted_has_the_weights_and_losses_of_one_that_was_n
     assert train(resumed, losses(resumed), schedule, path, {}, reports.append) == expected
     assert torch.equal(resumed.weight, whole.weight)
     assert [progress.step for progress in reports] == [30], "only the steps since the last checkpoint are lost"
+
+
+def test_ctrl_c_ends_the_step_and_saves_it(tmp_path, capfd):
+    path, whole = tmp_path / "interrupted.pt", module()
+    expected = train(whole, losses(whole), SCHEDULE, tmp_path / "whole.pt", {})
+
+    def pressing(network: torch.nn.Linear, at: int, times: int = 1):
+        compute = losses(network)
+
+        def loss(step: int) -> torch.Tensor:
+            for _ in range(times if step == at else 0):
+                os.kill(os.getpid(), SIGINT)
+            return compute(step)
+
+        return loss
+
+    for at in (3, 4, 16):
+        network = module()
+        with pytest.raises(KeyboardInterrupt, match=f"at step {at + 1}, which is saved; the same command goes on"):
+            train(network, pressing(network, at), SCHEDULE, path, {})
+        assert capfd.readouterr().err == "\nstopping after this step, which is saved; Ctrl-C again stops at once\n"
+        assert load_checkpoint(path)["step"] == at + 1
+    network = module()
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        train(network, pressing(network, 18, times=2), SCHEDULE, path, {})
+    assert load_checkpoint(path)["step"] == 17, "a second one stops at once"
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        train(network, lambda step: pressing(network, step)(step) * torch.nan, SCHEDULE, path, {})
+    assert load_checkpoint(path)["step"] == 17, "weights that are not finite are not saved"
+    resumed = module()
+    assert train(resumed, losses(resumed), SCHEDULE, path, {}) == expected
+    assert torch.equal(resumed.weight, whole.weight)
+    assert getsignal(SIGINT) is default_int_handler
 
 
 @pytest.mark.slow

@@ -272,7 +272,7 @@ def test_a_run_goes_on_with_another_number_of_processes(first, recipe, folder, t
             saltus_(*given, code=130)
         else:
             launch(tmp_path / "room", *given, fails=True)
-    assert torch.load(work / "checkpoint.pt")["step"] == 4
+    assert torch.load(work / "checkpoint.pt")["step"] == 7
     time.sleep(1)  # TensorBoard reads its files in the order of their names, which have seconds
     if first == 1:
         launch(tmp_path / "room", *given)
@@ -294,7 +294,7 @@ def test_ctrl_c_in_one_process_ends_both_at_the_same_step_with_one_line(recipe, 
     monkeypatch.setattr(DrafterTrainingTask, "loss", interrupted)
     said = launch(tmp_path / "room", *command("drafter", recipe, folder, teacher, tmp_path / "work"), fails=True)
     assert [code for code, _ in said] == [130, 130]
-    assert said[0][1].endswith("saltus: interrupted at step 7; the same command goes on from step 4\n")
+    assert said[0][1].endswith("interrupted at step 7, which is saved; the same command goes on from there\n")
     assert said[1][1] == ""
 
 

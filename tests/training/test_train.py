@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shlex
 import signal
@@ -376,20 +377,29 @@ def test_a_run_killed_at_any_moment_ends_with_the_weights_of_one_that_was_not(re
     assert scalars(killed)["loss"] == scalars(tmp_path / "whole")["loss"], "steps that are done again count once"
 
 
-def test_ctrl_c_reports_the_step_and_how_to_continue(recipe, folder, teacher, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("times", "said", "onward"),
+    [
+        (1, "interrupted at step 7, which is saved; the same command goes on from there", 7),
+        (2, "interrupted at step 6; the same command goes on from step 4", 4),
+    ],
+)
+def test_ctrl_c_reports_the_step_and_how_to_continue(
+    times, said, onward, recipe, folder, teacher, tmp_path, monkeypatch
+):
     whole = DrafterTrainingTask.loss
 
     def interrupted(task: DrafterTrainingTask, step: int):
-        if step == 6:
-            raise KeyboardInterrupt
+        for _ in range(times if step == 6 else 0):
+            os.kill(os.getpid(), signal.SIGINT)
         return whole(task, step)
 
     monkeypatch.setattr(DrafterTrainingTask, "loss", interrupted)
     output = saltus_(*training(recipe, folder, teacher, tmp_path / "work"), code=130).stderr
-    assert output.endswith("saltus: interrupted at step 6; the same command goes on from step 4\n")
+    assert output.endswith(f"saltus: {said}\n")
     monkeypatch.undo()
     output = saltus_(*training(recipe, folder, teacher, tmp_path / "work")).stderr
-    assert output.startswith("going on from step 4\nstep 8 of 12: ")
+    assert output.startswith(f"going on from step {onward}\nstep 8 of 12: ")
 
 
 @pytest.mark.slow

@@ -426,7 +426,9 @@ def _train_with_progress(run: Any, task: Any, tensorboard: Callable[..., Any]) -
     try:
         with progress_meter(steps, task.phase or "training") as show:
             return run.train(task, on_checkpoint, on_step)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
+        if stopped.args:
+            raise
         at = f" at step {curves.last_step:,}" if curves.last_step else ""
         last = "the last checkpoint" if run.checkpoint_path(task).exists() else "the beginning"
         onward = f"from {f'step {saved:,}' if saved else last}"

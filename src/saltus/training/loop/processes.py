@@ -26,6 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 LONGEST_WAIT = timedelta(days=7)  # a launcher ends processes that wait for a lost one
 SECONDS_BETWEEN_POLLS = 0.02
 FAILED, INTERRUPTED = 1, 130  # exit codes of processes that print nothing
+STDERR = 2
+STOPPING = "stopping after this step, which is saved"
 
 
 @dataclass(frozen=True)
@@ -109,20 +111,28 @@ class Processes:
         model.to(kind)  # what stays whole; the parts of layers are there
 
     @contextmanager
-    def joint_interrupt(self) -> Iterator[Callable[[], None]]:
-        """Ctrl-C reaches processes at different moments: entering gives a function that raises it in all or in none."""
-        if self.count == 1 or threading.current_thread() is not threading.main_thread():
-            yield lambda: None
+    def postponed_interrupt(self) -> Iterator[Callable[[], bool]]:
+        """While open, Ctrl-C waits for the end of a step: entering gives a function that says whether it was pressed.
+
+        All processes must call it together, and have the same answer. In one process alone a second Ctrl-C raises
+        KeyboardInterrupt at once; launchers send several for one.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield lambda: False
             return
-        interrupted = torch.zeros(1)
-        former = signal.signal(signal.SIGINT, lambda *_: interrupted.fill_(1.0))
+        received: list[int] = []
 
-        def check() -> None:
-            if self.average(interrupted) > 0:
+        def postpone(number: int, frame: object) -> None:
+            if received and self.count == 1:
                 raise KeyboardInterrupt
+            if self.is_main and not received:
+                line = STOPPING + ("; Ctrl-C again stops at once" if self.count == 1 else "")
+                os.write(STDERR, f"\n{line}\n".encode())  # it may be print() that is interrupted
+            received.append(number)
 
+        former = signal.signal(signal.SIGINT, postpone)
         try:
-            yield check
+            yield lambda: float(self.average(torch.tensor(float(bool(received))))) > 0
         finally:
             signal.signal(signal.SIGINT, former)
 

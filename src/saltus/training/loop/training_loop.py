@@ -79,15 +79,16 @@ def train(
     `loss(step)` must depend on the step and the weights alone. A checkpoint holds the result of `evaluate`, with step
     and loss, under "evaluations". `on_step(step, loss)` counts from 1. `settings` identify the run. With processes
     `loss` is a process's part, whose average over them is the step's loss; all have the same weights after each step,
-    and a checkpoint, which the main one writes, is the same for any number of them. Errors: ValueError for a
-    checkpoint of another run at this path, for a damaged one, and for a loss that is not finite.
+    and a checkpoint, which the main one writes, is the same for any number of them. At Ctrl-C the step is ended and
+    saved before KeyboardInterrupt is raised. Errors: ValueError for a checkpoint of another run at this path, for a
+    damaged one, and for a loss that is not finite.
     """
     optimizers = make_optimizers(module, schedule)
     settings = settings | {
         "schedule": {key: value for key, value in asdict(schedule).items() if key != "checkpoint_steps"}
     }
     state = load_checkpoint(checkpoint_path)
-    step, seconds, curve, evaluations = 0, 0.0, [], []
+    step, seconds, curve, evaluations, first, total = 0, 0.0, [], [], 0, 0.0  # the sum of losses from step `first` on
     if state is not None:
         if state["settings"] != settings:
             raise ValueError(
@@ -99,12 +100,22 @@ def train(
             optimizer.load_state_dict(optimizer_state)
         step, seconds, curve = state["step"], state["seconds"], state["curve"]
         evaluations = state["evaluations"]
+        first, total = state.get("first", step), state.get("total", 0.0)  # older files have none
     if float(processes.average(torch.tensor(float(step)))) != step:
         raise ValueError(f"only some processes find {checkpoint_path}; all machines must share its disk")
-    began, saved, total = time.perf_counter() - seconds, step, 0.0
+    began = time.perf_counter() - seconds
     module.train()
     synchronized_loss = processes.synchronized(module, loss)
-    with processes.joint_interrupt() as raise_if_interrupted:
+
+    def save() -> None:
+        state = {"module": module.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
+        state |= {"settings": settings, "step": step, "seconds": seconds, "first": first, "total": total}
+        state |= {"curve": curve, "evaluations": evaluations}
+        if processes.is_main:
+            save_checkpoint(checkpoint_path, state)
+        processes.wait()
+
+    with processes.postponed_interrupt() as is_interrupted:
         while step < schedule.steps:
             part = synchronized_loss(step)
             optimizer_step(module, optimizers, part, schedule.learning_rate_at(step), schedule.max_grad_norm)
@@ -113,7 +124,7 @@ def train(
             step += 1
             on_step(step, step_loss)
             if step % schedule.checkpoint_steps == 0 or step == schedule.steps:
-                curve.append(total / (step - saved))
+                curve.append(total / (step - first))
                 if not math.isfinite(curve[-1]):
                     raise ValueError(
                         f"the loss is {curve[-1]} at step {step}; take a lower rate than {schedule.learning_rate}"
@@ -122,20 +133,18 @@ def train(
                 evaluations.append({"step": step, "loss": curve[-1], **metrics})
                 if by_depth:
                     evaluations[-1]["accuracy by depth"] = by_depth
-                seconds = time.perf_counter() - began
-                state = {
-                    "module": module.state_dict(),
-                    "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-                }
-                state |= {"settings": settings, "step": step, "seconds": seconds}
-                state |= {"curve": curve, "evaluations": evaluations}
-                if processes.is_main:
-                    save_checkpoint(checkpoint_path, state)
-                processes.wait()
+                first, total, seconds = step, 0.0, time.perf_counter() - began
+                save()
                 left = seconds / step * (schedule.steps - step)
                 on_checkpoint(TrainingProgress(step, schedule.steps, curve[-1], seconds, left, metrics, by_depth))
-                saved, total = step, 0.0
-            raise_if_interrupted()
+            if is_interrupted():
+                if not math.isfinite(total):
+                    raise KeyboardInterrupt
+                if first < step:
+                    seconds = time.perf_counter() - began
+                    save()
+                at = f"at step {step:,}, which is saved"
+                raise KeyboardInterrupt(f"interrupted {at}; the same command goes on from there")
     module.eval()
     return curve
 
