@@ -335,6 +335,12 @@ def test_all_files_of_an_index_come_and_other_templates(hub, ask):
     assert (folder / "additional_chat_templates" / "tool_use.jinja").exists()
 
 
+def test_a_file_of_heads_beside_the_weights_comes_too(hub, ask):
+    hub.files |= dict.fromkeys(("mtp.safetensors", "consolidated.safetensors"), hub.files["model.safetensors"])
+    folder = Path(ask("o/m", hub.server.server_port)[0])
+    assert {file.name for file in folder.glob("*.safetensors")} == {"model.safetensors", "mtp.safetensors"}
+
+
 def test_a_repository_without_weights_is_told(hub, ask):
     del hub.files["model.safetensors"]
     assert "holds no weights" in ask("o/m", hub.server.server_port)[0]

@@ -13,6 +13,7 @@ from typing import Any
 
 from saltus.loading.fetching import SourceError, as_source_errors, first_line, require_disk_space
 from saltus.loading.model_folders import (
+    HEADS_FILE,
     INDEX_FILE,
     MASK_FILE,
     PAIRWISE_CORRECTION_FILE,
@@ -155,7 +156,7 @@ def _model_files(name: str, sizes: dict[str, int]) -> list[str]:
         raise SourceError(
             f"{name} holds no weights that Transformers loads; choose a repository with safetensors files"
         )
-    beside = [file for file in (PAIRWISE_CORRECTION_FILE, MASK_FILE) if file in sizes]
+    beside = [file for file in sizes if file in (PAIRWISE_CORRECTION_FILE, MASK_FILE) or HEADS_FILE.fullmatch(file)]
     return sorted({*names, *_side_files(sizes), *beside})
 
 

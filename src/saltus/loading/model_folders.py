@@ -14,6 +14,7 @@ WEIGHT_FILE_PATTERNS = (
     re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin"),
     re.compile(r"[^/]+\.safetensors"),
 )
+HEADS_FILE = re.compile(r"(model[-_])?mtp\.safetensors")  # of heads for multi-token prediction; indices may omit it
 LAYER_COUNT = re.compile(r"(num_|n_)?((hidden|encoder|decoder)_)?layers?")  # keys of configurations
 KINDS_OF_LAYERS = re.compile(r"layer_types|layers_block_type|block_types|mlp_layer_types")  # one for each layer
 MIN_LAYER_BYTES = 100  # of a layer in a pickled file
@@ -133,7 +134,16 @@ def integer_weight(folder: Path) -> str | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold a folder's weights, safetensors first; those that an index names even if they are missing."""
+    """The files that hold a folder's weights, safetensors first; those that an index names even if they are missing.
+
+    Files of heads alone come last where they are beside the others.
+    """
+    files = _files_of_the_model(folder)
+    beside = sorted(file for file in folder.iterdir() if HEADS_FILE.fullmatch(file.name)) if files else []
+    return files + [file for file in beside if file not in files]
+
+
+def _files_of_the_model(folder: Path) -> list[Path]:
     for whole in ("model.safetensors", "pytorch_model.bin"):  # Transformers' order
         if (folder / whole).is_file():
             return [folder / whole]

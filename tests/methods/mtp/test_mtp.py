@@ -490,3 +490,24 @@ def test_heads_beside_a_text_part_are_found(checkpoint, tmp_path):
         target, network = loaded_heads(folder)
         found.append(drafted(network, network.new_kv_cache(), text, target_states(target, text)[:-1], 3))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", ["mtp.safetensors", "model_mtp.safetensors"])
+@pytest.mark.parametrize("index", ["none", "of all", "without the heads"])
+def test_heads_in_a_file_of_their_own_are_found(index, name, checkpoint, tmp_path):
+    """As GLM-4.7 is published, and as ModelOpt copies the file without listing it."""
+    folder = shutil.copytree(checkpoint("GLM-4.5"), tmp_path / "split")
+    weights = load_file(folder / "model.safetensors")
+    head = {key: weights.pop(key) for key in list(weights) if key.startswith("model.layers.2.")}
+    save_file(head, folder / name, {"format": "pt"})
+    file = "model.safetensors" if index == "none" else "model-00001-of-00001.safetensors"
+    (folder / "model.safetensors").unlink()
+    save_file(weights, folder / file, {"format": "pt"})
+    if index != "none":
+        listed = dict.fromkeys(weights, file) | (dict.fromkeys(head, name) if index == "of all" else {})
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": listed}))
+    found = []
+    for each in (checkpoint("GLM-4.5"), folder):
+        _, network = loaded_heads(each)
+        found.append(dict(network.modules[0].named_parameters()))
+    assert all(torch.equal(weight, found[1][key]) for key, weight in found[0].items())
