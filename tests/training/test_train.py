@@ -20,7 +20,7 @@ from typer.main import get_command
 
 import saltus
 from saltus.cli.app import app
-from saltus.cli.training_result import print_result
+from saltus.cli.training_result import check_result_folder, print_result
 from saltus.loading.metadata import DrafterMetadata, read_metadata, write_metadata
 from saltus.methods.assd.training.any_subset import AnySubsetTrainingTask
 from saltus.methods.assd.training.infill_texts import train_tokenizer
@@ -479,6 +479,27 @@ def test_the_files_of_something_else_are_not_replaced_by_a_result(file, recipe, 
     assert not (tmp_path / "work").exists(), "it is said before anything is read"
     said = complaint(*training(recipe, folder, teacher, tmp_path / "work", "--out", out / file))
     assert "is a file; name a folder by --out" in said
+
+
+@pytest.mark.parametrize(("before", "now"), [("model", "adapter"), ("adapter", "model")])
+def test_a_trained_model_and_an_adapter_do_not_share_a_folder(before, now, tmp_path):
+    card = {"recipe": {"kind": "jacobi", "jacobi": {"trains": before}}}
+    write_metadata(tmp_path, DrafterMetadata(before, "tiny", None, training=card))
+    check_result_folder(tmp_path, recipes.read_recipe(recipes.find_recipe("smollm2-jacobi"), [f"trains={before}"]))
+    with pytest.raises(ValueError, match="holds something else, whose files would be replaced"):
+        check_result_folder(tmp_path, recipes.read_recipe(recipes.find_recipe("smollm2-jacobi"), [f"trains={now}"]))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="where nobody can write, not even root")
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_read(recipe, folder, teacher, tmp_path):
+    work = tmp_path / "work"
+    said = complaint(*training(recipe, folder, teacher, work, "--out", "/proc/sys/drafter"))
+    assert "nothing can be written in /proc/sys (" in said
+    assert "make it writable, or name another by --out" in said
+    (tmp_path / "file").touch()
+    said = complaint(*training(recipe, folder, teacher, work, "--out", tmp_path / "file" / "out"))
+    assert f"{tmp_path / 'file'} is a file; name a folder by --out" in said
+    assert not work.exists()
 
 
 def test_a_file_of_prompts_in_place_of_training_texts_is_not_called_damaged(recipe, folder, tmp_path):

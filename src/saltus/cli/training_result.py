@@ -6,21 +6,38 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from shlex import quote
+from tempfile import TemporaryDirectory
 from typing import Any
+
+from saltus.storage.cache_files import TEMPORARY
 
 
 def check_result_folder(folder: Path, recipe: Any) -> None:
-    """Errors: ValueError for a folder with files of a model, or of a result of another kind of recipe."""
+    """Errors: ValueError for a folder that cannot be written, or with files of a model, or of a result of another kind.
+
+    One recipe's `trains=model` and `trains=adapter` are two kinds: the files of one do not replace those of the other.
+    """
     from saltus.loading.metadata import ADAPTER_CONFIG_FILE, METADATA_FILE, read_metadata
     from saltus.methods.shared.published_files import CONFIG_FILE
 
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; name a folder by --out")
+    existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not existing.is_dir():
+        raise ValueError(f"{existing} is a file; name a folder by --out")
+    try:
+        with TemporaryDirectory(dir=existing, prefix=TEMPORARY):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"nothing can be written in {existing} ({error.strerror}); make it writable, or name another by --out"
+        ) from None
     if (folder / METADATA_FILE).exists():
-        earlier = None  # if it is damaged: the cure is to train again
+        is_other = False  # if it is damaged: the cure is to train again
         with suppress(ValueError):
-            earlier = read_metadata(folder).training.get("recipe", {}).get("kind")
-        is_other = earlier not in (None, recipe.kind)
+            earlier = read_metadata(folder)
+            kind = earlier.training.get("recipe", {}).get("kind")
+            is_other = (
+                kind not in (None, recipe.kind) or getattr(recipe.settings, "trains", earlier.kind) != earlier.kind
+            )
     else:
         is_other = any((folder / name).exists() for name in (CONFIG_FILE, ADAPTER_CONFIG_FILE))
     if is_other:
