@@ -421,7 +421,7 @@ def test_the_default_model_loads_tied_in_bfloat16_and_ends_with_its_turn(default
     network = load_model("the default model", default_model)
     assert network.dtype == torch.bfloat16
     assert network.lm_head.weight is network.model.embed_tokens.weight
-    assert network.generation_config.eos_token_id == 2
+    assert network.generation_config.eos_token_id == [2, 0]  # the ends of a turn and of a text
     tokenizer = AutoTokenizer.from_pretrained(default_model)
     inputs = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
     prompt = tokenizer.apply_chat_template(inputs, add_generation_prompt=True, return_tensors="pt", return_dict=True)
