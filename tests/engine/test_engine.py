@@ -16,11 +16,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
 import saltus
+from architectures import tiny
 from conftest import TEMPLATE, space_tokenizer, tiny_llama
 from saltus.core.forward import ForwardOutputs
 from saltus.core.sampling import Sampling
+from saltus.engine import checkpoints
 from saltus.engine.calibration import measure_call_seconds
-from saltus.engine.checkpoints import require_same_vocabulary, resolve_device
+from saltus.engine.checkpoints import make_network, require_same_vocabulary, resolve_device
 from saltus.engine.request import Request
 from saltus.engine.scheduler import run_requests
 from saltus.engine.text_bounds import PromptTooLongError
@@ -534,7 +536,7 @@ def test_a_drafter_with_another_vocabulary_is_refused(engine, tiny_folder):
         saltus.load(engine.target.name, "small_model", options=other)
 
 
-def test_attention_that_overlooks_the_tree_is_found_out(tiny_folder, monkeypatch):
+def overlook_the_tree(monkeypatch):
     part = causal._sequence_rows
 
     def chain(*arguments, **settings):
@@ -544,8 +546,27 @@ def test_attention_that_overlooks_the_tree_is_found_out(tiny_folder, monkeypatch
 
     monkeypatch.setattr(causal, "_sequence_rows", chain)
     monkeypatch.setattr(causal.CausalNetwork, "_forward_prepared", lambda *_: None)
+
+
+def test_attention_that_overlooks_the_tree_is_found_out(tiny_folder, monkeypatch):
+    overlook_the_tree(monkeypatch)
     with refused("a tree of tokens gets other logits"):
         saltus.load(str(tiny_folder()))
+
+
+def test_a_router_that_takes_another_expert_by_rounding_is_no_wrong_attention(monkeypatch):
+    """With these weights one of three rows has another expert in bfloat16, and half of its logits' spread is off."""
+    assert isinstance(make_network(tiny("Mixtral", 10).bfloat16(), "tiny"), causal.CausalNetwork)
+    monkeypatch.setattr(checkpoints, "MAX_OTHER_TEXTS", 0)
+    with refused("a tree of tokens gets other logits"):
+        make_network(tiny("Mixtral", 10).bfloat16(), "tiny")
+
+
+@pytest.mark.parametrize("seed", [0, 10])
+def test_attention_that_overlooks_the_tree_is_found_out_in_mixtures_of_experts(seed, monkeypatch):
+    overlook_the_tree(monkeypatch)
+    with refused("a tree of tokens gets other logits"):
+        make_network(tiny("Mixtral", seed).bfloat16(), "tiny")
 
 
 def test_attention_that_is_not_ours_is_found_out(tiny_folder, monkeypatch):
