@@ -5,7 +5,7 @@ import gzip
 import pytest
 
 from saltus.engine.prompts import Conversation, read_prompts
-from saltus.engine.text_files import read_jsonl, read_text, typed_text
+from saltus.engine.text_files import read_jsonl, read_text, separate_texts, typed_text
 
 
 @pytest.mark.parametrize(
@@ -54,3 +54,8 @@ def test_json_lines_have_their_numbers_though_some_are_empty(tmp_path):
     file.write_text("{}\n{\n")
     with pytest.raises(ValueError, match=r"rows\.jsonl, line 2: this is not JSON .*; write one JSON object a line"):
         [*read_jsonl(file)]
+
+
+def test_a_plain_text_has_empty_lines_or_marks_between_its_texts():
+    assert separate_texts("\n one\ntwo \n \n\n\nthree<|endoftext|>four\n") == ["one\ntwo", "three", "four"]
+    assert separate_texts(" \n\n") == []

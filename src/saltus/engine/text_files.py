@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import sys
 import zlib
 from collections.abc import Iterator
@@ -45,6 +46,11 @@ def read_text(file: Path) -> str:
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
     return text.replace("\r\n", "\n")
+
+
+def separate_texts(text: str) -> list[str]:
+    """The texts of a plain text, between which there are empty lines or `<|endoftext|>`."""
+    return [part.strip() for part in re.split(r"<\|endoftext\|>|\n\s*\n", text) if part.strip()]
 
 
 def parse_jsonl(text: str, name: str) -> Iterator[tuple[str, Any]]:

@@ -221,6 +221,17 @@ def test_texts_of_a_data_set_are_tokenized_and_mixed_with_the_teacher_s(folder, 
     assert "were tokenized for" in said
 
 
+def test_a_plain_text_has_empty_lines_between_its_texts(folder, tmp_path):
+    file, data = tmp_path / "stories.txt", tmp_path / "data"
+    file.write_text("the cat sat\non the mat\n\n\nthe dog sat on the log\n")
+    saltus_("collect", "data", "-f", file, "-m", folder, "--out", data)
+    tokenizer = saltus.load(str(folder), "plain").tokenizer
+    texts = [[*one.prompt, *one.completion] for one in read_teacher_texts(data)]
+    assert texts == [tokenizer.encode(text) for text in ("the cat sat\non the mat", "the dog sat on the log")]
+    file.write_text("\n\n")
+    assert "write texts with empty lines between them" in complaint("collect", "data", "-f", file, "--out", data)
+
+
 @pytest.mark.parametrize(
     "row", ['{"prompt": "a"}', '{"messages": [{"role": "user", "content": "a"}]}', "[1]", "{", '{"text": ""}']
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 from saltus.engine.encoding import answer_end_token, tokens_after_prompt
 from saltus.engine.engine import Engine
-from saltus.engine.text_files import read_jsonl
+from saltus.engine.text_files import read_jsonl, read_text, separate_texts
 from saltus.loading.model_identity import model_fingerprint
 from saltus.training.data.teacher_texts import METADATA_FILE, read_metadata, save_shard
 from saltus.training.loop.checkpoint import write_atomically
@@ -20,7 +20,12 @@ FORMS = '"prompt" and "completion", "messages" that end with the assistant\'s, o
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The objects of JSON lines. Errors: ValueError that names the file and the line."""
+    """The objects of JSON lines, or (.txt) the texts between empty lines. Errors: ValueError, which names the place."""
+    if file.suffix == ".txt":
+        rows = [{"text": text} for text in separate_texts(read_text(file))]
+        if not rows:
+            raise ValueError(f"{file} holds no texts; write texts with empty lines between them")
+        return rows
     rows = []
     for location, row in read_jsonl(file):
         if not isinstance(row, dict) or not _parts(row):

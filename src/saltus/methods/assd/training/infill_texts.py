@@ -6,7 +6,6 @@ import ast
 import csv
 import json
 import math
-import re
 import textwrap
 import warnings
 from collections import deque
@@ -16,6 +15,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+
+from saltus.engine.text_files import separate_texts
 
 SPECIAL_TOKENS = ["<pad>", "<bos>", "<eos>", "<mask>", "<blank>"]
 PAD, BOS, EOS, MASK, BLANK = range(len(SPECIAL_TOKENS))
@@ -46,7 +47,7 @@ def read_stories(file: Path) -> list[str]:
             for rows in documents.values()
             for start in range(0, len(rows), SENTENCES_PER_STORY)
         ]
-    parts = re.split(r"<\|endoftext\|>|\n\s*\n", file.read_text(encoding="utf-8", errors="ignore"))
+    parts = separate_texts(file.read_text(encoding="utf-8", errors="ignore"))
     return [" ".join(part.split()) for part in parts if len(part.split()) >= 8]
 
 
