@@ -314,7 +314,7 @@ GOLDEN = [4.37641382240214, 0.6055780813864257, 0.3537495346238895, 0.3450601634
 
 @pytest.mark.unchecked
 def test_a_coupling_that_does_not_exist_and_a_negative_position_are_refused():
-    with pytest.raises(ValueError, match="coupling is maximal, but must be one of probability, token-order, gumbel"):
+    with pytest.raises(ValueError, match="coupling is 'maximal', but must be one of probability, token-order, gumbel"):
         Sampling(1.0, coupling="maximal")
     with pytest.raises(ValueError, match="position -3, but positions start at 0"):
         Noise(0).of_tokens("text", -3, 10)

@@ -124,6 +124,20 @@ def test_with_another_value_it_is_refused(server, route, field):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(field)))
 
 
+def test_a_long_wrong_value_is_not_repeated_whole(server):
+    given = [{"y" * 10**5: 1}, {"prompt": [10**4000]}, {"stop_token_ids": [10**4000]}, {"logit_bias": {"9" * 4000: 1}}]
+    for fields in given:
+        answer = httpx.post(server[1] + COMPLETION, json={"prompt": PROMPT, **fields})
+        error = answer.json()["error"]
+        assert answer.status_code == 400, error
+        assert len(error["message"]) <= 1003, error
+        assert len(error["param"] or "") <= 100
+    assert (
+        "is not supported; leave it out"
+        in httpx.post(server[1] + COMPLETION, json={"prompt": PROMPT, **given[0]}).json()["error"]["message"]
+    )
+
+
 @pytest.mark.parametrize("route", [CHAT, COMPLETION, RESPONSE, "/infill", "/tokenize"])
 @pytest.mark.parametrize("times", [600, 10**6])  # in tokens too long, and so long that it is not tokenised
 def test_a_prompt_that_is_too_long_has_openais_code(server, route, times):

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import get_args
 
 import numpy as np
@@ -22,10 +24,12 @@ from torch import Tensor
 from saltus.core.penalties import penalised
 from saltus.core.picking import DEFAULT_COUPLING, Coupling, Distribution, one_hot
 from saltus.core.truncation import min_p, top_k, top_p
+from saltus.core.value_types import short_repr
 from saltus.kernels import native
 
 MAX_BIAS = 1e30  # of a logit, and of a penalty either way; more would be infinite in float32
 MAX_TEMPERATURE = 1e30  # an infinite float32 would make NaN of the −∞ of banned tokens, which could then be picked
+MAX_TOKEN = 2**31 - 1  # the greatest id or index, far beyond those of any model
 MIN_TEMPERATURE = 1e-6  # below it only the likeliest token has a probability in float32, and a division may overflow
 
 
@@ -57,7 +61,7 @@ class Sampling:
     def __post_init__(self) -> None:
         def check(holds: bool, name: str, cure: str) -> None:
             if not holds:
-                raise ValueError(f"{name} is {getattr(self, name)}, but {cure}")
+                raise ValueError(f"{name} is {short_repr(getattr(self, name))}, but {cure}")
 
         warm = 0 <= self.temperature <= MAX_TEMPERATURE
         check(warm, "temperature", f"must be 0 (greedy) or a positive number of at most {MAX_TEMPERATURE:g}")
@@ -71,16 +75,22 @@ class Sampling:
         for name in ("presence_penalty", "frequency_penalty"):
             finite = abs(getattr(self, name)) <= MAX_BIAS
             check(finite, name, f"must be a number in ±{MAX_BIAS:g}; use 0 to switch it off")
-        check(all(token >= 0 for token, _ in self.logit_bias), "logit_bias", "token ids start at 0")
         low = all(bias <= MAX_BIAS for _, bias in self.logit_bias)
         check(low, "logit_bias", f"a bias must be a number of at most {MAX_BIAS:g}")
         for name in ("no_repeat_ngram_size", "min_new_tokens"):
             check(getattr(self, name) >= 0, name, "must be 0 (off) or a number of tokens")
         check(self.coupling in get_args(Coupling), "coupling", f"must be one of {', '.join(get_args(Coupling))}")
-        check(min(self.banned, default=0) >= 0, "banned", "token ids start at 0; remove the negative ones")
-        check(min(self.end_tokens, default=0) >= 0, "end_tokens", "token ids start at 0; remove the negative ones")
+        self._check_tokens("banned", self.banned)
+        self._check_tokens("end_tokens", self.end_tokens)
+        self._check_tokens("logit_bias", [token for token, _ in self.logit_bias])
         for name in ("forced_at_index", "banned_at_index", "hole_end_tokens"):
-            check(min(map(min, getattr(self, name)), default=0) >= 0, name, "indices and token ids start at 0")
+            self._check_tokens(name, [*chain(*getattr(self, name))])
+
+    def _check_tokens(self, name: str, found: Sequence[int]) -> None:
+        if (wrong := next((each for each in found if not 0 <= each <= MAX_TOKEN), None)) is not None:
+            raise ValueError(
+                f"{name} has {short_repr(wrong)}, but ids and indices of tokens lie in 0…{MAX_TOKEN}; remove it"
+            )
 
     @property
     def greedy(self) -> bool:

@@ -26,10 +26,14 @@ def typed_value(value: Any, hint: Any, name: str) -> Any:
     except OverflowError:  # of a whole number that is no float
         found = _UNFIT
     if found is _UNFIT:
-        shown = " ".join(repr(value).split())
-        shown = shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}…"
-        raise ValueError(f"{name} is {shown}, but must be {described(hint)}")
+        raise ValueError(f"{name} is {short_repr(value)}, but must be {described(hint)}")
     return found
+
+
+def short_repr(value: Any) -> str:
+    """A wrong value for an error message: its repr in one line, cut where it is long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
 
 
 def with_checked_types(function: Function) -> Function:

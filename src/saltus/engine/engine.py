@@ -10,7 +10,7 @@ from typing import Any, Unpack, overload
 
 from saltus.core.constraint import Constraint
 from saltus.core.noise import Noise
-from saltus.core.value_types import with_checked_types
+from saltus.core.value_types import short_repr, with_checked_types
 from saltus.engine.checkpoints import Checkpoint
 from saltus.engine.decoder import (
     Decoder,
@@ -324,7 +324,8 @@ class Engine:
         self.target.check_sampling(request.sampling)
         if grammar is not None:
             if not isinstance(grammar, MakesConstraint):
-                raise ValueError(f"grammar is {grammar!r}, but must be a saltus.Grammar, such as Grammar.regex(…)")
+                given = short_repr(grammar)
+                raise ValueError(f"grammar is {given}, but must be a saltus.Grammar, such as Grammar.regex(…)")
             if ignore_eos:
                 raise ValueError("ignore_eos and a grammar contradict each other: a complete text has to end")
             request.constraint = grammar.constraint(self.tokenizer, stopping, tokens)

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypedDict, TypeVar, get_type_hints
 
 from saltus.core.picking import Coupling
 from saltus.core.sampling import Sampling
-from saltus.core.value_types import hints_of, typed_value
+from saltus.core.value_types import hints_of, short_repr, typed_value
 from saltus.engine.grammar import Grammar
 from saltus.engine.infill_template import InfillLayout
 from saltus.engine.request import CallRecord, Request
@@ -73,7 +73,7 @@ def make_sampling(settings: Mapping[str, Any], known: type[Any]) -> Sampling:
         if name not in ours:
             near = difflib.get_close_matches(name, [*get_type_hints(known), *ours], n=1)
             offer = f"did you mean {near[0]}?" if near else "see saltus.Settings"
-            raise ValueError(f"there is no setting {name!r}; {offer}")
+            raise ValueError(f"there is no setting {short_repr(name)}; {offer}")
         if name == "logit_bias" and isinstance(value, Mapping):
             value = [(int(key) if _is_number(key) else key, bias) for key, bias in value.items()]
         checked[name] = typed_value(value, ours[name], name)

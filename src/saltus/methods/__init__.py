@@ -18,7 +18,7 @@ from saltus.core.noise import Noise
 from saltus.core.protocols import Drafter, Network
 from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
-from saltus.core.value_types import hints_of, typed_value
+from saltus.core.value_types import hints_of, short_repr, typed_value
 from saltus.models.protocols import TargetNetwork
 
 log = logging.getLogger("saltus")
@@ -129,7 +129,7 @@ def _make_method(name: str, fields: Mapping[str, Any]) -> Method:
         if name.startswith(PUBLISHED_DRAFTERS):
             raise ValueError(f"{name!r} is a kind of draft model of the method ptp; take ptp with ptp.model=FOLDER")
         offer = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ValueError(f"unknown method {name!r}; {offer}there are {AUTO}, {_listed()}")
+        raise ValueError(f"unknown method {short_repr(name)}; {offer}there are {AUTO}, {_listed()}")
     if not isinstance(fields, Mapping):
         raise ValueError(f"the options of {name} are {fields!r}, but must be a dict of its fields")
     method = available_methods()[name]

@@ -7,6 +7,7 @@ from typing import Any
 
 from saltus.engine.scheduled_request import is_out_of_memory
 
+MAX_MESSAGE, MAX_PARAM = 1000, 100  # characters; what a request has wrong may be longer
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -21,8 +22,11 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        if len(message) > MAX_MESSAGE:  # what is wrong stands at the beginning, the cure at the end
+            message = f"{message[: MAX_MESSAGE // 2]} … {message[-MAX_MESSAGE // 2 :]}"
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.code = status, message, code
+        self.param = None if param is None else param[:MAX_PARAM]
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
