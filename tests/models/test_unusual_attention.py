@@ -38,6 +38,22 @@ def test_attention_that_the_cache_would_get_wrong_is_refused(name, changes, said
     assert said in complaint(random_model(name, **changes))
 
 
+LATER = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16, "mlp_layer_types": ["dense"] * 2}
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "same"), [("sliding_windows", [8, None], [16, None]), ("swiglu_limits", [0, 7.0], [None, 0])]
+)
+def test_settings_of_later_versions_that_transformers_ignores_are_refused(setting, value, same, monkeypatch):
+    """K-EXAONE 2.0: where a later Transformers reads the setting, its layers run."""
+    assert f"ignores its {setting}" in complaint(random_model("ExaoneMoe", **LATER, **{setting: value}))
+    model = random_model("ExaoneMoe", **LATER, **{setting: same})
+    assert make_network(model, "tiny").compute_path == "native"
+    monkeypatch.setattr(transformers.ExaoneMoeConfig, setting, None, raising=False)
+    model = random_model("ExaoneMoe", **LATER, **{setting: value})
+    assert make_network(model, "tiny").compute_path == "transformers"
+
+
 def test_rotary_angles_by_length_in_some_layers_are_refused():
     rope = {
         "full_attention": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},

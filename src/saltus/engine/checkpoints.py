@@ -37,7 +37,7 @@ from saltus.loading.sources import resolve
 from saltus.methods.assd.network import ANY_SUBSET, AnySubsetNetwork, load_pairwise_correction
 from saltus.methods.assd.xlnet import XlnetNetwork
 from saltus.methods.shared.adapter_files import load_adapter
-from saltus.models.architectures import describe_decoder, why_not_described
+from saltus.models.architectures import describe_decoder, ignored_setting, why_not_described
 from saltus.models.causal import CausalNetwork
 from saltus.models.cpu.native_decoder import supports_native_decoder
 from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
@@ -277,7 +277,7 @@ def make_network(model: Any, name: str, exact: bool = True, max_draft_tokens: in
         return CausalNetwork(model, exact, FixedShapeSettings.for_max_draft_tokens(max_draft_tokens))
     if model.config.model_type == "xlnet":
         return XlnetNetwork(model, exact)
-    why = _why_no_states(model)
+    why = _why_no_layers(model)
     if why is None:
         with torch.inference_mode(), silence_transformers():
             try:
@@ -399,8 +399,10 @@ def context_length_of(model: Any) -> int | None:
     return max(length, int(unscaled * rope.get("factor", 1)))
 
 
-def _why_no_states(model: Any) -> str | None:
-    """Why layers that keep a state cannot be had: Transformers' own cannot read a tree. None: they can, or are not."""
+def _why_no_layers(model: Any) -> str | None:
+    """Why layers cannot be had, such as Transformers' own that keep a state and read no tree. None: they can."""
+    if setting := ignored_setting(model):
+        return f"this version of Transformers ignores its {setting}, and texts would be wrong"
     if describe_decoder(model) is None and (others := sorted(kinds_of_layers(model) & OTHER_KEYS)):
         return f"its {others[0]} layers attend to other keys than those of the text"
     kinds = recurrent_layer_types(model)

@@ -17,7 +17,14 @@ LLAMA_DECODERS = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", 
 
 
 class NotDescribed(ValueError):
-    """A configuration asks for something that descriptions do not say; Transformers' layers compute it."""
+    """A configuration asks for something that descriptions do not say; Transformers' layers compute it.
+
+    A `setting` that Transformers' class for the configuration does not list is computed by nothing.
+    """
+
+    def __init__(self, what: str, setting: str = "") -> None:
+        super().__init__(what)
+        self.setting = setting
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,13 @@ def why_not_described(model: Any) -> str | None:
     return str(found) if isinstance(found, NotDescribed) else None
 
 
+def ignored_setting(model: Any) -> str | None:
+    """A setting of a model's configuration that neither its file nor Transformers reads; None if there is none."""
+    found = _description(model)
+    setting = found.setting if isinstance(found, NotDescribed) else ""
+    return setting if setting and not hasattr(type(model.config.get_text_config()), setting) else None
+
+
 def _description(model: Any) -> DecoderDescription | NotDescribed | None:
     config = model.config.get_text_config()
     found = find_architecture(config.model_type)

@@ -4,7 +4,7 @@ from typing import Any
 
 from saltus.models.architectures.deepseek_v3 import deepseek_expert_counts
 from saltus.models.common_layers import deepseek_mlp, head_norms, llama_attention, llama_decoder, llama_layer
-from saltus.models.decoder_description import Angles, DecoderDescription
+from saltus.models.decoder_description import Angles, DecoderDescription, NotDescribed
 from saltus.models.gguf_architecture import (
     SIGMOID,
     GgufArchitecture,
@@ -21,6 +21,11 @@ CLASSES = {"ExaoneMoeForCausalLM"}
 
 def describe(config: Any) -> DecoderDescription:
     """See saltus.models.architectures."""
+    windows, limits = (getattr(config, name, None) or () for name in ("sliding_windows", "swiglu_limits"))
+    if {window for window in windows if window} - {config.sliding_window}:
+        raise NotDescribed("sliding windows of several lengths", "sliding_windows")
+    if any(limits):
+        raise NotDescribed("limits of gates", "swiglu_limits")
     layers = []
     for layer, kind in enumerate(config.layer_types):
         angles = Angles() if config.sliding_window is None or kind == "sliding_attention" else None
