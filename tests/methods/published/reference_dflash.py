@@ -19,7 +19,8 @@ LAYERS = {
 }  # fmt: skip
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 CONVOLVED = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
-RANK = 6
+RANK, STATE = 6, 10
+DOMINO = ("prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0", "embed_proj.0.weight", "embed_proj.2.weight")
 TOKENS = torch.cat([torch.arange(50, 200), torch.arange(3, 20)])  # of a cut vocabulary; not ascending
 
 
@@ -61,16 +62,22 @@ def block_drafter(folder: Path, kind: str, layers: dict | None = None, **changes
         head |= {"mix_l": (RANK, 5, 5), "mlp_down.weight": (RANK, 2 * RANK)}
         head |= {f"mlp_{name}.weight": (2 * RANK, RANK) for name in ("gate", "up")}
         sizes |= {f"refiner_head.{name}": size for name, size in head.items()}
+    if kind == "domino":
+        named = {"logits_correction_emb_dim": RANK} if cut else {"emb_dim": RANK, "projector_type": "domino"}
+        given = named | {"gru_hidden_dim": STATE, "pure_draft_prefix_len": 1} | given
+        sizes |= {"prefix_gru.weight_ih_l0": (3 * STATE, HIDDEN), "prefix_gru.weight_hh_l0": (3 * STATE, STATE)}
+        sizes |= {"embed_proj.0.weight": (RANK, HIDDEN + STATE), "embed_proj.2.weight": (drafted, RANK)}
     weights = {name: 0.3 * torch.randn(size) + ("norm" in name) for name, size in sizes.items()}
     weights["lm_head.weight"] = torch.randn(drafted, HIDDEN)
     saved = dict(weights)
     if cut:  # the format of speculators
+        saved = {f"logits_correction.{name}" if name in DOMINO else name: weight for name, weight in saved.items()}
         saved |= {"d2t": TOKENS - torch.arange(len(TOKENS)), "t2d": torch.isin(torch.arange(VOCABULARY), TOKENS)}
         given["aux_hidden_state_layer_ids"] = [layer + 1 for layer in given.pop("target_layer_ids")]
         config = {"speculators_model_type": kind, "transformer_layer_config": layers} | given
     else:
         name = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel",
-                "xpress": "Qwen3XPressModel"}[kind]  # fmt: skip
+                "xpress": "Qwen3XPressModel", "domino": "DominoDraftModel"}[kind]  # fmt: skip
         saved = {_xpress_name(each): weight for each, weight in saved.items()}
         config = layers | {"architectures": [name], "dflash_config": given}
     folder.mkdir(exist_ok=True)
@@ -186,6 +193,15 @@ class PlainBlock:
         x = rows[last] + sum(head["mix_l"][:, last, j] * rows[j] for j in range(last + 1))
         gate, up = head["mlp_gate.weight"] @ x, head["mlp_up.weight"] @ x
         return head["readout.weight"] @ (x + head["mlp_down.weight"] @ (gate * gate.sigmoid() * up))
+
+    def prefix_bias(self, state, tokens):
+        """Domino's: what the tokens from the last decided one on add to the logits, by torch's own GRU."""
+        by_token, by_state, first, second = (self.w[name] for name in DOMINO)
+        gru = torch.nn.GRU(HIDDEN, STATE, bias=False, dtype=torch.float64)
+        gru.load_state_dict({"weight_ih_l0": by_token, "weight_hh_l0": by_state})
+        with torch.no_grad():
+            read = gru(self.embeddings[torch.tensor(tokens)])[1][0]
+        return second @ torch.nn.functional.silu(first @ torch.cat([state, read]))
 
     def pair_score(self, state, left):
         """DFlash 2's selector."""

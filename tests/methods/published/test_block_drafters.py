@@ -1,4 +1,4 @@
-"""Drafters of DFlash's family compute what their weights say: windows and causal blocks, DSpark, DFlash 2."""
+"""Drafters of DFlash's family compute what their weights say: windows and causal blocks, heads after the layers."""
 
 import json
 
@@ -31,6 +31,9 @@ VARIANTS = {  # kind, settings of layers, other settings; causal and window of e
     "XPress": ("xpress", {}, {}, (False, False), (None, None)),
     "XPress, cut": ("xpress", {}, CUT, (False, False), (None, None)),
     "XPress, cut, from the anchor": ("xpress", {}, CUT | {"sample_from_anchor": True}, (False, False), (None, None)),
+    "Domino": ("domino", {}, {"shift_label": True}, (False, False), (None, None)),
+    "Domino, long prefix": ("domino", WINDOWS, {"pure_draft_prefix_len": 3}, (True, False), (6, None)),
+    "Domino, cut": ("domino", {}, CUT, (False, False), (None, None)),
 }
 
 
@@ -51,7 +54,8 @@ def asked(tmp_path, variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_published_drafter_computes_what_its_weights_say(tmp_path, variant):
     plain, outputs, hidden, last = asked(tmp_path, variant)
-    anchor = variant.startswith("DSpark") or variant in ("llama3", "XPress, cut, from the anchor")
+    from_anchor = ("llama3", "XPress, cut, from the anchor", "Domino", "Domino, cut")
+    anchor = variant.startswith("DSpark") or variant in from_anchor
     block = 4 if variant == "DFlash 2, full" else 5
     logits, last_states = plain.block(hidden, last, block - 1)
     first = 0 if anchor else 1
@@ -74,9 +78,11 @@ def test_a_published_drafter_computes_what_its_weights_say(tmp_path, variant):
         path = [*path, left] if position else path
         if variant.startswith("XPress"):
             row = row + plain.refinement(all_states, path[1:] if anchor else path)
+        if variant.startswith("Domino") and position >= (3 if "long" in variant else 1):
+            row = row + plain.prefix_bias(last_states[position], path[1:])
         ids, values, _ = predictions.candidates(position, path)
         columns = [TOKENS.tolist().index(each) for each in ids] if "cut" in variant else ids
-        if variant.startswith("XPress"):  # of the tokens that are likely before
+        if variant.startswith(("XPress", "Domino")):  # of the tokens that are likely before
             kept = set(columns)
             assert kept >= set(expected[position].topk(3).indices.tolist())
         best = max(kept, key=lambda column: float(row[column]))
@@ -94,7 +100,7 @@ def test_in_a_text_of_one_token_the_token_before_it_is_itself(tmp_path):
     assert not np.array_equal(found, predictions.candidates(1, [11, last, 60])[1])
 
 
-@pytest.mark.parametrize("variant", ["windows", "DSpark, gated", "DFlash 2", "XPress"])
+@pytest.mark.parametrize("variant", ["windows", "DSpark, gated", "DFlash 2", "XPress", "Domino"])
 def test_each_text_of_a_batch_has_the_bits_that_it_has_alone(tmp_path, variant):
     kind, layers, changes, _, _ = VARIANTS[variant]
     block_drafter(tmp_path, kind, layers, **changes)
@@ -136,7 +142,11 @@ def test_confidence_is_the_chance_of_the_first_token(tmp_path):
         ("xpress", {"block_size": 4}, r"mix.L is \(6, 5, 5\), but must be \(6, 4, 4\)"),
         ("dflash", {"use_gemma_norm": True}, "norms of Gemma"),
         ("dflash", {"is_neox_style": False}, "rotary embeddings of neighbouring numbers"),
-        ("dflash", {"projector_type": "domino"}, "no drafter that Saltus knows"),
+        ("dflash", {"projector_type": "lilicorr"}, "no drafter that Saltus knows"),
+        ("domino", {"gru_hidden_dim": 4}, r"embed_proj.0.weight is \(6, 42\), but must be \(6, 36\)"),
+        ("domino", {"emb_dim": None}, "emb_dim is None"),
+        ("domino", {"pure_draft_prefix_len": "1"}, "pure_draft_prefix_len is '1'"),
+        ("domino", {"pure_draft_prefix_len": -1}, "pure_draft_prefix_len is -1"),
     ],
 )
 def test_what_is_not_computed_is_refused_in_a_line(tmp_path, kind, changes, said):

@@ -29,6 +29,7 @@ from saltus.server.service import Service
 EXAMPLES: dict[str, Callable[[Path], object]] = {
     "dflash": lambda folder: published_folder(folder, "flat"),
     "dflash2": lambda folder: block_drafter(folder, "dflash2", WINDOWS),
+    "domino": lambda folder: block_drafter(folder, "domino"),
     "dspark": lambda folder: block_drafter(folder, "dspark"),
     "eagle3": lambda folder: published_head(folder),
     "gemma4_assistant": lambda folder: published_assistant(folder),
@@ -137,6 +138,7 @@ def test_a_target_that_is_no_name_draws_no_warning(tmp_path, table, caplog):
 def test_a_drafter_of_no_form_is_refused_in_a_line(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"speculators_model_type": "medusa"}))
     with pytest.raises(
-        ValueError, match="no drafter that Saltus knows \\('medusa'\\); the forms are dflash, dflash2, dspark, eagle3"
+        ValueError,
+        match="no drafter that Saltus knows \\('medusa'\\); the forms are dflash, dflash2, domino, dspark, eagle3",
     ):
         load(tmp_path)

@@ -10,7 +10,6 @@ passes; here each node of the draft tree has the exact correction of its own pat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,13 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
+from saltus.methods.published.block_predictor import BlockPredictor
 from saltus.methods.published.dflash_files import load_published, read_shape
-from saltus.methods.published.dflash_model import DFlashModel
 from saltus.methods.published.dflash_network import DFlashNetwork
-from saltus.methods.shared.draft_tree import LikelyTokens, PathLogits, PositionPredictions
+from saltus.methods.shared.draft_tree import LikelyTokens, PathLogits
 from saltus.methods.shared.drafter_files import embeddings_of
 from saltus.methods.shared.logit_correction import TableRows
 from saltus.methods.shared.published_files import read_config
-from saltus.methods.shared.row_candidates import rows_likely_tokens
 from saltus.models.packed_decoder import check_sizes
 from saltus.models.protocols import TargetNetwork
 
@@ -70,20 +68,7 @@ def load_network(folder: Path, target: TargetNetwork, target_name: str) -> DFlas
     model, weights, order = load_published(folder, target.model, target_name, KIND, shape, more=more)
     head = {name.removesuffix(".weight"): weights[published] for name, published in names.items()}
     head["readout"] = head["readout"][order]
-    return DFlashNetwork(model, target, predictor=Predictor(model), refiner=BlockRefiner(head, shape.from_anchor))
-
-
-@dataclass
-class Predictor:
-    """The predictions of a block before they are corrected."""
-
-    model: DFlashModel
-
-    def __post_init__(self) -> None:
-        self.token_ids = self.model.tokens.cpu().numpy()
-
-    def __call__(self, logits: Tensor, hidden_states: Tensor) -> PositionPredictions:
-        return PositionPredictions(rows_likely_tokens(logits), self.token_ids, reads_uniforms=False)
+    return DFlashNetwork(model, target, predictor=BlockPredictor(model), refiner=BlockRefiner(head, shape.from_anchor))
 
 
 class BlockRefiner:
