@@ -284,6 +284,17 @@ def test_a_short_grammar_of_a_long_text_takes_little_work(engine):
     assert choice.num_allowed([], tokens := engine.tokenizer(words[-1]).input_ids) == len(tokens)
 
 
+@pytest.mark.parametrize("method", ["plain", "lookup"])
+def test_a_stop_token_ends_a_complete_text_alone_and_an_error_names_one_that_a_grammar_needs(engine, method):
+    (letter,) = engine.tokenizer("a", add_special_tokens=False).input_ids
+    settings = {"method": method, "max_new_tokens": 12, "stop_token_ids": [letter]}
+    ended = engine.generate(PROMPT, grammar=Grammar.regex("(b|ca?){4}"), logit_bias={letter: 100}, **settings)
+    assert (ended.tokens[-1], ended.finish_reason) == (letter, "stop")
+    assert re.fullmatch("[bc]{4}", ended.text)
+    with pytest.raises(ValueError, match=rf"cannot be followed: .*, or leave {letter} out of stop_token_ids: they end"):
+        engine.generate(PROMPT, grammar=Grammar.regex("bab"), **settings)
+
+
 def test_a_grammar_needs_an_end(engine):
     with pytest.raises(ValueError, match="contradict"):
         engine.generate(PROMPT, grammar=GRAMMARS["choice"][0], ignore_eos=True)

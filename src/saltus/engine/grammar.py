@@ -94,21 +94,33 @@ class Grammar:
             raise ValueError("a text with a grammar has to end, but no token ends it; give stop_token_ids")
         compile_anew = partial(_matcher, self.definition, tokenizer, ends)
         compiled = _compile(self.definition, tokenizer, ends)
-        return GrammarConstraint(compiled.deep_copy(), compile_anew, _grammar_tokenizer(tokenizer, ends), ends)
+        words = ends.difference(_plain_text(tokenizer).special_token_ids)  # by stop_token_ids
+        return GrammarConstraint(compiled.deep_copy(), compile_anew, _grammar_tokenizer(tokenizer, ends), ends, words)
 
 
 class GrammarConstraint:
     """A grammar and how far a text has come in it.
 
+    `end_words` are end tokens that are no special tokens: a grammar may have their characters, but they only end texts.
     Matchers have limits, and what has once been looked at counts, also wrong drafts, and other texts of a matcher that
     was copied. At a limit a matcher is in error or refuses any text. So a text is an error only if it is one for a
     matcher that has looked at nothing else.
     """
 
     def __init__(
-        self, matcher: Any, compile_anew: Callable[[], Any], tokenizer: Any, end_tokens: frozenset[int]
+        self,
+        matcher: Any,
+        compile_anew: Callable[[], Any],
+        tokenizer: Any,
+        end_tokens: frozenset[int],
+        end_words: frozenset[int] = frozenset(),
     ) -> None:
         self.matcher, self.compile_anew = matcher, compile_anew
+        self.end_words, self.cannot_follow = sorted(end_words), CANNOT_FOLLOW
+        if end_words:
+            self.cannot_follow += (
+                f", or leave {_listed(self.end_words)} out of stop_token_ids: they end complete texts alone"
+            )
         self.tokenizer, self.end_tokens = tokenizer, end_tokens
         self.read: list[int] = []  # by the matcher
 
@@ -143,15 +155,17 @@ class GrammarConstraint:
         if self._has_ended(text):
             return None
         if not self._go_to(text):
-            raise ValueError(CANNOT_FOLLOW)
+            raise ValueError(self.cannot_follow)
         bits = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
         allowed = np.unpackbits(bits, count=self.tokenizer.vocab_size, bitorder="little").astype(bool)
+        if self.end_words and not self.matcher.is_accepting():
+            allowed[self.end_words] = False
         places = np.flatnonzero(allowed)
         # A single token that llguidance asks for may be one that it then refuses, but for the end.
         refusable = len(places) == 1 and not self.matcher.is_stopped()
         if not len(places) or (refusable and not self.matcher.validate_tokens(places.tolist())):
-            raise ValueError(CANNOT_FOLLOW)
+            raise ValueError(self.cannot_follow)
         return allowed
 
     def _num_allowed(self, text: Sequence[int], tokens: Sequence[int]) -> int:
@@ -203,6 +217,11 @@ class GrammarConstraint:
     def _check(self) -> None:
         if self.matcher.is_error():
             raise ValueError(f"the grammar is too complex: {first_line(self.matcher.get_error())}")
+
+
+def _listed(tokens: Sequence[int]) -> str:
+    """The first of some tokens, for an error message."""
+    return ", ".join(map(str, tokens[:3])) + ", …" * (len(tokens) > 3)
 
 
 @lru_cache(maxsize=32)
