@@ -10,6 +10,7 @@ from reference_eagle import LLAMA3, YARN
 from test_ptp import question, states
 
 from conftest import tiny_llama
+from quantised_models import CASES, write_quantised
 from saltus.engine.target_drafters import load_drafter_for_target
 from saltus.methods.shared.draft_tree import Likeliest, likely_paths
 from saltus.models.causal import CausalNetwork
@@ -128,6 +129,20 @@ def test_confidence_is_the_chance_of_the_first_token(tmp_path):
     assert starts
 
 
+@pytest.mark.parametrize("case", ["modelopt nvfp4", "fp8"])
+def test_quantised_drafters_have_the_numbers_that_their_tensors_stand_for(tmp_path, case):
+    settings, writer, _ = CASES[case]
+    block_drafter(tmp_path / "drafter", "dspark")
+    write_quantised(tmp_path / "drafter", settings, writer, tmp_path / "meant", lambda name: "mlp" in name)
+    target = CausalNetwork(tiny_llama(num_hidden_layers=4))
+    found, meant = (
+        dict(load_drafter_for_target(f"drafter:{tmp_path / each}", target, "tiny").model.named_parameters())
+        for each in ("drafter", "meant")
+    )
+    assert found.keys() == meant.keys()
+    assert all(torch.equal(weight, meant[name]) for name, weight in found.items())
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "said"),
     [
@@ -142,7 +157,11 @@ def test_confidence_is_the_chance_of_the_first_token(tmp_path):
         ("xpress", {"block_size": 4}, r"mix.L is \(6, 5, 5\), but must be \(6, 4, 4\)"),
         ("dflash", {"use_gemma_norm": True}, "norms of Gemma"),
         ("dflash", {"is_neox_style": False}, "rotary embeddings of neighbouring numbers"),
-        ("dflash", {"projector_type": "lilicorr"}, "no drafter that Saltus knows"),
+        (
+            "dflash",
+            {"projector_type": "lilicorr"},
+            r"no drafter that Saltus knows \('lilicorr'\); the forms are dflash, ",
+        ),
         ("domino", {"gru_hidden_dim": 4}, r"embed_proj.0.weight is \(6, 42\), but must be \(6, 36\)"),
         ("domino", {"emb_dim": None}, "emb_dim is None"),
         ("domino", {"pure_draft_prefix_len": "1"}, "pure_draft_prefix_len is '1'"),

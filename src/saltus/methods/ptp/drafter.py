@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, get_args
 
 from torch import Tensor
@@ -27,12 +29,15 @@ from saltus.methods.shared.draft_tree import (
 from saltus.methods.shared.hidden_state_drafter import DraftCalls, HiddenStateDrafter
 from saltus.methods.shared.query_chains import (
     SOURCE,
+    UniformConditioning,
     position_uniforms,
     query_uniforms,
     two_call_drafter,
     usable_form,
     with_query_chains,
 )
+
+log = logging.getLogger("saltus")
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,8 @@ class Ptp:
         """The method for the model in its folder: an adapter is decoded with the queries that it was trained for."""
         coupling = training.get("coupling", "probability")
         if kind != "adapter":
-            return DrafterPtp(self, coupling)
+            reads_uniforms = training.get("recipe", {}).get("drafter", {}).get("reads_uniforms", False)
+            return DrafterPtp(self, coupling, reads_uniforms)
         form, window = training.get("form", "one-hot"), training.get("window", self.num_draft_tokens + 1)
         return AdapterPtp(
             self.model, self.num_draft_tokens, self.two_calls, form, window, "student_of" in training, coupling,
@@ -85,6 +91,7 @@ class DrafterPtp:
 
     options: Ptp
     trained_coupling: Coupling = "probability"  # under others queries have no uniforms
+    reads_uniforms: bool = False
 
     @property
     def draft_models(self) -> dict[str, str]:
@@ -98,6 +105,8 @@ class DrafterPtp:
 
     def _draft_calls(self, noise: Noise, sampling: Sampling, rule: Rule) -> Callable[[Canvas, Tensor, int], DraftCalls]:
         form, choices = usable_form("one-hot", self.trained_coupling, sampling), self.options.top_k
+        if self.reads_uniforms:
+            _warn_if_other(form, "one-hot", self.options.model, self.trained_coupling, sampling.coupling)
 
         def draft(canvas: Canvas, hidden_states: Tensor, num_draft_tokens: int) -> DraftCalls:
             # Under `reject` drafts have uniforms of their own, never those that the rule uses.
@@ -138,6 +147,7 @@ class AdapterPtp:
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
         form = usable_form(self.form, self.coupling, sampling)
+        _warn_if_other(form, self.form, self.model, self.coupling, sampling.coupling)
         if self.is_student:
             num_draft_tokens = min(self.num_draft_tokens, self.window)
             return two_call_drafter(
@@ -148,3 +158,16 @@ class AdapterPtp:
         if self.two_calls or rule is reject or self.drafts > 1:
             return two_call_drafter(noise, sampling, rule, form, num_draft_tokens, self.drafts, argmax=self.argmax)
         return FusedPtpDrafter(noise, sampling, form, num_draft_tokens, self.argmax)
+
+
+@lru_cache  # a line for each, however many texts there are
+def _warn_if_other(
+    form: UniformConditioning, trained: UniformConditioning, model: str, trained_for: Coupling, coupling: Coupling
+) -> None:
+    """Log that queries have other uniforms than in training, so that fewer drafts are right."""
+    if form != trained:
+        log.warning(
+            "%s was trained to read the uniforms of the coupling %s, but gets none under %s, so that fewer drafts are"
+            " right; decode with --coupling %s (coupling=%r), which has other texts", model, trained_for, coupling,
+            trained_for, trained_for,
+        )  # fmt: skip

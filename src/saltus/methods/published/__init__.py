@@ -55,7 +55,9 @@ def find_form(folder: Path) -> PublishedForm | None:
     for form in published_forms().values():
         if form.recognises(config):
             return form
-    names = config.get("speculators_model_type") or config.get("architectures") or config.get("model_type")
+    flat = config.get("dflash_config")
+    names = [config.get("speculators_model_type"), flat.get("projector_type") if isinstance(flat, dict) else None]
+    names = next(filter(None, [*names, config.get("architectures")]), config.get("model_type"))
     raise ValueError(
         f"{folder / CONFIG_FILE} is that of no drafter that Saltus knows ({names!r}); the forms are"
         f" {', '.join(published_forms())}"

@@ -17,6 +17,7 @@ from torch import Tensor
 from saltus.kernels.packed_weight import select_rows
 from saltus.loading.fetching import first_line
 from saltus.loading.model_folders import weight_files
+from saltus.loading.quantised_weights import find_quantised
 from saltus.loading.model_names import surely_differ
 
 log = logging.getLogger("saltus")
@@ -50,7 +51,9 @@ def warn_of_another_target(folder: Path, target_name: str) -> None:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All weights of a folder by name. Errors: ValueError where they are missing or damaged."""
+    """All weights of a folder by name, quantised ones expanded. Errors: ValueError if they are missing or damaged."""
+    if (quantised := find_quantised(folder)) is not None:
+        return {name: weight[...] for name, weight in quantised.weights(None).items()}
     files = weight_files(folder)
     if not files:
         raise ValueError(f"{folder} has a config.json but no weights (*.safetensors); fetch the drafter again")
