@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any
@@ -19,11 +20,14 @@ RETRYABLE_STATUSES = (408, 425, 429, 500, 502, 503, 504)  # of a server that may
 
 
 class EndpointError(ValueError):
-    """A server that refuses, or does not answer; `retryable` if the same request may succeed later."""
+    """A server that refuses, in the words that it `said`, or does not answer (`status` is None).
 
-    def __init__(self, line: str, status: int | None = None, retry_after: float = 0.0) -> None:
+    `retryable` if the same request may succeed later.
+    """
+
+    def __init__(self, line: str, status: int | None = None, said: str = "", retry_after: float = 0.0) -> None:
         super().__init__(line)
-        self.status, self.retry_after = status, retry_after
+        self.status, self.said, self.retry_after = status, said, retry_after
         self.retryable = status is None or status in RETRYABLE_STATUSES
 
 
@@ -51,7 +55,7 @@ class OpenAIEndpoint:
         if "add_special_tokens" in self.refused:
             sent["prompt"] = body["prompt"].removeprefix(self.bos_token)
         try:
-            return _open_url(f"{self.url}/completions", sent, self.api_key)
+            return open_url(f"{self.url}/completions", sent, self.api_key)
         except EndpointError as error:
             neutral = [name for name, value in NEUTRAL.items() if sent.get(name) == value]
             optional = (*OPTIONAL_FIELDS, *neutral)
@@ -71,7 +75,7 @@ def connect_endpoint(url: str, tokenizer: Any, model: str | None = None, api_key
     if not base.startswith(("http://", "https://")):
         raise ValueError(f"--endpoint {url}: give an address such as http://localhost:8000")
     if model is None:
-        with _open_url(f"{base}/models", None, api_key) as response:
+        with open_url(f"{base}/models", None, api_key) as response:
             try:
                 model = str(json.load(response)["data"][0]["id"])
             except (ValueError, KeyError, IndexError, TypeError):
@@ -81,17 +85,18 @@ def connect_endpoint(url: str, tokenizer: Any, model: str | None = None, api_key
     return OpenAIEndpoint(base, model, api_key, bos_token if adds_it else "")
 
 
-def _open_url(url: str, body: dict[str, Any] | None, api_key: str) -> Any:
+def open_url(url: str, body: Mapping[str, Any] | None, api_key: str, headers: Mapping[str, str] | None = None) -> Any:
+    """The open response to a POST of a body, or to a GET. Errors: EndpointError of one line."""
     data = None if body is None else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+    headers = {"Content-Type": "application/json", **(headers or {})}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
     try:
         return urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=TIMEOUT_SECONDS)
     except urllib.error.HTTPError as error:
-        message, pause = (
-            " ".join(error.read(300).decode(errors="replace").split()),
-            error.headers.get("Retry-After", ""),
-        )
-        line = f"{url} refuses ({error.code}): {message}"
-        raise EndpointError(line, error.code, float(pause) if pause.isdecimal() else 0.0) from None
+        said, pause = " ".join(error.read(300).decode(errors="replace").split()), error.headers.get("Retry-After", "")
+        line = f"{url} refuses ({error.code}): {said}"
+        raise EndpointError(line, error.code, said, float(pause) if pause.isdecimal() else 0.0) from None
     except (OSError, ValueError, HTTPException) as error:
-        raise EndpointError(f"{url} does not answer ({error}); is the server running?") from None
+        reason = getattr(error, "reason", error)
+        raise EndpointError(f"{url} does not answer ({reason}); is the server running?") from None

@@ -19,7 +19,7 @@ from saltus.evaluation.audit.verdicts import FINDING, Verdict, judge
 def run_checks(
     audit: Audit, names: Sequence[str] = tuple(CHECKS), on_check: Callable[[str], Any] = lambda name: None
 ) -> list[Verdict]:
-    """The verdicts of the named checks, judged together. Errors: ServerError if a server goes away."""
+    """The verdicts of the named checks, judged together. Errors: EndpointError if a server goes away."""
     verdicts: list[Verdict] = []
     for name in names:
         on_check(name)

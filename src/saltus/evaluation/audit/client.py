@@ -5,24 +5,16 @@ from __future__ import annotations
 import json
 import shlex
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from http.client import HTTPException
 from typing import Any
 
-TIMEOUT_SECONDS = 600
+from saltus.integrations.openai_endpoint import EndpointError, open_url
+
+KEY_STATUSES = (401, 403)  # of a server that wants an API key, or another one
 REPLACEMENT = "\ufffd"
-
-
-class ServerError(ValueError):
-    """A server that refuses (`status`, with what it `said`) or does not answer (`status` is None)."""
-
-    def __init__(self, line: str, status: int | None = None, said: str = "") -> None:
-        super().__init__(line)
-        self.status, self.said = status, said
 
 
 @dataclass(frozen=True)
@@ -58,7 +50,6 @@ class Reply:
     tool_calls: tuple[Mapping[str, Any], ...] = ()
     draft_counts: tuple[int, int] | None = None  # drafted and accepted, where the answer names them
     seconds: float = 0.0
-    first_seconds: float = 0.0
     form_faults: tuple[str, ...] = ()
 
     @property
@@ -116,26 +107,25 @@ def _route(side: Side) -> str:
 
 
 def answer(side: Side, ask: Ask) -> Reply:
-    """Ask, and read the whole answer. Errors: ServerError."""
+    """Ask, and read the whole answer. Errors: EndpointError."""
     return post(side, _route(side), request_body(side, ask))
 
 
 def post(side: Side, route: str, body: Mapping[str, Any]) -> Reply:
-    """The answer to a body that is complete. Errors: ServerError."""
+    """The answer to a body that is complete. Errors: EndpointError."""
     started = time.perf_counter()
-    with open_url(side, route, body) as response:
+    with open_route(side, route, body) as response:
         try:
-            reply = _read_stream(response, started) if body.get("stream") else _read_whole(response.read())
+            reply = _read_stream(response) if body.get("stream") else _read_whole(response.read())
         except (OSError, HTTPException) as error:
-            raise ServerError(f"{side.url} broke off an answer ({error})") from None
-    seconds = time.perf_counter() - started
-    return replace(reply, seconds=seconds, first_seconds=reply.first_seconds or seconds)
+            raise EndpointError(f"{side.url} broke off an answer ({error})") from None
+    return replace(reply, seconds=time.perf_counter() - started)
 
 
 def answer_all(
     side: Side, asks: Sequence[Ask], clients: int, on_answer: Callable[[], Any] = lambda: None
 ) -> list[Reply]:
-    """The answers in the order of `asks`, at most `clients` at a time. Errors: ServerError."""
+    """The answers in the order of `asks`, at most `clients` at a time. Errors: EndpointError."""
 
     def one(ask: Ask) -> Reply:
         reply = answer(side, ask)
@@ -149,7 +139,7 @@ def answer_all(
 
 
 def get_json(side: Side, path: str) -> Any:
-    """What a GET brings, as JSON; None if the server does not have it. Errors: ServerError if it does not answer."""
+    """What a GET brings, as JSON; None if the server does not have it. Errors: EndpointError if it does not answer."""
     text = get_text(side, path)
     try:
         return None if text is None else json.loads(text)
@@ -158,32 +148,24 @@ def get_json(side: Side, path: str) -> Any:
 
 
 def get_text(side: Side, path: str) -> str | None:
-    """What a GET brings; None if the server does not have it. Errors: ServerError if it does not answer."""
+    """What a GET brings; None if the server does not have it. Errors: EndpointError if it does not answer."""
     try:
-        with open_url(side, path, None) as response:
+        with open_route(side, path, None) as response:
             return response.read().decode("utf-8", "replace")
-    except ServerError as error:
-        if error.status in (401, 403) or error.status is None:
+    except EndpointError as error:
+        if error.status in (*KEY_STATUSES, None):
             raise
         return None
 
 
-def open_url(side: Side, path: str, body: Mapping[str, Any] | None) -> Any:
-    """The open response. Errors: ServerError of one line."""
-    headers = {"Content-Type": "application/json", **side.headers}
-    if side.api_key:
-        headers["Authorization"] = f"Bearer {side.api_key}"
-    data = None if body is None else json.dumps(body).encode()
+def open_route(side: Side, path: str, body: Mapping[str, Any] | None) -> Any:
+    """The open response. Errors: EndpointError of one line."""
     try:
-        request = urllib.request.Request(side.url + path, data, headers)
-        return urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS)
-    except urllib.error.HTTPError as error:
-        said = " ".join(error.read(300).decode(errors="replace").split())
-        hint = "; give --api-key" if error.code in (401, 403) else ""
-        raise ServerError(f"{side.url}{path} refuses ({error.code}): {said}{hint}", error.code, said) from None
-    except (OSError, ValueError, HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        raise ServerError(f"{side.url} does not answer ({reason}); is the server running?") from None
+        return open_url(side.url + path, body, side.api_key, side.headers)
+    except EndpointError as error:
+        if error.status not in KEY_STATUSES:
+            raise
+        raise EndpointError(f"{error}; give --api-key", error.status, error.said) from None
 
 
 def _read_whole(data: bytes) -> Reply:
@@ -193,10 +175,10 @@ def _read_whole(data: bytes) -> Reply:
     return _collect([event], [fault] if fault else [])
 
 
-def _read_stream(response: Iterable[bytes], started: float) -> Reply:
+def _read_stream(response: Iterable[bytes]) -> Reply:
     events: list[dict[str, Any]] = []
     faults: list[str] = []
-    first, done = 0.0, False
+    done = False
     for line in response:
         if not line.startswith(b"data:"):
             continue
@@ -211,10 +193,9 @@ def _read_stream(response: Iterable[bytes], started: float) -> Reply:
             faults.append(fault)
         if event is not None:
             events.append(event)
-            first = first or (time.perf_counter() - started if _has_text(event) else 0.0)
     if not done:
         faults.append("a stream ends without [DONE]")
-    return replace(_collect(events, faults), first_seconds=first)
+    return _collect(events, faults)
 
 
 def _parse_json(data: bytes) -> tuple[dict[str, Any] | None, str | None]:
@@ -237,10 +218,6 @@ def _choice_text(choice: Mapping[str, Any]) -> str:
     parts = _parts(choice)
     reasoning = parts.get("reasoning_content") or parts.get("reasoning") or ""
     return reasoning + (parts.get("content") or "") + (choice.get("text") or "")
-
-
-def _has_text(event: Mapping[str, Any]) -> bool:
-    return any(_choice_text(choice) for choice in event.get("choices") or ())
 
 
 def _collect(events: Sequence[Mapping[str, Any]], faults: list[str]) -> Reply:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from saltus.evaluation.audit.client import Ask, ServerError, Side, answer, get_json, open_url
+from saltus.evaluation.audit.client import KEY_STATUSES, Ask, Side, answer, get_json, open_route
+from saltus.integrations.openai_endpoint import EndpointError
 
 OWNERS = {  # `owned_by` of /v1/models
     "vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "llama.cpp": "llama.cpp", "library": "Ollama",
@@ -52,25 +53,25 @@ def connect(side: Side) -> Side:
     try:
         answer(side, Ask(PROBE, max_tokens=1))
         return side
-    except ServerError as refused:
-        if refused.status is None or refused.status in (401, 403):
+    except EndpointError as refused:
+        if refused.status in (*KEY_STATUSES, None):
             raise
         plain = replace(side, chat=False)
         try:
             answer(plain, Ask(PROBE, max_tokens=1))
             return plain
-        except ServerError:
+        except EndpointError:
             raise refused from None
 
 
 def find_features(side: Side) -> Features:
-    """Ask the server for everything that the checks need. Errors: ServerError if it goes away."""
+    """Ask the server for everything that the checks need. Errors: EndpointError if it goes away."""
     program, version = identify(side)
     missing = {}
     for name, probe in PROBES.items():
         try:
             reason = probe(side)
-        except ServerError as error:
+        except EndpointError as error:
             if error.status is None:
                 raise
             reason = f"the server refuses it ({error.status}): {error.said[:160]}"
@@ -80,7 +81,7 @@ def find_features(side: Side) -> Features:
 
 
 def measure_rate(side: Side) -> float:
-    """Tokens a second of one answer. Errors: ServerError."""
+    """Tokens a second of one answer. Errors: EndpointError."""
     reply = answer(side, Ask(PROBE, max_tokens=24))
     return (reply.completion_tokens or max(1, len(reply.text) // 4)) / max(reply.seconds, 1e-3)
 
@@ -167,9 +168,9 @@ def _ignore_eos(side: Side) -> str | None:
 
 def _metrics(side: Side) -> str | None:
     try:
-        with open_url(side, "/metrics", None):
+        with open_route(side, "/metrics", None):
             return None
-    except ServerError as error:
+    except EndpointError as error:
         if error.status is None:
             raise
         return f"there is no /metrics ({error.status})"

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from saltus.evaluation.audit.client import Ask, Reply, ServerError, Side, Token, answer
+from saltus.evaluation.audit.client import Ask, Reply, Side, Token, answer
 from saltus.evaluation.audit.statistics import Differences, exchangeability_test
+from saltus.integrations.openai_endpoint import EndpointError
 
 MIN_TOLERANCE, MAX_TOLERANCE = 0.05, 0.5  # nats: a gap of log-probabilities that rounding may flip
 NOISE_FACTOR = 10  # a near tie is within so many times the 90 % quantile of the noise of log-probabilities,
@@ -57,7 +58,7 @@ class References:
     def _run(self, ask: Ask) -> tuple[Token, ...]:
         try:
             return answer(self.side, replace(ask, stream=False, logprobs=True)).tokens or ()
-        except ServerError:
+        except EndpointError:
             return ()
 
 
