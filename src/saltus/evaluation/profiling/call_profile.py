@@ -16,7 +16,6 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from saltus.evaluation.profiling.call_timing import (
-    Clock,
     PartTimer,
     WrapFunction,
     quartiles,
@@ -42,7 +41,6 @@ def profile_call(
     text_length: int,
     vocab_size: int,
     rounds: int = 7,
-    clock: Clock = time.perf_counter,
     synchronize: Callable[[], Any] = lambda: None,
 ) -> dict[str, Any]:
     """Milliseconds of a call by part, of the round whose whole is the median; `rest` is what no part accounts for.
@@ -55,20 +53,20 @@ def profile_call(
 
     def call() -> float:
         synchronize()
-        started = clock()
+        started = time.perf_counter()
         network.forward([inputs], [kv_cache])
         synchronize()
-        return clock() - started
+        return time.perf_counter() - started
 
     cuda = network.model.device.type == "cuda"
     watched = _measure_by_profiler if cuda else _measure_by_timer
     call()  # reads the text
     call()
-    watched(network, call, clock)
+    watched(network, call)
     profiled, alone = [], []
     for _ in range(rounds):
         alone.append(call())
-        profiled.append(watched(network, call, clock))
+        profiled.append(watched(network, call))
     unprofiled = quartiles(alone)[1]
     whole, parts = sorted(profiled, key=lambda each: each[0])[(len(profiled) - 1) // 2]
     overhead = None if cuda else whole / unprofiled - 1
@@ -81,7 +79,7 @@ def profile_call(
     }  # fmt: skip
 
 
-def _measure_by_timer(network: Any, call: Callable[[], float], clock: Clock) -> tuple[float, dict[str, float]]:
+def _measure_by_timer(network: Any, call: Callable[[], float]) -> tuple[float, dict[str, float]]:
     decoder = network.native_decoder
     if isinstance(decoder, NativeDecoder):
         decoder.seconds = timed = native.SecondsOfParts()
@@ -90,13 +88,13 @@ def _measure_by_timer(network: Any, call: Callable[[], float], clock: Clock) -> 
         finally:
             decoder.seconds = None
         return whole, {part: getattr(timed, name) for name, part in PARTS_OF_KERNEL.items()}
-    watch = PartTimer(clock)
+    watch = PartTimer()
     with instrumented(network, watch.time_function):
         whole = call()
     return whole, watch.seconds
 
 
-def _measure_by_profiler(network: Any, call: Callable[[], float], clock: Clock) -> tuple[float, dict[str, float]]:
+def _measure_by_profiler(network: Any, call: Callable[[], float]) -> tuple[float, dict[str, float]]:
     """Seconds of the kernels that each part launched (CUDA)."""
     fixed, activities = network.fixed_shape_runner, [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with ExitStack() as stack:

@@ -181,7 +181,7 @@ class PartTimer:
     torch.profiler sees operators of PyTorch, but neither our kernels nor the Python around them.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock = time.perf_counter) -> None:
         self.clock = clock
         self.seconds: dict[str, float] = {}
         self._active_parts: list[str] = []  # begun and not ended, the innermost last

@@ -11,7 +11,7 @@ from typing import Any
 from saltus.core import distributions, rules
 from saltus.core.control import controller
 from saltus.engine import scheduler
-from saltus.evaluation.profiling.call_timing import Clock, PartTimer, quartiles, temporarily_replaced
+from saltus.evaluation.profiling.call_timing import PartTimer, quartiles, temporarily_replaced
 
 NETWORK, DRAFTING, SAMPLING, RULE, REST = PARTS = (
     "network call", "drafting and tree", "sampling", "rule", "Python and the rest",
@@ -25,7 +25,6 @@ def profile_step(
     temperature: float = 0.0,
     max_new_tokens: int = 48,
     rounds: int = 3,
-    clock: Clock = time.perf_counter,
     synchronize: Callable[[], Any] = lambda: None,
 ) -> dict[str, Any]:
     """Milliseconds of a step by part, mean over the steps after the prefill, of the round whose step is the median.
@@ -41,16 +40,16 @@ def profile_step(
         next(stream)
         if watch:
             watch.reset()
-        started = clock()
+        started = time.perf_counter()
         steps = len(list(stream))
-        return clock() - started, steps
+        return time.perf_counter() - started, steps
 
     write()
     alone, profiled = [], []
     for _ in range(rounds):
         seconds, steps = write()
         alone.append(seconds / max(steps, 1))
-        watch = PartTimer(clock)
+        watch = PartTimer()
         with instrumented(engine, method, watch, synchronize):
             seconds, steps = write(watch)
         profiled.append((seconds / max(steps, 1), steps, watch.seconds))

@@ -68,6 +68,16 @@ def render(figure: Any, kind: str) -> bytes:
     return file.getvalue()
 
 
+def titled_figure(width: int, height: float | int, title: str, subtitle: str) -> Any:
+    """A figure of so many pixels with two lines at its top."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width / 100, height / 100))
+    figure.text(14 / width, 1 - 12 / height, title, size=12.5, weight="bold", va="top")
+    figure.text(14 / width, 1 - 35 / height, subtitle, size=9, color=MUTED, va="top")
+    return figure
+
+
 def _new_figure(
     width: int,
     height: float | int,
@@ -78,20 +88,9 @@ def _new_figure(
     bottom_margin: int = 49,
 ) -> tuple[Any, Any]:
     """A figure of so many pixels and its axes, 76 pixels below the top; left, right and under are their margins."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width / 100, height / 100))
-    axes = figure.add_axes(
-        (
-            left_margin / width,
-            bottom_margin / height,
-            (width - left_margin - right_margin) / width,
-            (height - 76 - bottom_margin) / height,
-        )
-    )
-    figure.text(14 / width, 1 - 12 / height, title, size=12.5, weight="bold", va="top")
-    figure.text(14 / width, 1 - 35 / height, subtitle, size=9, color=MUTED, va="top")
-    return figure, axes
+    figure = titled_figure(width, height, title, subtitle)
+    inner = width - left_margin - right_margin, height - 76 - bottom_margin
+    return figure, figure.add_axes((left_margin / width, bottom_margin / height, inner[0] / width, inner[1] / height))
 
 
 def _plot_speedup(results: Mapping[str, Any]) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from saltus.evaluation.reports.benchmark_plots import STYLE, save_figures
+from saltus.evaluation.reports.benchmark_plots import STYLE, save_figures, titled_figure
 from saltus.evaluation.reports.palette import ALARM, BACKGROUND, INK, LINE, MUTED
 
 WIDTH, HEIGHT = 600, 400  # pixels, where an inch is 100
@@ -36,12 +36,7 @@ def draw_figures(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _new_figure(title: str, subtitle: str, height: int = HEIGHT) -> Any:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH / 100, height / 100))
-    figure.text(14 / WIDTH, 1 - 12 / height, title, size=12.5, weight="bold", va="top")
-    figure.text(14 / WIDTH, 1 - 35 / height, subtitle, size=9, color=MUTED, va="top")
-    return figure
+    return titled_figure(WIDTH, height, title, subtitle)
 
 
 def _add_time_axes(figure: Any, nodes: Sequence[int], right_margin: int) -> Any:
