@@ -144,8 +144,6 @@ def test_a_line_break_that_belongs_to_the_answer_is_its_own():
 def test_channels_of_gpt_oss_are_reasoning_and_answer():
     (tags,) = (each for each in TAGS if each.answer)
     written = f"{tags.begin}why not?{tags.end}yes"
-    assert read([written], tags=tags) == read(written, tags=tags) == ("why not?", "yes")
-    assert read(f"{tags.answer}yes", tags=tags) == ("", "yes")
     tokenizer = byte_tokenizer()
     specials = ["<|channel|>", "<|message|>", "<|end|>", "<|start|>"]
     tokenizer.add_tokens([AddedToken(each, special=True, normalized=False) for each in specials], special_tokens=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -13,23 +12,9 @@ from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.engine.engine import Engine
 from saltus.engine.prompts import Conversation, Prompt
-from saltus.engine.results import Generation
+from saltus.engine.results import Generation, Statistics
 
 WARM_UP_TOKENS = 8
-
-
-@dataclass
-class MethodTotals:
-    """Tokens, calls and seconds of a method over all prompts."""
-
-    tokens: int = 0
-    calls: int = 0
-    seconds: float = 0.0
-
-    def add(self, statistics: Any) -> None:
-        self.tokens += statistics.tokens
-        self.calls += statistics.calls
-        self.seconds += statistics.seconds
 
 
 def compare_with_plain(
@@ -45,36 +30,35 @@ def compare_with_plain(
     and of identical ones, the flips (prompt, position of the first different token, gap of the two logits), tokens per
     call and the speed-up.
     """
-    totals = {"plain": MethodTotals(), "method": MethodTotals()}
+    counted: dict[str, list[Statistics]] = {"plain": [], "method": []}
     names = {"plain": "plain", "method": method}
     flips: list[dict[str, Any]] = []
     warm_up(engine, next(Conversation(inputs[0]).turns()).prompt, (method, "plain"), settings)
     for number, prompt in enumerate(inputs):
         written = {}
         for side in ("plain", "method") if number % 2 == 0 else ("method", "plain"):
-            written[side] = _generate_turns(engine, prompt, {**settings, "method": names[side]}, totals[side])
+            written[side] = _generate_turns(engine, prompt, {**settings, "method": names[side]})
+            counted[side] += [generation.statistics for generation in written[side]]
         if flip := _find_flip(engine, written["plain"], written["method"]):
             flips.append({"prompt": number, **flip})
         on_prompt()
-    plain, other = totals["plain"], totals["method"]
+    calls = sum(each.calls for each in counted["method"])
+    seconds, plain_seconds = (sum(each.seconds for each in counted[side]) for side in ("method", "plain"))
     return {
         "prompts": len(inputs),
         "identical": len(inputs) - len(flips),
         "flips": flips,
-        "tokens_per_call": other.tokens / other.calls if other.calls else None,
-        "speedup": plain.seconds / other.seconds if other.seconds else None,
+        "tokens_per_call": sum(each.tokens for each in counted["method"]) / calls if calls else None,
+        "speedup": plain_seconds / seconds if seconds else None,
     }
 
 
-def _generate_turns(
-    engine: Engine, prompt: Prompt, settings: Mapping[str, Any], total: MethodTotals
-) -> list[Generation]:
+def _generate_turns(engine: Engine, prompt: Prompt, settings: Mapping[str, Any]) -> list[Generation]:
     """The answers of all turns of a prompt, which is read anew."""
     conversation, generations = Conversation(prompt), []
     engine.decoder.prefix_tree.clear()
     for turn in conversation.turns():
         generations.append(engine.generate(turn.prompt, **settings))
-        total.add(generations[-1].statistics)
         conversation.add_answer(generations[-1].text)
     return generations
 

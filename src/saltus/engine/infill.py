@@ -78,11 +78,7 @@ class HolesRequest:
         """The result as far as it has been decoded."""
         request, output = self.request, InfillOutput(self.layout, self.tokenizer)
         output.add(request.tokens)
-        texts = ["".join(parts) for parts in output.token_texts]
-        return Infilling(
-            self.layout, self.layout.text(texts), texts, output.token_texts, request.tokens, list(request.calls),
-            request.log_probabilities if request.logprobs else None, statistics_of(request),
-        )  # fmt: skip
+        return _infilling(self.layout, request, ["".join(parts) for parts in output.token_texts], output.token_texts)
 
 
 def infill_request(
@@ -147,10 +143,15 @@ class FimRequest:
         shown = self.output.detokenizer
         detokenizer = Detokenizer(shown.tokenizer, before, shown.hidden)
         parts = [detokenizer.add(token) for token in request.tokens]
-        return Infilling(
-            self.layout, self.layout.text([text]), [text], [parts], request.tokens, list(request.calls),
-            request.log_probabilities if request.logprobs else None, statistics_of(request),
-        )  # fmt: skip
+        return _infilling(self.layout, request, [text], [parts])
+
+
+def _infilling(layout: InfillLayout, request: Request, texts: list[str], token_texts: list[list[str]]) -> Infilling:
+    """The result of a request whose holes have these texts by now."""
+    return Infilling(
+        layout, layout.text(texts), texts, token_texts, request.tokens, list(request.calls),
+        request.log_probabilities if request.logprobs else None, statistics_of(request),
+    )  # fmt: skip
 
 
 def fim_layout(template: InfillTemplate, before: Sequence[int], max_tokens: int) -> InfillLayout:

@@ -12,6 +12,7 @@ import numpy as np
 from saltus.core.constraint import Constraint
 from saltus.engine.channel_reader import ChannelReader
 from saltus.engine.grammar import Grammar, MakesConstraint
+from saltus.engine.tool_formats.tool_format import overlap
 
 TAIL_TOKENS = 16  # of a prompt, in which a chat template may open or close the reasoning
 
@@ -183,9 +184,7 @@ class ReasoningReader:
             begun = self.buffer.lstrip()
             if begun.startswith(self.tags.begin):
                 self.place, self.buffer = "inside", begun[len(self.tags.begin) :]
-            elif self.tags.answer and begun.startswith(self.tags.answer):
-                self.place, self.buffer = "answer", begun[len(self.tags.answer) :]
-            elif last or not any(tag.startswith(begun) for tag in (self.tags.begin, self.tags.answer)):
+            elif last or not self.tags.begin.startswith(begun):
                 self.place, self.fresh = "answer", False
         if self.place == "inside":
             end = self.buffer.find(self.tags.end)
@@ -202,10 +201,7 @@ class ReasoningReader:
 
     def _certain(self, text: str, whole: bool) -> str:
         """The reasoning up to what may be the space before the tag, or its beginning."""
-        if whole:
-            return text.rstrip()
-        tag = self.tags.end
-        partial = next((size for size in range(len(tag) - 1, 0, -1) if text.endswith(tag[:size])), 0)
+        partial = 0 if whole else overlap(text, self.tags.end)
         return text[: len(text) - partial].rstrip()
 
     def _without_first_space(self, text: str) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 from saltus.engine.message_parts import PROBE, writes_probe
 from saltus.engine.template_limits import render_chat
 from saltus.engine.tool_calls import HERMES, ToolCall, ToolFormat, has_other_format, tool_format
+from saltus.engine.tool_formats.json_calls import refuse_constant
 
 Message = dict[str, Any]
 
@@ -301,7 +302,7 @@ def _with_object(function: Mapping[str, Any], place: int) -> Message:
     arguments = function.get("arguments")
     try:
         if isinstance(arguments, str):
-            arguments = json.loads(arguments or "{}", parse_float=_finite, parse_constant=_refuse)
+            arguments = json.loads(arguments or "{}", parse_float=_finite, parse_constant=refuse_constant)
         json.dumps(arguments)  # templates do so
     except (ValueError, TypeError, RecursionError):
         raise ValueError(
@@ -318,7 +319,3 @@ def _finite(written: str) -> float:
     """A number of JSON, the largest one for those beyond it: infinity is not JSON."""
     value = float(written)
     return value if math.isfinite(value) else math.copysign(sys.float_info.max, value)
-
-
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -258,7 +257,7 @@ class ChoicesAnswer(Answer):
             if options is not None and options.include_usage:
                 yield event([], self._usage(), self.calls)
         except ApiError as error:
-            yield f"data: {json.dumps(error.body())}\n\n"
+            yield event_text(error.body())
         yield "data: [DONE]\n\n"
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

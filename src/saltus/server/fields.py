@@ -40,15 +40,12 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _of_few_names(cls, given: Any) -> Any:
-        if isinstance(given, dict) and len(given) > MAX_FIELDS:  # each unknown one would be an error of its own
+        if not isinstance(given, dict):
+            return given
+        if len(given) > MAX_FIELDS:  # each unknown one would be an error of its own
             raise ValueError(f"an object has {len(given):,} fields, but at most {MAX_FIELDS} are read; leave some out")
-        if isinstance(given, dict):  # what is null, or only a hint, counts as not given
-            given = {
-                name: value
-                for name, value in given.items()
-                if value is not None and (name not in HINTS or name in cls.model_fields)
-            }
-        return given
+        hints = HINTS - cls.model_fields.keys()  # what is null, or only a hint, counts as not given
+        return {name: value for name, value in given.items() if value is not None and name not in hints}
 
     @model_validator(mode="after")
     def _is_unicode(self) -> Fields:

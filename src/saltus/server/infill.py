@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from pydantic import Field, model_validator
 
-from saltus.engine.engine import AnyRequest, TextRequest
+from saltus.engine.engine import TextRequest
 from saltus.engine.infill import HolesRequest
 from saltus.engine.infill_template import InfillTemplate
 from saltus.engine.request import CallRecord
 from saltus.methods.shared.answer_memory import AnswerMemory
-from saltus.server.answers import Answer, Backend
+from saltus.server.answers import Answer
 from saltus.server.errors import ApiError
 from saltus.server.events import event_text
 from saltus.server.fields import Fields, Items
@@ -82,9 +81,6 @@ class InfillAnswer(Answer):
 
     body: InfillRequest
 
-    def __init__(self, backend: Backend, requests: Sequence[AnyRequest], method: str, body: InfillRequest) -> None:
-        super().__init__(backend, requests, method, body)
-
     def draft_from(self, memory: AnswerMemory) -> None:
         if isinstance(self.choices[0].request, TextRequest):  # tokens of holes do not follow on those given
             super().draft_from(memory)
@@ -100,7 +96,7 @@ class InfillAnswer(Answer):
                 chunk = self._selected(self._object(delta.text, delta.finish_reason is not None, delta.calls))
                 yield event_text(chunk)
         except ApiError as error:
-            yield f"data: {json.dumps(error.body())}\n\n"
+            yield event_text(error.body())
 
     def _object(self, content: str, stop: bool, new_calls: Sequence[CallRecord]) -> dict[str, Any]:
         """llama.cpp's object, with what it says of a finished text at the end only."""

@@ -212,12 +212,9 @@ class Service:
                 tokens = tokens_of_text(
                     engine.tokenizer, text, body.add_special_tokens is not False, body.parse_special is not False
                 )
-        except PromptTooLongError as error:
-            raise ApiError(
-                400, str(error), "prompt" if messages is None else "messages", "context_length_exceeded"
-            ) from error
         except ValueError as error:
-            raise ApiError(400, str(error), "prompt" if messages is None else "messages") from error
+            code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
+            raise ApiError(400, str(error), "prompt" if messages is None else "messages", code) from error
         strings = engine.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         return {"tokens": tokens, "token_strs": strings, "count": len(tokens), "max_model_len": context}
 
