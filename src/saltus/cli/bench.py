@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, no_type_check
 
@@ -19,43 +20,45 @@ bench.command(rich_help_panel="Also")(step)
 
 
 @bench.callback()
+@o.with_options(omit=("min_p", "repetition_penalty"))
 @no_type_check  # typer passes its own click's context
 def run(
+    *,
     context: typer.Context,
     methods: Annotated[
         str,
-        typer.Option(
+        o.in_panel(
+            COMPARED_PANEL,
             "--methods",
             metavar="NAME,…",
             help="Methods and their combinations ([i]saltus methods[/i] lists them); plain is always among them.",
-            rich_help_panel=COMPARED_PANEL,
         ),
     ] = DEFAULT_METHODS,
     baselines: Annotated[
         str | None,
-        typer.Option(
+        o.in_panel(
+            COMPARED_PANEL,
             "--baselines",
             metavar="NAME,…",
             help="transformers, transformers-lookup, transformers-assistant, llama-cpp (of a GGUF file), or all.",
-            rich_help_panel=COMPARED_PANEL,
         ),
     ] = None,
     assistant: Annotated[
         str | None,
-        typer.Option(
+        o.in_panel(
+            COMPARED_PANEL,
             "--assistant",
             metavar="MODEL",
             help="The draft model of the baseline transformers-assistant.",
-            rich_help_panel=COMPARED_PANEL,
         ),
     ] = None,
     endpoint: Annotated[
         list[str] | None,
-        typer.Option(
+        o.in_panel(
+            COMPARED_PANEL,
             "--endpoint",
             metavar="URL",
             help="A running server of OpenAI's protocol, such as vLLM's or llama.cpp's; may be repeated.",
-            rich_help_panel=COMPARED_PANEL,
         ),
     ] = None,
     option: o.Options = None,
@@ -65,54 +68,36 @@ def run(
     rule: o.Rule = "match",
     suite: Annotated[
         str,
-        typer.Option(
+        o.in_panel(
+            TASKS_PANEL,
             "--suite",
             metavar="NAME[:WHERE]",
             help="quick, spec-bench, humaneval, mbpp, gsm8k, math or infilling, from WHERE: a file, or a data set such "
             "as owner/name:configuration@split; or prompts:FILE.",
-            rich_help_panel=TASKS_PANEL,
         ),
     ] = "quick",
     limit: Annotated[
         int | None,
-        typer.Option(
-            "--limit",
-            metavar="N",
-            min=1,
-            help="Use N tasks, evenly spread over the suite.",
-            rich_help_panel=TASKS_PANEL,
-        ),
+        o.in_panel(TASKS_PANEL, "--limit", metavar="N", min=1, help="Use N tasks, evenly spread over the suite."),
     ] = None,
     raw: Annotated[
-        bool,
-        typer.Option(
-            "--raw", help="Continue texts without a chat template, if the suite can.", rich_help_panel=TASKS_PANEL
-        ),
+        bool, o.in_panel(TASKS_PANEL, "--raw", help="Continue texts without a chat template, if the suite can.")
     ] = False,
-    model: o.Model = o.DEFAULT_MODEL,
-    dtype: o.Dtype = "auto",
-    device: o.Device = "auto",
-    weights: o.Weights = "file",
-    arithmetic: o.Arithmetic = "auto",
-    chat_template: o.ChatTemplate = None,
+    model_options: o.ModelOptions,
     max_new_tokens: o.MaxNewTokens = 128,
     ignore_eos: o.IgnoreEos = False,
-    temperature: o.Temperature = 0.0,
-    top_p: o.TopP = 1.0,
-    top_k: o.TopK = 0,
-    coupling: o.Coupling = o.DEFAULT_COUPLING,
-    seed: o.Seed = 0,
+    sampling_options: o.SamplingOptions,
     out: Annotated[
         Path | None,
-        typer.Option(
+        o.in_panel(
+            o.OUTPUT_PANEL,
             "--out",
             metavar="DIR",
             help="Write results, records, figures and a page there; an interrupted run continues.",
-            rich_help_panel=o.OUTPUT_PANEL,
         ),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Discard the results in DIR and start anew.", rich_help_panel=o.OUTPUT_PANEL)
+        bool, o.in_panel(o.OUTPUT_PANEL, "--fresh", help="Discard the results in DIR and start anew.")
     ] = False,
     json: o.Json = False,
 ) -> None:
@@ -151,9 +136,8 @@ def run(
     names = _method_names(methods)
     find_suite(suite)
     _validate_settings(
-        names, baselines, assistant, option, rule, chat_template=chat_template, temperature=temperature, top_p=top_p,
-        top_k=top_k, coupling=coupling, seed=seed,
-    )  # fmt: skip
+        names, baselines, assistant, option, rule, chat_template=model_options.chat_template, **asdict(sampling_options)
+    )
     tasks = load_tasks(suite, limit)
     from saltus.cli.answers import print_note
     from saltus.cli.open_engine import open_engine, parse_method_options
@@ -164,14 +148,13 @@ def run(
     from saltus.methods import AUTO
 
     engine = open_engine(
-        model, _joined([name for name in names if name != AUTO]), parse_method_options(option or (), _joined(names)),
-        dtype=dtype, device=device, weights=weights, arithmetic=arithmetic,
-        chat_template=chat_template, rule=rule, max_draft_tokens=max_draft_tokens, adaptive=adaptive,
-        ngram_corpus=ngram_corpus or (), tuned_settings=False,
+        method=_joined([name for name in names if name != AUTO]),
+        options=parse_method_options(option or (), _joined(names)), rule=rule, **asdict(model_options),
+        max_draft_tokens=max_draft_tokens, adaptive=adaptive, ngram_corpus=ngram_corpus or (), tuned_settings=False,
     )  # fmt: skip
     systems = _systems_under_test(engine, names, baselines, assistant, endpoint or ())
-    sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "coupling": coupling}
-    writing = {"max_new_tokens": max_new_tokens, "seed": seed, "ignore_eos": ignore_eos}
+    sampling = {name: getattr(sampling_options, name) for name in ("temperature", "top_k", "top_p", "coupling")}
+    writing = {"max_new_tokens": max_new_tokens, "seed": sampling_options.seed, "ignore_eos": ignore_eos}
     grader = find_grader(suite, tasks)
     if grader is not None and grader.note:
         print_note(grader.note)
@@ -187,7 +170,7 @@ def run(
     }
     if ngram_corpus:
         settings["ngram_corpus"] = list(map(str, ngram_corpus))
-    given = {"chat_template": chat_template, "assistant": assistant, "endpoints": endpoint}
+    given = {"chat_template": model_options.chat_template, "assistant": assistant, "endpoints": endpoint}
     settings |= {name: value for name, value in given.items() if value}
     ours = engine.network.model
     if is_packed(ours) and any(system.name.startswith("transformers") for system in systems):
@@ -246,12 +229,12 @@ def _validate_settings(
     **settings: Any,
 ) -> None:
     """Raise ValueError for wrong settings, before anything long begins."""
-    from saltus.cli.open_engine import validate_settings
+    from saltus.cli.open_engine import parse_method_options, validate_settings
     from saltus.methods import make_methods
 
     for name in names:
         make_methods(name)
-    validate_settings(_joined(names), option, rule, **settings)
+    validate_settings(_joined(names), parse_method_options(option or (), _joined(names)), rule, **settings)
     from saltus.evaluation.benchmarks.baselines import check_baselines
 
     check_baselines(_baselines(baselines, assistant), assistant)

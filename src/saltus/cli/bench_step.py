@@ -3,47 +3,35 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
-
-import typer
 
 from saltus.cli import options as o
 
 GRID_PANEL = "What is measured"
 
 
+@o.with_options()
 def step(
-    model: o.Model = o.DEFAULT_MODEL,
-    dtype: o.Dtype = "auto",
-    device: o.Device = "auto",
-    weights: o.Weights = "file",
-    arithmetic: o.Arithmetic = "auto",
-    chat_template: o.ChatTemplate = None,
+    *,
+    model_options: o.ModelOptions,
     nodes: Annotated[
-        str,
-        typer.Option(
-            metavar="N,…", help="Nodes of a call, its last decided token included.", rich_help_panel=GRID_PANEL
-        ),
+        str, o.in_panel(GRID_PANEL, metavar="N,…", help="Nodes of a call, its last decided token included.")
     ] = "1,2,4,8,16,32,64",
     lengths: Annotated[
         str | None,
-        typer.Option(
+        o.in_panel(
+            GRID_PANEL,
             metavar="N,…",
             help="Tokens of the text before it. [dim]\\[default: 128 to 2,048, as the model's context allows][/dim]",
-            rich_help_panel=GRID_PANEL,
             show_default=False,
         ),
     ] = None,
-    batches: Annotated[
-        str, typer.Option(metavar="N,…", help="Texts that share a call.", rich_help_panel=GRID_PANEL)
-    ] = "1,2,4,8",
-    rounds: Annotated[
-        int, typer.Option(metavar="N", help="Rounds over all of them, after a warm-up.", rich_help_panel=GRID_PANEL)
-    ] = 7,
+    batches: Annotated[str, o.in_panel(GRID_PANEL, metavar="N,…", help="Texts that share a call.")] = "1,2,4,8",
+    rounds: Annotated[int, o.in_panel(GRID_PANEL, metavar="N", help="Rounds over all of them, after a warm-up.")] = 7,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="Write step.json and figures there.", rich_help_panel=o.OUTPUT_PANEL),
+        Path | None, o.in_panel(o.OUTPUT_PANEL, "--out", metavar="DIR", help="Write step.json and figures there.")
     ] = None,
     json: o.Json = False,
 ) -> None:
@@ -73,19 +61,10 @@ def step(
     CallGrid(**inputs)  # refuse wrong numbers before loading
     from saltus.cli.open_engine import open_engine, validate_settings
 
-    validate_settings("lookup", None, chat_template=chat_template)
-    engine = open_engine(
-        model,
-        "lookup",
-        None,
-        dtype=dtype,
-        device=device,
-        weights=weights,
-        arithmetic=arithmetic,
-        chat_template=chat_template,
-    )
+    validate_settings("lookup", chat_template=model_options.chat_template)
+    engine = open_engine(method="lookup", **asdict(model_options))
     grid = CallGrid(**{"lengths": default_lengths(engine.target.context_length), **inputs})
-    grid.check_context_length(engine.target.context_length, model)
+    grid.check_context_length(engine.target.context_length, model_options.model)
     if out:
         out.mkdir(parents=True, exist_ok=True)
     result = measure_step(engine, grid)
@@ -119,8 +98,6 @@ def parse_numbers(option: str, text: str) -> tuple[int, ...]:
 
 def measure_step(engine: Any, grid: Any) -> dict[str, Any]:
     """The content of step.json; after Ctrl-C `complete` is false."""
-    from dataclasses import asdict
-
     from saltus.cli.progress import progress_bar
     from saltus.evaluation.profiling import call_profile, roofline, step_profile
     from saltus.evaluation.profiling import call_timing as steps
@@ -183,8 +160,6 @@ def synchronizer(device: Any) -> Any:
 
 def summarise_step(grid: Any, timings: Any, demand: Any, machine_speed: Any) -> dict[str, Any]:
     """Calls and prefills with their spread, and with bounds and knees if the machine's speed is known."""
-    from dataclasses import asdict
-
     from saltus.evaluation.profiling import roofline
     from saltus.evaluation.profiling.call_timing import time_statistics
 

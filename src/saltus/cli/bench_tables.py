@@ -6,12 +6,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from saltus.cli.coloured_text import terminal
+from saltus.cli.coloured_text import new_table, terminal
 from saltus.cli.report import number_of
 
 
@@ -37,7 +36,7 @@ def _tasks(suite: Mapping[str, Any]) -> str:
 
 
 def _systems_table(systems: Mapping[str, Any], wide: bool) -> Table:
-    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
+    table = new_table()
     table.add_column("", style="bold cyan", overflow="fold")
     graded = next((system["accuracy_of"] for system in systems.values() if system["accuracy_of"]), None)
     width_left = {
@@ -84,7 +83,7 @@ def _category_tables(systems: Mapping[str, Any], width: int) -> Iterator[Table]:
     categories = systems["plain"]["by_category"]
     table_width = width - max(map(len, categories)) - 8
     while others:
-        table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
+        table = new_table()
         table.add_column("", no_wrap=True)
         table.add_column("texts", justify="right")
         shown, width_left = [], table_width

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from saltus.cli import options as o
 from saltus.cli.check_server import ServerOptions
 
@@ -30,10 +28,10 @@ def check(
     method_options: o.MethodOptions,
     batch_invariant: Annotated[
         bool,
-        typer.Option(
+        o.in_panel(
+            o.METHOD_PANEL,
             "--batch-invariant/--no-batch-invariant",
             help="Use kernels that round alike in calls of any shape; without, see the flips.",
-            rich_help_panel=o.METHOD_PANEL,
         ),
     ] = True,
     max_new_tokens: Annotated[

@@ -30,15 +30,13 @@ def finish(report: Mapping[str, Any], json: bool, out: Path | None) -> None:
 
 
 def _show(report: Mapping[str, Any]) -> None:
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
-    from saltus.cli.coloured_text import VISIBLE_CONTROL_CHARACTERS, terminal
+    from saltus.cli.coloured_text import VISIBLE_CONTROL_CHARACTERS, new_table, terminal
     from saltus.evaluation.audit.report import findings_to_repeat
 
     console = terminal(soft_wrap=False)
-    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
+    table = new_table()
     table.add_column("check")
     table.add_column("verdict", no_wrap=True)
     table.add_column("")

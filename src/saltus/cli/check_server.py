@@ -9,11 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from saltus.cli.options import SERVER_PANEL, ServerKey, in_panel
 
-from saltus.cli.options import in_panel
-
-SERVER_PANEL = "Server"
 DEFAULT_PROMPTS, DEFAULT_TASKS = 12, 50
 GRADED_SUITES = ("gsm8k", "humaneval", "mbpp", "math")
 
@@ -48,13 +45,6 @@ OffHeader = Annotated[
         help="A header that switches speculation off; may be repeated.",
     ),
 ]
-ApiKey = Annotated[
-    str,
-    typer.Option(
-        "--api-key", metavar="KEY", envvar="SALTUS_API_KEY", help="Of the server.", show_default=False,
-        rich_help_panel=SERVER_PANEL,
-    ),
-]  # fmt: skip
 Suites = Annotated[
     list[str] | None,
     in_panel(
@@ -88,7 +78,7 @@ class ServerOptions:
     against: Against = None
     off: Off = None
     off_header: OffHeader = None
-    api_key: ApiKey = ""
+    api_key: ServerKey = ""
     only: Only = None
     suite: Suites = None
     tasks: Tasks = DEFAULT_TASKS

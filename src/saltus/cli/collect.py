@@ -36,59 +36,49 @@ def collect_(context: typer.Context) -> None:
 
 Prompts = Annotated[
     Path,
-    typer.Option(
+    o.in_panel(
+        o.PROMPT_PANEL,
         "--prompts",
         "-f",
         metavar="FILE",
         help='JSON lines with "prompt" or "messages", or (.txt) a prompt a line; - is stdin.',
-        rich_help_panel=o.PROMPT_PANEL,
     ),
 ]
 Out = Annotated[
-    Path,
-    typer.Option(
-        "--out", metavar="DIR", help="The texts; a repeated command continues there.", rich_help_panel=o.OUTPUT_PANEL
-    ),
+    Path, o.in_panel(o.OUTPUT_PANEL, "--out", metavar="DIR", help="The texts; a repeated command continues there.")
 ]
 BatchInvariant = Annotated[
     bool,
-    typer.Option(
+    o.in_panel(
+        o.MODEL_PANEL,
         "--batch-invariant/--no-batch-invariant",
         help="Round alike in batches of any shape; without, a GPU may be faster, but texts depend on batches.",
-        rich_help_panel=o.MODEL_PANEL,
     ),
 ]
 Temperatures = Annotated[
     list[float] | None,
-    typer.Option(
+    o.in_panel(
+        o.SAMPLING_PANEL,
         "--temperature",
         "-t",
         metavar="X",
         help="0 takes the likeliest token; may be repeated. [dim]\\[default: 0 and 0.7][/dim]",
         show_default=False,
-        rich_help_panel=o.SAMPLING_PANEL,
     ),
 ]
-BatchSize = Annotated[
-    int, typer.Option("--batch-size", metavar="N", min=1, help="Texts written together.", rich_help_panel=WORK_PANEL)
-]
+BatchSize = Annotated[int, o.in_panel(WORK_PANEL, "--batch-size", metavar="N", min=1, help="Texts written together.")]
 Processes = Annotated[
-    int,
-    typer.Option(
-        "--processes", metavar="N", min=1, help="Each loads the model; they share threads.", rich_help_panel=WORK_PANEL
-    ),
+    int, o.in_panel(WORK_PANEL, "--processes", metavar="N", min=1, help="Each loads the model; they share threads.")
 ]
-TextsPerFile = Annotated[
-    int, typer.Option("--texts-per-file", metavar="N", min=1, help="Texts of a file.", rich_help_panel=WORK_PANEL)
-]
+TextsPerFile = Annotated[int, o.in_panel(WORK_PANEL, "--texts-per-file", metavar="N", min=1, help="Texts of a file.")]
 Ray = Annotated[
     str | None,
-    typer.Option(
+    o.in_panel(
+        WORK_PANEL,
         "--ray",
         metavar="ADDRESS",
         help="Use the machines of this Ray cluster; [i]local[/i] is this machine, [i]auto[/i] the cluster that it"
         " belongs to. All machines must share the disk of DIR.",
-        rich_help_panel=WORK_PANEL,
     ),
 ]
 
@@ -159,24 +149,15 @@ def jacobi(
     prompts: Prompts,
     out: Out,
     block_size: Annotated[
-        int,
-        typer.Option(
-            "--block-size",
-            "-b",
-            metavar="N",
-            min=2,
-            max=128,
-            help="Tokens of a block.",
-            rich_help_panel=o.SAMPLING_PANEL,
-        ),
+        int, o.in_panel(o.SAMPLING_PANEL, "--block-size", "-b", metavar="N", min=2, max=128, help="Tokens of a block.")
     ] = 16,
     adapter: Annotated[
         Path | None,
-        typer.Option(
+        o.in_panel(
+            o.MODEL_PANEL,
             "--adapter",
             metavar="DIR",
             help="Draft with this adapter of [i]saltus train jacobi[/i], for another round of training.",
-            rich_help_panel=o.MODEL_PANEL,
         ),
     ] = None,
     collection: CollectionOptions,

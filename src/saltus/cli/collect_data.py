@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from saltus.cli import options as o
 from saltus.cli.collect import Out, TextsPerFile
 
@@ -14,13 +12,13 @@ from saltus.cli.collect import Out, TextsPerFile
 def data(
     texts: Annotated[
         Path,
-        typer.Option(
+        o.in_panel(
+            o.PROMPT_PANEL,
             "--texts",
             "-f",
             metavar="FILE",
             help='JSON lines with "prompt" and "completion", with "messages" that end with the assistant\'s, or with'
-            ' "text".',
-            rich_help_panel=o.PROMPT_PANEL,
+            ' "text"; or (.txt) a plain text with empty lines between its texts.',
         ),
     ],
     out: Out,
@@ -55,9 +53,9 @@ def data(
     from saltus.training.data.given_texts import read_rows, write_given_texts
     from saltus.training.loop.checkpoint import lock_folder
 
-    validate_settings("plain", None, chat_template=chat_template)
+    validate_settings("plain", chat_template=chat_template)
     read_rows(texts)  # it raises errors before a model is loaded
-    engine = open_engine(model, "plain", None, chat_template=chat_template, tuned_settings=False)
+    engine = open_engine(model, "plain", chat_template=chat_template, tuned_settings=False)
     with lock_folder(out):
         count, cut = write_given_texts(engine, texts, out, max_new_tokens, texts_per_file)
     limit = "the model's context ends" if max_new_tokens is None else f"--max-new-tokens {max_new_tokens:,}"

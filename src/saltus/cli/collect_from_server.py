@@ -7,39 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from saltus.cli.collection import show_progress, tokenize_prompts
+from saltus.cli.options import SERVER_PANEL, ServerKey, in_panel
 from saltus.engine.prompts import Prompt
 
-ENDPOINT_PANEL = "Server"
 Endpoint = Annotated[
     str | None,
-    typer.Option(
+    in_panel(
+        SERVER_PANEL,
         "--endpoint",
         metavar="URL",
         help="Let a running server of OpenAI's protocol write, such as vLLM's; of --model only the tokenizer is read.",
-        rich_help_panel=ENDPOINT_PANEL,
     ),
 ]
 ServedModel = Annotated[
     str | None,
-    typer.Option(
+    in_panel(
+        SERVER_PANEL,
         "--served-model",
         metavar="NAME",
         help="The model's name on the server. [dim]\\[default: the first that it lists][/dim]",
-        rich_help_panel=ENDPOINT_PANEL,
-    ),
-]
-ApiKey = Annotated[
-    str,
-    typer.Option(
-        "--api-key",
-        metavar="KEY",
-        envvar="SALTUS_API_KEY",
-        help="Of the server.",
-        show_default=False,
-        rich_help_panel=ENDPOINT_PANEL,
     ),
 ]
 
@@ -50,7 +37,7 @@ class ServerOptions:
 
     endpoint: Endpoint = None
     served_model: ServedModel = None
-    api_key: ApiKey = ""
+    api_key: ServerKey = ""
 
 
 def collect_from_server(

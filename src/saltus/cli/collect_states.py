@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from saltus.cli import options as o
 from saltus.cli.collect import WORK_PANEL
+from saltus.cli.collection import count_texts
 
 TEXT_PANEL = "Texts"
 
@@ -19,52 +16,42 @@ TEXT_PANEL = "Texts"
 def states(
     texts: Annotated[
         Path,
-        typer.Option(
+        o.in_panel(
+            TEXT_PANEL,
             "--texts",
             "-f",
             metavar="PATH",
             help="A folder of [i]saltus collect text[/i] or one of its files, or JSON lines as [i]saltus collect"
             ' data[/i] takes: with "prompt" and "completion", with "messages", or with "text".',
-            rich_help_panel=TEXT_PANEL,
         ),
     ],
     to: Annotated[
-        str,
-        typer.Option(
-            "--to", metavar="TRAINER", help="speculators, or specforge (SpecForge).", rich_help_panel=o.OUTPUT_PANEL
-        ),
+        str, o.in_panel(o.OUTPUT_PANEL, "--to", metavar="TRAINER", help="speculators, or specforge (SpecForge).")
     ],
     out: Annotated[
-        Path,
-        typer.Option(
-            "--out",
-            metavar="DIR",
-            help="The states; a repeated command continues there.",
-            rich_help_panel=o.OUTPUT_PANEL,
-        ),
+        Path, o.in_panel(o.OUTPUT_PANEL, "--out", metavar="DIR", help="The states; a repeated command continues there.")
     ],
     layers: Annotated[
         str,
-        typer.Option(
+        o.in_panel(
+            WORK_PANEL,
             "--layers",
             metavar="LAYERS",
             help="States after how many layers: numbers such as 2,15,27, or a method's choice: eagle3 (2, the middle"
             " one, the last but 3) or dflash (five from 2 to the last but 2).",
-            rich_help_panel=WORK_PANEL,
         ),
     ] = "eagle3",
     limit: Annotated[
-        int | None,
-        typer.Option("--limit", metavar="N", min=1, help="Only the first N texts.", rich_help_panel=TEXT_PANEL),
+        int | None, o.in_panel(TEXT_PANEL, "--limit", metavar="N", min=1, help="Only the first N texts.")
     ] = None,
     max_length: Annotated[
         int | None,
-        typer.Option(
+        o.in_panel(
+            TEXT_PANEL,
             "--max-length",
             metavar="N",
             min=2,
             help="Cut texts after N tokens. [dim]\\[default: the model's context][/dim]",
-            rich_help_panel=TEXT_PANEL,
         ),
     ] = None,
     model: o.Model = o.DEFAULT_MODEL,
@@ -101,11 +88,9 @@ def states(
         raise ValueError(f"--to {to}: there are {', '.join(FORMATS)}")
     FORMATS[to].check_installed()
     choose = trainers.parse_layers(layers)
-    validate_settings("plain", None, chat_template=chat_template)
+    validate_settings("plain", chat_template=chat_template)
     tokenize = _read(texts)  # it raises errors before a model is loaded
-    engine = open_engine(
-        model, "plain", None, chat_template=chat_template, dtype=dtype, device=device, tuned_settings=False
-    )
+    engine = open_engine(model, "plain", chat_template=chat_template, dtype=dtype, device=device, tuned_settings=False)
     if not engine.network.accepts_drafters:
         raise ValueError(f"{engine.target.name} returns no hidden states to drafters; take a causal model")
     config = engine.network.model.config.get_text_config()
@@ -120,7 +105,8 @@ def states(
     with lock_folder(out):
         metadata = plan.metadata(engine.network, engine.target.name)
         missing = trainers.prepare_folder(out, plan, metadata, config.hidden_size)
-        _show(trainers.collect_states(engine.network, plan, missing, out), len(kept), missing)
+        progress = ((1, tokens) for tokens in trainers.collect_states(engine.network, plan, missing, out))
+        count_texts(progress, len(kept) - len(missing), len(kept), lambda ended: (ended, len(kept)))
     size = plan.num_bytes(range(len(kept)), config.hidden_size)
     print_note(
         f"{len(kept):,} texts, {size / 1e6:,.1f} MB in {out}; layers {', '.join(map(str, chosen))}"
@@ -167,20 +153,3 @@ def _cut(samples: Sequence[Any], length: int | None) -> list[Any]:
         for each in samples
     ]
     return [each for each in cut if each.prompt and len(each.completion) >= MIN_COMPLETION]
-
-
-def _show(progress: Any, total: int, missing: Sequence[int]) -> None:
-    """Show the progress, and at Ctrl-C what is written."""
-    from saltus.cli.progress import progress_meter
-
-    done, tokens, start_time = total - len(missing), 0, time.monotonic()
-    try:
-        with closing(progress), progress_meter(total, "texts") as show:
-            show(done)
-            for new in progress:
-                done, tokens = done + 1, tokens + new
-                show(done, f"{tokens / (time.monotonic() - start_time):,.0f} tokens/s")
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            f"interrupted; {done:,} of {total:,} files are written, the same command writes the others"
-        ) from None

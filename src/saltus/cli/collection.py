@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -58,26 +58,40 @@ def tokenize_prompts(
     return tokenized
 
 
-def show_progress(progress: Generator[tuple[int, int]], plan: Any, missing: Sequence[int], out: Path) -> None:
-    """Show the progress, and at the end or at Ctrl-C what is written."""
-    from saltus.cli.answers import print_note
-    from saltus.cli.progress import progress_meter
-    from saltus.training.data.teacher_texts import missing_shards
+def count_texts(
+    progress: Generator[tuple[int, int]], ended: int, total: int, files: Callable[[int], tuple[int, int]]
+) -> int:
+    """Show the progress of texts, which come with their tokens; how many tokens came.
 
-    ended = plan.num_texts - sum(len(plan.texts_of_shard(number)) for number in missing)
+    At Ctrl-C it says how many `files` are complete after so many texts, and how many there will be.
+    """
+    from saltus.cli.progress import progress_meter
+
     tokens, start_time = 0, time.monotonic()
     try:
-        with closing(progress), progress_meter(plan.num_texts, "texts") as show:
+        with closing(progress), progress_meter(total, "texts") as show:
             show(ended)
             for texts, new in progress:
                 ended, tokens = ended + texts, tokens + new
                 show(ended, f"{tokens / (time.monotonic() - start_time):,.0f} tokens/s")
     except KeyboardInterrupt:
-        complete = len(plan.shard_names) - len(missing_shards(out, plan))
+        complete, num_files = files(ended)
         raise KeyboardInterrupt(
-            f"interrupted; {complete:,} of {len(plan.shard_names):,} files are written,"
-            " the same command writes the others"
+            f"interrupted; {complete:,} of {num_files:,} files are written, the same command writes the others"
         ) from None
+    return tokens
+
+
+def show_progress(progress: Generator[tuple[int, int]], plan: Any, missing: Sequence[int], out: Path) -> None:
+    """Show the progress, and at the end or at Ctrl-C what is written."""
+    from saltus.cli.answers import print_note
+    from saltus.training.data.teacher_texts import missing_shards
+
+    def files(_: int) -> tuple[int, int]:
+        return len(plan.shard_names) - len(missing_shards(out, plan)), len(plan.shard_names)
+
+    ended = plan.num_texts - sum(len(plan.texts_of_shard(number)) for number in missing)
+    tokens = count_texts(progress, ended, plan.num_texts, files)
     print_note(
         f"{plan.num_texts:,} texts in {out}" + (f", {tokens:,} tokens written now" if missing else ", all there before")
     )

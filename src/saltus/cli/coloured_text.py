@@ -8,11 +8,13 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich import box
 from rich.cells import cell_len
 from rich.console import Console
 from rich.control import Control
 from rich.segment import ControlType
 from rich.style import Style
+from rich.table import Table
 from rich.text import Text
 
 CALL_COLOURS = ("cyan", "yellow", "magenta", "green", "bright_blue")  # neighbours are distinct, also for most
@@ -52,6 +54,11 @@ def terminal(stderr: bool = False, colour: bool | None = None, soft_wrap: bool =
         stream = sys.stderr if stderr else sys.stdout
         forced |= {"force_terminal": True, "color_system": "auto" if stream.isatty() else "standard"}
     return PipeSafeConsole(stderr=stderr, highlight=False, soft_wrap=soft_wrap, **forced)
+
+
+def new_table(**settings: Any) -> Table:
+    """A table with a line below its head and no other."""
+    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, **settings)
 
 
 @dataclass

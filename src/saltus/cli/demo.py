@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -19,33 +20,21 @@ backwards, which is said to be why it stands on the coat of arms of Australia, b
 MAX_REPEATS, REPEAT_SECONDS = 4, 6.0  # of both ways of decoding, in turns: a single run's ratio is mostly noise
 
 
+@o.with_options()
 def demo(
+    *,
     question: Annotated[
         str | None, typer.Argument(metavar="QUESTION", help="A question of your own.", show_default=False)
     ] = None,
-    model: o.Model = o.DEFAULT_MODEL,
-    dtype: o.Dtype = "auto",
-    device: o.Device = "auto",
-    weights: o.Weights = "file",
-    arithmetic: o.Arithmetic = "auto",
-    chat_template: o.ChatTemplate = None,
+    model_options: o.ModelOptions,
     method: o.Method = o.DEFAULT_METHOD,
     max_new_tokens: o.MaxNewTokens = 128,
     temperature: Annotated[
         float | None,
-        typer.Option(
-            "--temperature",
-            "-t",
-            metavar="X",
-            help="0 unless a seed is given, then 0.7.",
-            rich_help_panel=o.SAMPLING_PANEL,
-        ),
+        o.in_panel(o.SAMPLING_PANEL, "--temperature", "-t", metavar="X", help="0 unless a seed is given, then 0.7."),
     ] = None,
     seed: Annotated[
-        int | None,
-        typer.Option(
-            "--seed", "-s", metavar="N", help="Sample the answer with this seed.", rich_help_panel=o.SAMPLING_PANEL
-        ),
+        int | None, o.in_panel(o.SAMPLING_PANEL, "--seed", "-s", metavar="N", help="Sample the answer with this seed.")
     ] = None,
     colour: o.Colour = None,
 ) -> None:
@@ -67,20 +56,10 @@ def demo(
         "temperature": (0.0 if seed is None else 0.7) if temperature is None else temperature,
         "seed": seed or 0,
     }
-    validate_settings(method, None, chat_template=chat_template, **sampling)
-    engine = open_engine(
-        model,
-        method,
-        None,
-        dtype=dtype,
-        device=device,
-        weights=weights,
-        arithmetic=arithmetic,
-        chat_template=chat_template,
-    )
-    _run_demo(
-        engine, question or QUESTION, model, engine.method, {**sampling, "max_new_tokens": max_new_tokens}, colour
-    )
+    validate_settings(method, chat_template=model_options.chat_template, **sampling)
+    engine = open_engine(method=method, **asdict(model_options))
+    settings = {**sampling, "max_new_tokens": max_new_tokens}
+    _run_demo(engine, question or QUESTION, model_options.model, engine.method, settings, colour)
 
 
 def _run_demo(

@@ -13,7 +13,7 @@ from saltus.cli import options as o
 def export(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A DFlash drafter that saltus train ptp wrote.")],
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="speculators (vLLM), or flat (SGLang, vLLM).")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The result.", rich_help_panel=o.OUTPUT_PANEL)],
+    out: Annotated[Path, o.in_panel(o.OUTPUT_PANEL, "--out", metavar="DIR", help="The result.")],
     model: Annotated[
         str | None,
         typer.Option(
@@ -58,7 +58,7 @@ def export(
             " that others load with saltus train ptp --recipe smollm2-dflash"
         )
     name = model or metadata.target_name
-    target: Any = open_engine(name, "plain", None, device="cpu", weights="bf16").network.model
+    target: Any = open_engine(name, "plain", device="cpu", weights="bf16").network.model
     drafter = load_dflash(folder, target, name)
     with full_disk_errors(out):
         save_dflash(drafter, next(each for each in FORMATS if each == to), out, target, verifier or name)

@@ -34,10 +34,7 @@ def generate(
     grammar_options: o.GrammarOptions,
     colour: o.Colour = None,
     compare: Annotated[
-        bool,
-        typer.Option(
-            "--compare", help="Decode it with plain decoding, too, and compare.", rich_help_panel=o.OUTPUT_PANEL
-        ),
+        bool, o.in_panel(o.OUTPUT_PANEL, "--compare", help="Decode it with plain decoding, too, and compare.")
     ] = False,
     json: o.Json = False,
 ) -> None:

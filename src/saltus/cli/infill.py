@@ -20,23 +20,16 @@ def infill(
         str | None, typer.Argument(metavar="TEXT", help="A text with holes; - reads it from stdin.")
     ] = None,
     file: Annotated[
-        Path | None,
-        typer.Option("--file", "-f", metavar="FILE", help="A file with holes.", rich_help_panel=o.PROMPT_PANEL),
+        Path | None, o.in_panel(o.PROMPT_PANEL, "--file", "-f", metavar="FILE", help="A file with holes.")
     ] = None,
     model_options: o.ModelOptions,
     method_options: o.InfillMethodOptions,
     open_tokens: Annotated[
-        int,
-        typer.Option(
-            "--open", metavar="N", min=1, help="Tokens of a hole [[…]], at most.", rich_help_panel=o.LENGTH_PANEL
-        ),
+        int, o.in_panel(o.LENGTH_PANEL, "--open", metavar="N", min=1, help="Tokens of a hole [[…]], at most.")
     ] = 24,
     sampling_options: o.SamplingOptions,
     steps: Annotated[
-        bool,
-        typer.Option(
-            "--steps", help="Colour the fillings by the call that decided them.", rich_help_panel=o.OUTPUT_PANEL
-        ),
+        bool, o.in_panel(o.OUTPUT_PANEL, "--steps", help="Colour the fillings by the call that decided them.")
     ] = False,
     json: o.Json = False,
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from saltus.cli.options import OUTPUT_PANEL
+from saltus.cli.options import OUTPUT_PANEL, in_panel
 
 AUTO_IS = (
     "The default: what drafts best with a model without any settings. A drafter given by ptp.model or mtp.model, or"
@@ -22,9 +22,7 @@ def methods(
     names: Annotated[
         list[str] | None, typer.Argument(metavar="[NAME]...", help="Methods whose options are shown.")
     ] = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print a JSON object a method.", rich_help_panel=OUTPUT_PANEL)
-    ] = False,
+    json: Annotated[bool, in_panel(OUTPUT_PANEL, "--json", help="Print a JSON object a method.")] = False,
 ) -> None:
     """List the methods, or the options of some of them.
 
@@ -88,13 +86,11 @@ def _field_comments(config: type[Any]) -> dict[str, str]:
 
 
 def _show(descriptions: list[dict[str, Any]], with_options: bool) -> None:
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
-    from saltus.cli.coloured_text import terminal
+    from saltus.cli.coloured_text import new_table, terminal
 
-    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, 2, 1, 0))
+    table = new_table(padding=(0, 2, 1, 0))
     table.add_column("method", style="bold cyan", no_wrap=True)
     table.add_column("what it does", ratio=2)
     if with_options:

@@ -39,16 +39,15 @@ def open_with_options(
 
 
 def open_engine(
-    model: str, method: str, options: Sequence[str] | Mapping[str, Mapping[str, Any]] | None, **settings: Any
+    model: str, method: str, options: Mapping[str, Mapping[str, Any]] | None = None, **settings: Any
 ) -> Any:
-    """`saltus.load`, also with options of the form `lookup.max_ngram_size=5`; on a terminal with progress bars."""
+    """`saltus.load`, on a terminal with progress bars."""
     from saltus.cli.answers import print_note
     from saltus.methods import LoadsNetwork, make_methods
 
-    chosen = options if isinstance(options, Mapping) else parse_method_options(options or (), method)
     conflicting = [
         where
-        for made in make_methods(method, chosen)
+        for made in make_methods(method, options or {})
         for where in made.draft_models.values()
         if not (is_drafter_spec(where) or isinstance(made, LoadsNetwork))
     ]
@@ -62,7 +61,7 @@ def open_engine(
         _silence_transformers()
         from saltus.engine.load import load
 
-        engine = load(model, method, options=chosen, progress=show, **settings)
+        engine = load(model, method, options=options, progress=show, **settings)
     if (weights := settings.get("weights", "file")) not in ("file", "bf16"):
         print_note(f"weights packed as {weights}: another model than {model}, with other texts")
     if engine.decoder.auto_note:
@@ -96,7 +95,7 @@ def _temporary_note(line: str) -> Iterator[None]:
 
 def validate_settings(
     method: str,
-    options: Sequence[str] | Mapping[str, Mapping[str, Any]] | None,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
     rule: str = "match",
     chat_template: str | None = None,
     **sampling: Any,
@@ -108,8 +107,7 @@ def validate_settings(
     from saltus.engine.decoder import check_rule
     from saltus.methods import make_methods, require_draft_models
 
-    chosen = options if isinstance(options, Mapping) else parse_method_options(options or (), method)
-    require_draft_models(make_methods(method, chosen))
+    require_draft_models(make_methods(method, options or {}))
     check_rule(rule)
     if chat_template is not None:
         read_chat_template(chat_template)

@@ -17,15 +17,9 @@ from saltus.engine.method_options import DEFAULT_METHOD
 if TYPE_CHECKING:
     from saltus.engine.grammar import Grammar
 
-MODEL_PANEL, METHOD_PANEL, SAMPLING_PANEL, GRAMMAR_PANEL, LENGTH_PANEL, PROMPT_PANEL, OUTPUT_PANEL = (
-    "Model",
-    "Method",
-    "Sampling",
-    "Grammar",
-    "Length",
-    "Prompt",
-    "Output",
-)
+MODEL_PANEL, METHOD_PANEL, SAMPLING_PANEL, GRAMMAR_PANEL = "Model", "Method", "Sampling", "Grammar"
+LENGTH_PANEL, PROMPT_PANEL, OUTPUT_PANEL, SERVER_PANEL = "Length", "Prompt", "Output", "Server"
+KEY_VARIABLE = "SALTUS_API_KEY"  # of the environment
 
 
 def in_panel(panel: str, *names: str, help: str, **settings: Any) -> Any:
@@ -46,15 +40,11 @@ Model = Annotated[
 Dtype = Annotated[
     str,
     in_panel(
-        MODEL_PANEL,
-        "--dtype",
-        metavar="TYPE",
-        help="float32, bfloat16 or float16; auto: as the model was saved.",
+        MODEL_PANEL, "--dtype", metavar="TYPE", help="float32, bfloat16 or float16; auto: as the model was saved."
     ),
 ]
 Device = Annotated[
-    str,
-    in_panel(MODEL_PANEL, "--device", metavar="DEVICE", help="cpu, cuda or cuda:1; auto: a GPU if there is one."),
+    str, in_panel(MODEL_PANEL, "--device", metavar="DEVICE", help="cpu, cuda or cuda:1; auto: a GPU if there is one.")
 ]
 
 Weights = Annotated[
@@ -150,13 +140,7 @@ Rule = Annotated[
 
 Temperature = Annotated[
     float,
-    in_panel(
-        SAMPLING_PANEL,
-        "--temperature",
-        "-t",
-        metavar="X",
-        help="0: the most likely token; higher: more varied.",
-    ),
+    in_panel(SAMPLING_PANEL, "--temperature", "-t", metavar="X", help="0: the most likely token; higher: more varied."),
 ]
 TopP = Annotated[
     float,
@@ -169,12 +153,7 @@ MinP = Annotated[
 ]
 RepetitionPenalty = Annotated[
     float,
-    in_panel(
-        SAMPLING_PANEL,
-        "--repetition-penalty",
-        metavar="X",
-        help="Above 1: earlier tokens become less likely.",
-    ),
+    in_panel(SAMPLING_PANEL, "--repetition-penalty", metavar="X", help="Above 1: earlier tokens become less likely."),
 ]
 Coupling = Annotated[
     str,
@@ -196,8 +175,7 @@ MaxNewTokens = Annotated[
     int, in_panel(LENGTH_PANEL, "--max-new-tokens", "-n", metavar="N", min=1, help="New tokens of an answer, at most.")
 ]
 Stop = Annotated[
-    list[str] | None,
-    in_panel(LENGTH_PANEL, "--stop", metavar="TEXT", help="End before this text; may be repeated."),
+    list[str] | None, in_panel(LENGTH_PANEL, "--stop", metavar="TEXT", help="End before this text; may be repeated.")
 ]
 IgnoreEos = Annotated[bool, in_panel(LENGTH_PANEL, "--ignore-eos", help="Go on after end tokens.")]
 
@@ -228,6 +206,10 @@ Colour = Annotated[
         show_default=False,
     ),
 ]
+ServerKey = Annotated[
+    str,
+    in_panel(SERVER_PANEL, "--api-key", metavar="KEY", envvar=KEY_VARIABLE, help="Of the server.", show_default=False),
+]
 Json = Annotated[bool, in_panel(OUTPUT_PANEL, "--json", help="Print JSON, for programs.")]
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -250,8 +232,7 @@ class MethodOptions:
     """How to draft and verify."""
 
     method: Annotated[
-        str | None,
-        in_panel(METHOD_PANEL, "--method", metavar="NAME", help=_METHOD_HELP, show_default=DEFAULT_METHOD),
+        str | None, in_panel(METHOD_PANEL, "--method", metavar="NAME", help=_METHOD_HELP, show_default=DEFAULT_METHOD)
     ] = None
     option: Options = None
     draft_model: DraftModel = None
@@ -326,7 +307,7 @@ def with_options(*, omit: tuple[str, ...] = (), **defaults: Any) -> Callable[[Ca
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        hints = get_type_hints(command, include_extras=True)
+        hints = inspect.get_annotations(command, eval_str=True)  # also of one with @no_type_check
         parameters: list[inspect.Parameter] = []
         groups: dict[str, tuple[type, list[str]]] = {}
         for parameter in inspect.signature(command).parameters.values():

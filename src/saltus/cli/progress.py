@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import count
 from typing import Any
 
 
-def progress_bar(total: int, description: str) -> Any:
-    """Entering gives a function that advances the bar. It is drawn only when advanced, so it costs no other time."""
-    if not sys.stderr.isatty():
-        return nullcontext(lambda: None)
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    class Bar(Progress):
-        """A bar that is drawn on request."""
-
-        def __enter__(self) -> Any:
-            super().__enter__()
-            task = self.add_task(description, total=total)
-            self.refresh()
-
-            def advance() -> None:
-                self.advance(task)
-                self.refresh()
-
-            return advance
-
-    columns = TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn()
-    return Bar(*columns, console=Console(stderr=True), auto_refresh=False, transient=True)
+@contextmanager
+def progress_bar(total: int, description: str) -> Iterator[Callable[[], Any]]:
+    """Entering gives a function that advances the bar by one."""
+    steps = count(1)
+    with progress_meter(total, description) as show:
+        yield lambda: show(next(steps))
 
 
 def progress_meter(total: int, description: str, live: bool = True) -> Any:
-    """Entering gives a function that sets how many are done, and a text; the bar is drawn only then."""
+    """Entering gives a function that sets how many are done, and a text.
+
+    The bar is drawn only then, so it costs no other time.
+    """
     if not (live and sys.stderr.isatty()):
         return nullcontext(lambda done, words="": None)
     from rich.console import Console

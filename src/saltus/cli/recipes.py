@@ -16,13 +16,10 @@ def recipes_of(method: str) -> dict[str, Any]:
 
 def list_recipes(method: str) -> None:
     """Print them as a table, and the folders of their files."""
-    from rich import box
-    from rich.table import Table
-
-    from saltus.cli.coloured_text import terminal
+    from saltus.cli.coloured_text import new_table, terminal
     from saltus.training.recipe import shipped_recipes
 
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = new_table()
     for head in ("recipe", "trains", "takes"):
         table.add_column(head, no_wrap=head == "recipe")
     found = recipes_of(method)

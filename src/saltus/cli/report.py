@@ -9,30 +9,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-RECORD_KEYS = (
-    "prompt", "text", "tokens", "finish_reason", "method", "calls", "tokens_per_call", "seconds", "tokens_per_second",
-    "prefill_seconds", "tokens_by_call",
-)  # fmt: skip
 FINISH_WORDS = {"stop": "finished", "length": "cut at the length limit", None: "interrupted"}
 
 
 def record(prompt: Any, generation: Any, method: str) -> dict[str, Any]:
-    """The record that `--json` prints for a prompt: RECORD_KEYS, in this order."""
+    """The record that `--json` prints for a prompt."""
     counted = generation.statistics
-    values = (
-        prompt,
-        generation.text,
-        [int(token) for token in generation.tokens],
-        generation.finish_reason,
-        method,
-        counted.calls,
-        counted.tokens_per_call,
-        counted.seconds,
-        counted.tokens_per_second,
-        counted.prefill_seconds,
-        list(counted.tokens_by_call),
-    )
-    return dict(zip(RECORD_KEYS, values, strict=True))
+    return {
+        "prompt": prompt, "text": generation.text, "tokens": generation.tokens,
+        "finish_reason": generation.finish_reason, "method": method, "calls": counted.calls,
+        "tokens_per_call": counted.tokens_per_call, "seconds": counted.seconds,
+        "tokens_per_second": counted.tokens_per_second, "prefill_seconds": counted.prefill_seconds,
+        "tokens_by_call": counted.tokens_by_call,
+    }  # fmt: skip
 
 
 def print_json(value: Any) -> None:

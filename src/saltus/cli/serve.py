@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 from collections.abc import Sequence
+from functools import partial
 from types import FrameType
 from typing import Annotated, Any
 
@@ -16,16 +17,11 @@ import typer
 
 from saltus.cli import options as o
 
-SERVER_PANEL = "Server"
 LEARN_SHARE = 0.08
 DEFAULT_KV_CACHE = "4GB"
 MIN_KV_CACHE_BYTES = 10**6
-KEYS_VARIABLE = "SALTUS_API_KEY"
 DEFAULT_CONTEXT = 32768  # tokens, for models that name no limit and whose memory does not grow with a text
-
-
-def _server_option(*names: str, help: str, **settings: object) -> object:
-    return typer.Option(*names, help=help, rich_help_panel=SERVER_PANEL, **settings)  # type: ignore[arg-type]
+_server_option = partial(o.in_panel, o.SERVER_PANEL)
 
 
 @o.with_options(omit=("rule",))  # under `reject` a text would depend on how it is drafted
@@ -42,7 +38,7 @@ def serve(
         _server_option(
             "--api-key",
             metavar="KEY",
-            help=f"Requests need such a key; may be repeated. One key may also stand in {KEYS_VARIABLE}.",
+            help=f"Requests need such a key; may be repeated. One key may also stand in {o.KEY_VARIABLE}.",
         ),
     ] = None,
     allowed_host: Annotated[
@@ -96,8 +92,7 @@ def serve(
         bool, _server_option("--learn-reset", help="With --learn: forget what was learned in earlier runs.")
     ] = False,
     learn_across_keys: Annotated[
-        bool,
-        _server_option("--learn-across-keys", help="With --learn: one drafter from the texts of all API keys."),
+        bool, _server_option("--learn-across-keys", help="With --learn: one drafter from the texts of all API keys.")
     ] = False,
     shutdown_timeout: Annotated[
         float,
@@ -264,9 +259,9 @@ def _check_free(host: str, port: int) -> None:
 
 def _keys_of_environment() -> Sequence[str]:
     """The key in the variable, if it is set. Errors: ValueError for an empty one."""
-    key = os.environ.get(KEYS_VARIABLE)
+    key = os.environ.get(o.KEY_VARIABLE)
     if key is not None and not key.strip():
-        raise ValueError(f"{KEYS_VARIABLE} is set, but has no key; unset it, or give one")
+        raise ValueError(f"{o.KEY_VARIABLE} is set, but has no key; unset it, or give one")
     return () if key is None else (key,)
 
 

@@ -53,10 +53,9 @@ def _tables(result: Mapping[str, Any], length: int) -> Iterable[tuple[str, Any]]
 
 
 def _table(*heads: str) -> Any:
-    from rich import box
-    from rich.table import Table
+    from saltus.cli.coloured_text import new_table
 
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = new_table()
     for number, head in enumerate(heads):
         table.add_column(head, justify="right" if number else "left", no_wrap=True)
     return table

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
-
-import typer
 
 from saltus.cli import options as o
 
@@ -16,40 +15,26 @@ COLUMNS = "block", "candidates", "n-gram", "blocks", "spawn ratio", "tokens a se
 MAX_DEPTH = 31  # draft tokens of a fixed-shape call, as in generate
 
 
+@o.with_options()
 def tune(
-    model: o.Model = o.DEFAULT_MODEL,
+    *,
+    model_options: o.ModelOptions,
     adapter: Annotated[
         Path | None,
-        typer.Option(
-            "--adapter",
-            metavar="DIR",
-            help="Use this adapter of [i]saltus train jacobi[/i].",
-            rich_help_panel=o.MODEL_PANEL,
-        ),
+        o.in_panel(o.MODEL_PANEL, "--adapter", metavar="DIR", help="Use this adapter of [i]saltus train jacobi[/i]."),
     ] = None,
-    dtype: o.Dtype = "auto",
-    device: o.Device = "auto",
-    weights: o.Weights = "file",
-    arithmetic: o.Arithmetic = "auto",
-    chat_template: o.ChatTemplate = None,
     prompts: o.Prompts = None,
-    texts: Annotated[
-        int,
-        typer.Option("--texts", metavar="N", min=1, help="Number of prompts.", rich_help_panel=SEARCH_PANEL),
-    ] = 4,
+    texts: Annotated[int, o.in_panel(SEARCH_PANEL, "--texts", metavar="N", min=1, help="Number of prompts.")] = 4,
     rounds: Annotated[
-        int,
-        typer.Option(
-            "--rounds", metavar="N", min=1, help="Times that each prompt is answered.", rich_help_panel=SEARCH_PANEL
-        ),
+        int, o.in_panel(SEARCH_PANEL, "--rounds", metavar="N", min=1, help="Times that each prompt is answered.")
     ] = 2,
     max_cost_ratio: Annotated[
         float,
-        typer.Option(
+        o.in_panel(
+            SEARCH_PANEL,
             "--max-cost-ratio",
             metavar="X",
             min=1.0,
-            rich_help_panel=SEARCH_PANEL,
             help="A call may cost X times a call of one token; this limits its nodes.",
         ),
     ] = 2.0,
@@ -57,10 +42,7 @@ def tune(
     temperature: o.Temperature = 0.0,
     seed: o.Seed = 0,
     save: Annotated[
-        bool,
-        typer.Option(
-            "--save/--no-save", help="Save the best settings for generate and chat.", rich_help_panel=o.OUTPUT_PANEL
-        ),
+        bool, o.in_panel(o.OUTPUT_PANEL, "--save/--no-save", help="Save the best settings for generate and chat.")
     ] = True,
     json: o.Json = False,
 ) -> None:
@@ -82,19 +64,17 @@ def tune(
     """
     from saltus.cli.open_engine import open_engine, validate_settings
 
-    validate_settings("jacobi", (), chat_template=chat_template, temperature=temperature, seed=seed)
+    validate_settings("jacobi", chat_template=model_options.chat_template, temperature=temperature, seed=seed)
     options: dict[str, Any] = {} if adapter is None else {"model": str(adapter)}
-    engine = open_engine(
-        model, "jacobi", {"jacobi": options}, dtype=dtype, device=device, weights=weights, arithmetic=arithmetic,
-        chat_template=chat_template, max_draft_tokens=MAX_DEPTH, tuned_settings=False,
-    )  # fmt: skip
+    loading = {**asdict(model_options), "max_draft_tokens": MAX_DEPTH, "tuned_settings": False}
+    engine = open_engine(method="jacobi", options={"jacobi": options}, **loading)
     inputs = select_prompts(prompts, texts)
     how = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     result = _search_settings(engine, inputs, how, rounds, max_cost_ratio, options)
     if save:
         from saltus.cli.answers import print_note
 
-        print_note(f"saved: {_save_tuned_settings(result, engine, model, options)}")
+        print_note(f"saved: {_save_tuned_settings(result, engine, model_options.model, options)}")
     if json:
         from saltus.cli.report import print_json
 
@@ -105,15 +85,9 @@ def tune(
 
 def select_prompts(prompts: Path | None, num_prompts: int) -> list[Any]:
     """Prompts evenly spread over a file, or over the quick suite."""
-    from saltus.engine.prompts import read_prompts_file
+    from saltus.evaluation.benchmarks.suites import load_tasks
 
-    if prompts is None:
-        import saltus.evaluation
-
-        prompts = Path(saltus.evaluation.__file__).parent / "benchmarks" / "quick.jsonl"
-    available = read_prompts_file(prompts)
-    count = min(num_prompts, len(available))
-    chosen = [available[number * len(available) // count] for number in range(count)]
+    chosen = [task.prompt for task in load_tasks("quick" if prompts is None else f"prompts:{prompts}", num_prompts)]
     return [prompt.turns[0] if prompt.turns else list(prompt.messages) for prompt in chosen]
 
 
@@ -157,14 +131,11 @@ def _save_tuned_settings(result: Mapping[str, Any], engine: Any, model: str, fix
 
 
 def _show(result: Mapping[str, Any]) -> None:
-    from rich import box
-    from rich.table import Table
-
-    from saltus.cli.coloured_text import terminal
+    from saltus.cli.coloured_text import new_table, terminal
 
     console = terminal(soft_wrap=False)
     console.print(f"a call may verify {result['max_draft_tokens']} draft tokens")
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = new_table()
     for head in COLUMNS:
         table.add_column(head, justify="right", min_width=max(map(len, head.split())))
     for row in sorted(result["settings"], key=lambda row: -row["tokens_per_second"]):
