@@ -533,6 +533,33 @@ def test_several_drafts_where_they_mean_nothing_are_refused():
         adapter.drafter(Noise(0), Sampling(temperature=1.0), reject)
 
 
+@pytest.mark.parametrize(
+    ("kind", "training", "coupling", "temperature", "is_said"),
+    [
+        ("adapter", {"form": "one-hot"}, "gumbel", 0.7, True),
+        ("adapter", {"form": "categorical", "coupling": "token-order"}, "probability", 0.7, True),
+        ("adapter", {"form": "one-hot"}, "gumbel", 0.0, False),
+        ("adapter", {"form": "one-hot"}, "probability", 0.7, False),
+        ("adapter", {"form": "independent", "coupling": "gumbel"}, "gumbel", 0.7, False),
+        ("drafter", {"recipe": {"drafter": {"reads_uniforms": True}}}, "gumbel", 0.7, True),
+        ("drafter", {"recipe": {"drafter": {"reads_uniforms": False}}}, "gumbel", 0.7, False),
+        ("drafter", {}, "gumbel", 0.7, False),
+    ],
+)
+def test_a_line_says_once_that_uniforms_are_not_those_of_the_training(
+    kind, training, coupling, temperature, is_said, tmp_path, caplog
+):
+    method = Ptp(model=str(tmp_path)).for_trained_model(kind, training)
+    for seed in range(2):
+        method.drafter(Noise(seed), Sampling(temperature, coupling=coupling), match)
+    said = [record.message for record in caplog.records]
+    trained_for = training.get("coupling", "probability")
+    cure = f"decode with --coupling {trained_for} (coupling='{trained_for}')"
+    assert len(said) == is_said
+    assert all(f"the uniforms of the coupling {trained_for}, but gets none under {coupling}" in line for line in said)
+    assert all(cure in line for line in said)
+
+
 def test_what_cannot_be_exact_is_refused():
     with pytest.raises(ValueError, match="needs drafts sampled from distributions"):
         two_call_drafter(Noise(0), Sampling(), reject, "one-hot")
