@@ -196,7 +196,7 @@ def texts(
         at = first_difference(one.tokens, other.tokens)
         if at is not None:
             both = at < min(len(one.tokens), len(other.tokens))
-            gap = logit_gap(plain.engine, one, other, at) if both else None
+            gap = logit_gap(plain.engine, one, other, at, args.tokens) if both else None
             flips.append({"prompt": str(one.prompt)[:40], "at": at, "gap": gap})
     calls = sum(other.statistics.calls for _, other in found)
     return {

@@ -1,5 +1,7 @@
 """LongRoPE: a text's own length decides its angles, and neither its drafts nor the other texts of a call do."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from architectures import random_tree, text, tiny
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.core.sampling import log_probability
+from saltus.engine.comparison import logit_gap
 from saltus.engine.prefix_tree import supports_prefix_tree
 from saltus.engine.prompt_scores import SCORED_ROWS, PromptScores
 from saltus.evaluation.benchmarks import loglikelihood
@@ -52,6 +55,18 @@ def test_short_and_long_texts_have_the_logits_of_transformers(network, length, l
     other = BORDER if limit > BORDER else 40
     if length < BORDER:
         assert not torch.allclose(logits(network, tokens, other)[0], expected, atol=1e-3)
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("limit", [BORDER, 40])
+def test_the_gap_at_a_flip_is_that_of_the_text_s_own_angles(network, limit):
+    """Of a text that may get long the prompt and the tokens so far may be short."""
+    tokens, context = text(20), SimpleNamespace(context_length=None if limit == BORDER else 40)
+    engine = SimpleNamespace(encode=lambda prompt: prompt, network=network, target=context)
+    plain, other = (SimpleNamespace(prompt=tokens[:18].tolist(), tokens=[*tokens[18:], last]) for last in (3, 5))
+    row = logits(network, tokens, limit)[0].float()
+    gap = logit_gap(engine, plain, other, 2, 6 if limit == BORDER else 500)
+    assert gap == pytest.approx(abs(float(row[3] - row[5])), abs=1e-4)
 
 
 @pytest.mark.parametrize("limit", [BORDER, 40])

@@ -39,7 +39,7 @@ def compare_with_plain(
         for side in ("plain", "method") if number % 2 == 0 else ("method", "plain"):
             written[side] = _generate_turns(engine, prompt, {**settings, "method": names[side]})
             counted[side] += [generation.statistics for generation in written[side]]
-        if flip := _find_flip(engine, written["plain"], written["method"]):
+        if flip := _find_flip(engine, written["plain"], written["method"], settings["max_new_tokens"]):
             flips.append({"prompt": number, **flip})
         on_prompt()
     calls = sum(each.calls for each in counted["method"])
@@ -63,23 +63,30 @@ def _generate_turns(engine: Engine, prompt: Prompt, settings: Mapping[str, Any])
     return generations
 
 
-def _find_flip(engine: Engine, plain: list[Generation], other: list[Generation]) -> dict[str, Any] | None:
+def _find_flip(
+    engine: Engine, plain: list[Generation], other: list[Generation], max_new_tokens: int
+) -> dict[str, Any] | None:
     """The first difference between the texts of a prompt. Later turns are not compared: their prompts differ."""
     before = 0
     for own_token, other_token in zip(plain, other, strict=True):
         at = first_difference(own_token.tokens, other_token.tokens)
         if at is not None:
-            return {"position": before + at, "logit_gap": logit_gap(engine, own_token, other_token, at)}
+            gap = logit_gap(engine, own_token, other_token, at, max_new_tokens)
+            return {"position": before + at, "logit_gap": gap}
         before += len(own_token.tokens)
     return None
 
 
-def logit_gap(engine: Engine, plain: Generation, other: Generation, position: int) -> float:
-    """The gap between the logits of the two tokens that differ, in the calls of plain decoding."""
+def logit_gap(engine: Engine, plain: Generation, other: Generation, position: int, max_new_tokens: int) -> float:
+    """The gap between the logits of the two tokens that differ, in the calls of plain decoding.
+
+    The limit of new tokens counts, too: by LongRoPE it decides the angles of all positions.
+    """
     assert position < min(len(plain.tokens), len(other.tokens)), (
         "a text ends with its end token, or at the common limit"
     )
-    canvas = continuation(engine.encode(plain.prompt), position + 1)
+    prompt, context = engine.encode(plain.prompt), engine.target.context_length
+    canvas = continuation(prompt, max_new_tokens if context is None else min(max_new_tokens, context - len(prompt)))
     kv_cache = engine.network.new_kv_cache()
     logits = engine.network.forward([ForwardInputs(canvas)], [kv_cache])[0].logits[0]
     for token in plain.tokens[:position]:
