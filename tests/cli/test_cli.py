@@ -132,7 +132,7 @@ def test_under_each_coupling_methods_write_the_same_text_and_couplings_different
 def test_an_unknown_coupling_is_refused_before_loading(tmp_path):
     file = lines(tmp_path / "prompts.jsonl", {"prompt": "a"})
     for command in ("generate x", "bench", f"collect text -f {file} --out {tmp_path / 'out'}"):
-        assert "coupling is maximal, but must be one of probability, token-order, gumbel" in complaint(
+        assert "coupling is 'maximal', but must be one of probability, token-order, gumbel" in complaint(
             *command.split(), "--coupling", "maximal"
         )
 
