@@ -183,6 +183,8 @@ def _attention(config: DecoderConfig) -> nn.Module:
         UninitializedLinear(hidden, keys, bias=biased),
         UninitializedLinear(queries, hidden, bias=output_biased),
     )
+    if getattr(config, "attention_sinks", False):  # of drafters; no model of Transformers has them so
+        part.attention_sink_bias = nn.Parameter(torch.empty(config.num_attention_heads), False)
     if config.model_type == "qwen3":
         part.q_norm, part.k_norm = (RMSNorm(config.head_dim, config.rms_norm_eps) for _ in range(2))
     return part

@@ -43,6 +43,8 @@ def block_drafter(folder: Path, kind: str, layers: dict | None = None, **changes
             for name in ("attention_conv", "mlp_conv"):
                 sizes[f"{at}{name}.base_kernel"] = 2, 2, HIDDEN
                 sizes[f"{at}{name}.kernel_projection.weight"] = 2 * 2 * HIDDEN // 8, HIDDEN
+    if given.get("attention_sink_bias"):
+        sizes |= {f"layers.{number}.self_attn.attention_sink_bias": (HEADS,) for number in range(2)}
     if kind == "dflash2":
         given = CONVOLVED | given
         sizes |= {f"candidate_selector.{name}_codebook": (VOCABULARY, RANK) for name in ("predecessor", "successor")}
@@ -51,7 +53,8 @@ def block_drafter(folder: Path, kind: str, layers: dict | None = None, **changes
         given = {"markov_rank": RANK, "markov_head_type": "vanilla", "enable_confidence_head": True,
                  "confidence_head_with_markov": True} | given  # fmt: skip
         sizes |= {"markov_head.markov_w1.weight": (VOCABULARY, RANK), "markov_head.markov_w2.weight": (drafted, RANK)}
-        sizes |= {"confidence_head.proj.weight": (1, HIDDEN + RANK), "confidence_head.proj.bias": (1,)}
+        if given["enable_confidence_head"]:
+            sizes |= {"confidence_head.proj.weight": (1, HIDDEN + RANK), "confidence_head.proj.bias": (1,)}
         if gated:
             sizes["markov_head.gate_proj.weight"] = RANK, HIDDEN + RANK
             sizes["markov_head.gate_proj.bias"] = (RANK,)
@@ -79,6 +82,8 @@ def block_drafter(folder: Path, kind: str, layers: dict | None = None, **changes
         name = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel",
                 "xpress": "Qwen3XPressModel", "domino": "DominoDraftModel"}[kind]  # fmt: skip
         saved = {_xpress_name(each): weight for each, weight in saved.items()}
+        if "dspark_bonus_anchor" in layers:  # as NVIDIA's
+            saved = {f"model.{each}": weight for each, weight in saved.items()}
         config = layers | {"architectures": [name], "dflash_config": given}
     folder.mkdir(exist_ok=True)
     save_file(saved, folder / "model.safetensors")
@@ -155,7 +160,10 @@ class PlainBlock:
                 for head in range(HEADS):
                     kv = head * KV_HEADS // HEADS
                     scores = keys[seen, kv] @ query[head] / DIM**0.5
-                    heads.append(scores.softmax(0) @ values[seen, kv])
+                    sinks = self.w.get(at + "self_attn.attention_sink_bias")
+                    if sinks is not None:  # an extra score, whose weight is dropped
+                        scores = torch.cat([scores, sinks[head : head + 1]])
+                    heads.append(scores.softmax(0)[: len(keys[seen])] @ values[seen, kv])
                 outs.append(self.w[at + "self_attn.o_proj.weight"] @ torch.cat(heads))
             outs = self.convolved(at + "attention_conv", 1, outs, sources)
             rows = [row + out for row, out in zip(rows, outs, strict=True)]

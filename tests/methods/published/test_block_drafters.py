@@ -12,10 +12,14 @@ from test_ptp import question, states
 from conftest import tiny_llama
 from quantised_models import CASES, write_quantised
 from saltus.engine.target_drafters import load_drafter_for_target
+from saltus.methods.published.dflash_files import load_dflash
 from saltus.methods.shared.draft_tree import Likeliest, likely_paths
 from saltus.models.causal import CausalNetwork
 
 CUT = {"draft_vocab_size": len(TOKENS)}
+NEMOTRON = {
+    "attention_sink_bias": True, "causal": True, "enable_confidence_head": False,
+}  # fmt: skip
 VARIANTS = {  # kind, settings of layers, other settings; causal and window of each layer
     "windows": ("dflash", WINDOWS, {}, (True, False), (6, None)),
     "windows, both ways": ("dflash", WINDOWS, {"causal": False}, (False, False), (6, None)),
@@ -27,6 +31,8 @@ VARIANTS = {  # kind, settings of layers, other settings; causal and window of e
     "DSpark": ("dspark", {}, {}, (False, False), (None, None)),
     "DSpark, gated": ("dspark", {}, {"markov_head_type": "gated"}, (False, False), (None, None)),
     "DSpark, cut": ("dspark", {}, CUT, (False, False), (None, None)),
+    "DSpark of Nemotron 3.5": ("dspark", WINDOWS | {"dspark_bonus_anchor": True}, NEMOTRON, (True, True), (6, None)),
+    "sinks": ("dflash", {}, {"attention_sink_bias": True}, (False, False), (None, None)),
     "DFlash 2": ("dflash2", WINDOWS | {"is_causal": False}, {}, (False, False), (6, None)),
     "DFlash 2, full": ("dflash2", {}, {"block_size": 4}, (False, False), (None, None)),
     "XPress": ("xpress", {}, {}, (False, False), (None, None)),
@@ -56,7 +62,7 @@ def asked(tmp_path, variant):
 def test_a_published_drafter_computes_what_its_weights_say(tmp_path, variant):
     plain, outputs, hidden, last = asked(tmp_path, variant)
     from_anchor = ("llama3", "XPress, cut, from the anchor", "Domino", "Domino, cut")
-    anchor = variant.startswith("DSpark") or variant in from_anchor
+    anchor = variant in from_anchor or (variant.startswith("DSpark") and "Nemotron" not in variant)
     block = 4 if variant == "DFlash 2, full" else 5
     logits, last_states = plain.block(hidden, last, block - 1)
     first = 0 if anchor else 1
@@ -71,8 +77,10 @@ def test_a_published_drafter_computes_what_its_weights_say(tmp_path, variant):
         kept = range(len(row))
         if variant.startswith("DSpark"):
             row = row + plain.pair_bias(last_states[position], left)
-            found = predictions.confidence(position, left)
-            assert found == pytest.approx(float(plain.confidence(last_states[position], left)), abs=1e-3)
+            assert (predictions.confidence is None) == ("Nemotron" in variant)
+            if predictions.confidence is not None:
+                found = predictions.confidence(position, left)
+                assert found == pytest.approx(float(plain.confidence(last_states[position], left)), abs=1e-3)
         if variant.startswith("DFlash 2"):
             kept = set(row.topk(5).indices.tolist())
             row = row + plain.pair_score(last_states[position], left)
@@ -129,6 +137,13 @@ def test_confidence_is_the_chance_of_the_first_token(tmp_path):
     assert starts
 
 
+def test_sinks_are_not_trained(tmp_path):
+    block_drafter(tmp_path, "dflash", attention_sink_bias=True)
+    with pytest.raises(ValueError, match="attention sinks, which only the compiled kernels") as error:
+        load_dflash(tmp_path, tiny_llama(num_hidden_layers=4), "tiny", trainable=True)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("case", ["modelopt nvfp4", "fp8"])
 def test_quantised_drafters_have_the_numbers_that_their_tensors_stand_for(tmp_path, case):
     settings, writer, _ = CASES[case]
@@ -152,7 +167,7 @@ def test_quantised_drafters_have_the_numbers_that_their_tensors_stand_for(tmp_pa
         ("dflash2", {"conv_group_size": 5}, "groups of 5 do not divide 32"),
         ("dflash2", {"selector_rank": 7}, r"weight is \(6, 32\), but must be \(7, 32\)"),
         ("dflash2", {"conv_kernel_size": None}, "conv_kernel_size is None"),
-        ("dflash", {"attention_sink_bias": True}, "attention sinks"),
+        ("dflash", {"attention_sink_bias": True}, "lacks layers.0.self_attn.attention_sink_bias"),
         ("xpress", {"xpress_rank": 7}, r"weight is \(6, 32\), but must be \(7, 32\)"),
         ("xpress", {"block_size": 4}, r"mix.L is \(6, 5, 5\), but must be \(6, 4, 4\)"),
         ("dflash", {"use_gemma_norm": True}, "norms of Gemma"),

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from saltus.kernels import native
 from saltus.kernels.packed_weight import select_rows
 from saltus.loading.huge_pages import place_in_huge_pages
 from saltus.loading.metadata import METADATA_FILE
@@ -100,7 +101,13 @@ def load_published(
     The folder does not identify its target by its weights; for another one of these sizes it drafts badly
     and changes no text. Errors: ValueError of one line.
     """
-    config, weights = read_config(folder), read_weights(folder)
+    config = read_config(folder)
+    weights = {name.removeprefix("model."): weight for name, weight in read_weights(folder).items()}
+    if shape.sinks and (trainable or native.kernel("decode", target.dtype, target.device) is None):
+        raise ValueError(
+            f"{folder} is {kind} with attention sinks, which only the compiled kernels on a CPU compute, and which are"
+            " not trained; take another one"
+        )
     embeddings, unembedding = embeddings_of(target)
     check_layer_count(shape.layers, weights)
     check_sizes(folder, shape.hidden, config.get("target_hidden_size"), shape.hidden_state_layers, target, target_name)
@@ -236,7 +243,7 @@ def read_shape(
             f"the activation {layers['hidden_act']}": layers["hidden_act"] != "silu",
             f"attention of the kind {given.get('attention_mode')}": given.get("attention_mode", "gqa") != "gqa",
             "scaled logits": config.get("logit_scale", 1.0) != 1.0,
-            "attention sinks": given.get("attention_sink_bias") or config.get("add_swa_attention_sink_bias"),
+            "attention sinks in some layers": config.get("add_swa_attention_sink_bias"),
             "scaled values": given.get("attention_value_scale"),
             "norms of Gemma": given.get("use_gemma_norm"),
             "rotary embeddings of neighbouring numbers": not given.get(
@@ -262,7 +269,7 @@ def read_shape(
         layers["num_attention_heads"], layers["num_key_value_heads"], layers["head_dim"], block - (not from_anchor),
         rope["rope_theta"], layers["rms_norm_eps"], rope=None if rope["rope_type"] == "default" else rope,
         max_positions=layers.get("max_position_embeddings") or 1 << 20, spans=spans, causal=causal,
-        causal_windows=causal_windows, from_anchor=from_anchor,
+        causal_windows=causal_windows, from_anchor=from_anchor, sinks=bool(given.get("attention_sink_bias")),
     )  # fmt: skip
 
 

@@ -50,6 +50,7 @@ class DFlashShape:
     causal: bool = False  # a row sees no later row of the block
     causal_windows: bool = False  # the same in layers with a sliding window
     from_anchor: bool = False  # the last token's row predicts the first draft, so there is a mask less
+    sinks: bool = False  # each head has a score that takes weight and has no value, by compiled kernels alone
 
     reads_uniforms: ClassVar[bool] = False  # queries have no uniforms
 
@@ -77,6 +78,7 @@ class DFlashShape:
             "hidden_size": self.hidden, "intermediate_size": self.intermediate, "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim,
             "rms_norm_eps": self.norm_epsilon, "hidden_act": "silu", "attention_bias": False,
+            **({"attention_sinks": True} if self.sinks else {}),
             "rope_parameters": dict(self.rope or {"rope_type": "default", "rope_theta": self.rope_theta}),
             "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None,
             "layer_types": ["full_attention" if span is None else "sliding_attention" for span in self.layer_spans],

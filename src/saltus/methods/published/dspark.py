@@ -46,7 +46,7 @@ def load_network(folder: Path, target: TargetNetwork, target_name: str) -> DFlas
     confident = given.get("enable_confidence_head", speculators)
     by_pair = bool(given.get("confidence_head_with_markov", speculators)) and rank
     refuse(folder, KIND, {f"the head {head} for pairs of tokens": rank and head not in HEADS})
-    shape = read_shape(config, folder, KIND, from_anchor=True)
+    shape = read_shape(config, folder, KIND, from_anchor=not config.get("dspark_bonus_anchor", False))
     vocabulary = len(embeddings_of(target.model)[0])
     drafted = given.get("draft_vocab_size", vocabulary) if speculators else vocabulary
     more: dict[str, tuple[int, ...]] = {}

@@ -17,8 +17,8 @@ from torch import Tensor
 from saltus.kernels.packed_weight import select_rows
 from saltus.loading.fetching import first_line
 from saltus.loading.model_folders import weight_files
-from saltus.loading.quantised_weights import find_quantised
 from saltus.loading.model_names import surely_differ
+from saltus.loading.quantised_weights import find_quantised
 
 log = logging.getLogger("saltus")
 

@@ -11,10 +11,11 @@ CLASSES = {"Qwen3ForCausalLM"}
 
 def describe(config: Any) -> DecoderDescription:
     """See saltus.models.architectures."""
-    layers = [
-        llama_layer(config, layer, mixer=llama_attention(config, layer, **head_norms(config, layer)))
-        for layer in range(config.num_hidden_layers)
-    ]
+    has_sinks, layers = getattr(config, "attention_sinks", False), []  # of drafters
+    for layer in range(config.num_hidden_layers):
+        sinks = f"layers.{layer}.self_attn.attention_sink_bias" if has_sinks else None
+        attention = llama_attention(config, layer, sinks=sinks, **head_norms(config, layer))
+        layers.append(llama_layer(config, layer, mixer=attention))
     return llama_decoder(config, layers)
 
 
