@@ -305,7 +305,7 @@ def test_speeds_of_runs_that_were_repeated_are_medians():
         )
 
     line = comparison_line(run(90), run(50), "lookup", [(run(10), run(40)), (run(60), run(20))])
-    assert "60.0 tokens/s; plain in this run: 1 calls, 40.0 tokens/s (×1.50, medians of 3 runs in turns)" in line
+    assert "60.0 tokens/s; plain in this run: 1 call, 40.0 tokens/s (×1.50, medians of 3 runs in turns)" in line
 
 
 @pytest.mark.parametrize(("patience", "repeated"), [(0.0, False), (1000.0, True)], ids=["long", "short"])

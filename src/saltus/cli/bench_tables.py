@@ -32,7 +32,7 @@ def print_tables(results: Mapping[str, Any]) -> None:
 
 def _tasks(suite: Mapping[str, Any]) -> str:
     turns = f", {suite['turns']} turns" if suite["turns"] != suite["tasks"] else ""
-    return f"{suite['tasks']} tasks{turns}"
+    return f"{number_of(suite['tasks'], 'task')}{turns}"
 
 
 def _systems_table(systems: Mapping[str, Any], wide: bool) -> Table:

@@ -50,6 +50,7 @@ def data(
     """
     from saltus.cli.answers import print_note
     from saltus.cli.open_engine import open_engine, validate_settings
+    from saltus.cli.report import number_of
     from saltus.training.data.given_texts import read_rows, write_given_texts
     from saltus.training.loop.checkpoint import lock_folder
 
@@ -59,4 +60,4 @@ def data(
     with lock_folder(out):
         count, cut = write_given_texts(engine, texts, out, max_new_tokens, texts_per_file)
     limit = "the model's context ends" if max_new_tokens is None else f"--max-new-tokens {max_new_tokens:,}"
-    print_note(f"{count:,} texts in {out}" + (f"; {cut:,} of them were cut ({limit})" if cut else ""))
+    print_note(f"{number_of(count, 'text')} in {out}" + (f"; {cut:,} of them were cut ({limit})" if cut else ""))

@@ -80,6 +80,7 @@ def states(
     """
     from saltus.cli.answers import print_note
     from saltus.cli.open_engine import open_engine, validate_settings
+    from saltus.cli.report import number_of
     from saltus.training.data import states_for_trainers as trainers
     from saltus.training.data.state_formats import FORMATS
     from saltus.training.loop.checkpoint import lock_folder
@@ -109,7 +110,7 @@ def states(
         count_texts(progress, len(kept) - len(missing), len(kept), lambda ended: (ended, len(kept)))
     size = plan.num_bytes(range(len(kept)), config.hidden_size)
     print_note(
-        f"{len(kept):,} texts, {size / 1e6:,.1f} MB in {out}; layers {', '.join(map(str, chosen))}"
+        f"{number_of(len(kept), 'text')}, {size / 1e6:,.1f} MB in {out}; layers {', '.join(map(str, chosen))}"
         f" ({plan.format.name_layers(chosen)})"
     )
 

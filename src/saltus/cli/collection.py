@@ -85,6 +85,7 @@ def count_texts(
 def show_progress(progress: Generator[tuple[int, int]], plan: Any, missing: Sequence[int], out: Path) -> None:
     """Show the progress, and at the end or at Ctrl-C what is written."""
     from saltus.cli.answers import print_note
+    from saltus.cli.report import number_of
     from saltus.training.data.teacher_texts import missing_shards
 
     def files(_: int) -> tuple[int, int]:
@@ -92,6 +93,5 @@ def show_progress(progress: Generator[tuple[int, int]], plan: Any, missing: Sequ
 
     ended = plan.num_texts - sum(len(plan.texts_of_shard(number)) for number in missing)
     tokens = count_texts(progress, ended, plan.num_texts, files)
-    print_note(
-        f"{plan.num_texts:,} texts in {out}" + (f", {tokens:,} tokens written now" if missing else ", all there before")
-    )
+    now = f"{number_of(tokens, 'token')} written now" if missing else "all there before"
+    print_note(f"{number_of(plan.num_texts, 'text')} in {out}, {now}")

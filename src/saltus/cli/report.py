@@ -74,7 +74,8 @@ def comparison_line(generation: Any, plain: Any, method: str, repeats: Sequence[
     return (
         f"{method}: {number_of(ours.tokens, 'token')} in {number_of(ours.calls, 'call')},"
         f" {ours.tokens_per_call:.2f} a call, {speed:.1f} tokens/s;"
-        f" plain in this run: {theirs.calls} calls, {plain_speed:.1f} tokens/s (×{ratio:.2f}{how}); {verdict}"
+        f" plain in this run: {number_of(theirs.calls, 'call')}, {plain_speed:.1f} tokens/s (×{ratio:.2f}{how});"
+        f" {verdict}"
     )
 
 
