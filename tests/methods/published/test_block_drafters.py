@@ -137,6 +137,21 @@ def test_confidence_is_the_chance_of_the_first_token(tmp_path):
     assert starts
 
 
+def test_a_drafter_may_read_the_states_after_the_last_layer(tmp_path):
+    """Those before the last norm, as NVIDIA's drafter of Nemotron 3.5 does."""
+    block_drafter(tmp_path, "dspark", target_layer_ids=[0, 3])
+    target = CausalNetwork(tiny_llama(num_hidden_layers=4))
+    network = load_drafter_for_target(f"drafter:{tmp_path}", target, "tiny")
+    assert target.hidden_state_layers == (1, 4)
+    text = np.random.default_rng(0).integers(5, 250, 20)
+    hidden = states(target, text)[:-1]
+    found = network.forward([question(text, hidden, (0.1,) * 4)], [network.new_kv_cache()])[0]
+    weights, config = block_drafter(tmp_path / "again", "dspark", target_layer_ids=[0, 3])
+    plain = PlainBlock(weights, config, target.model.get_input_embeddings().weight.detach())
+    expected, _ = plain.block(hidden[:, :64], int(text[-1]), 4)
+    torch.testing.assert_close(found.logits[1:], expected[: len(found.logits) - 1].float(), rtol=1e-4, atol=2e-3)
+
+
 def test_sinks_are_not_trained(tmp_path):
     block_drafter(tmp_path, "dflash", attention_sink_bias=True)
     with pytest.raises(ValueError, match="attention sinks, which only the compiled kernels") as error:

@@ -519,7 +519,7 @@ def test_a_text_drafted_by_a_published_drafter_is_that_of_plain_decoding(tiny_fo
         ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "dynamic"}}, "rotary embeddings of the type dynamic"),
         ({"hidden_act": "gelu"}, "the activation gelu"),
         ({"dflash_config": {"mask_token_id": 7}}, "lacks 'target_layer_ids'"),
-        ({"dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 2]}}, "states of layer 3, and tiny has 3"),
+        ({"dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 3]}}, "states of layer 4, and tiny has 3"),
         ({"dflash_config": {"mask_token_id": 300, "target_layer_ids": [0, 1]}}, "the mask token 300, and tiny has 300"),
         ({"hidden_size": 64}, "states of 64 numbers, and tiny has 32"),
         ({"num_hidden_layers": 2}, "has an unknown weight layers.2"),

@@ -131,7 +131,7 @@ def test_each_text_of_a_batch_has_the_bits_that_it_has_alone(tmp_path, dtype, fo
         ({"layer_types": ["sliding_attention"]}, "a sliding window of None"),
         ({"mlp_bias": True}, "biases of its feed-forward layers"),
         ({"hidden_size": 64}, "states of 64 numbers, and tiny has 32"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}, "states of layer 6, and tiny has 6"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 7]}, "states of layer 7, and tiny has 6"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"fc.weight is \(32, 96\), but must be \(32, 64\)"),
     ],
 )
