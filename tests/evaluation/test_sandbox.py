@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from saltus.evaluation.sandbox.run_program import run_program, run_with_guards
+from saltus.evaluation.sandbox.run_program import DEFAULT_GUARDS, GradedProgram, ProgramResult, run_tests
 from saltus.evaluation.sandbox.start_process import ENVIRONMENT, LAUNCHER, bubblewrap_command
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="programs are confined on Linux and macOS")
@@ -48,7 +49,10 @@ BAD = {  # program, reason
     "input": ("input()", "EOFError"),
     "memory": ("x = []\nwhile True:\n    x.append(bytes(10**7))", "used more than 512 MB"),
     "_exit": ("import os\nos._exit(0)", "left early"),
-    "_exit in a thread": ("import os, threading\nthreading.Thread(target=os._exit, args=(0,)).start()", "left early"),
+    "_exit in a thread": (
+        "import os, threading, time\nthreading.Thread(target=os._exit, args=(0,)).start()\ntime.sleep(99)",
+        "left early",
+    ),
     "sys.exit": ("import sys\nsys.exit(0)", "left early"),
     "SystemExit": ("raise SystemExit", "left early"),
     "exit in finally": ("try:\n    1 / 0\nfinally:\n    exit(0)", "left early"),
@@ -62,7 +66,6 @@ BAD = {  # program, reason
         "took more than 0.6 s",
     ),
     "sleeps": ("import time\ntime.sleep(999)", "took more than 0.6 s"),
-    "endless thread": ("import threading, time\nthreading.Thread(target=time.sleep, args=(99,)).start()", "took more"),
     "prints without end": ("while True:\n    print('a' * 10**6)", "took more than 0.6 s"),
 }
 
@@ -153,6 +156,11 @@ def launched() -> list[str]:
     return lines
 
 
+def run(program: str, guards: str = DEFAULT_GUARDS, seconds: float = 20.0, memory_mb: int = 1024) -> ProgramResult:
+    """The program, whose tests ask for nothing."""
+    return run_tests(GradedProgram(program, ""), seconds=seconds, memory_mb=memory_mb, guards=guards)
+
+
 def stubborn(program: str) -> str:
     """The program, going on whatever is raised."""
     inner = "".join(f"    {line}\n" for line in program.splitlines())
@@ -164,7 +172,7 @@ def stubborn(program: str) -> str:
 def test_a_good_program_passes(program: str, guards: str) -> None:
     if guards == "hook" and "hread" in program and sys.platform.startswith("linux"):
         pytest.skip("without the filter Linux lets it start neither processes nor threads")
-    verdict = run_with_guards(program, 20.0, 1024, guards)
+    verdict = run(program, guards)
     assert verdict.passed
     assert verdict.reason == "passed"
 
@@ -172,7 +180,7 @@ def test_a_good_program_passes(program: str, guards: str) -> None:
 @pytest.mark.parametrize(("program", "why"), BAD.values(), ids=BAD)
 def test_a_program_that_does_not_reach_its_end_fails_with_the_reason(program: str, why: str) -> None:
     seconds = 0.6 if why.startswith("took") else 20.0
-    verdict = run_program(program, seconds=seconds, memory_mb=512)
+    verdict = run(program, seconds=seconds, memory_mb=512)
     assert not verdict.passed
     assert verdict.reason.startswith(why)
 
@@ -181,7 +189,7 @@ def test_a_program_that_does_not_reach_its_end_fails_with_the_reason(program: st
 def test_no_variable_of_our_environment_reaches_a_program(guards: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     program = f"import os\nassert set(os.environ) - {{'PWD', 'LC_CTYPE'}} == {set(ENVIRONMENT)}"  # PWD is bubblewrap's
-    assert run_with_guards(program, 20.0, 1024, guards).reason == "passed"
+    assert run(program, guards).reason == "passed"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
@@ -200,7 +208,7 @@ def test_no_process_is_read_through_its_files(opening: str) -> None:
         "import builtins, os, pathlib\nclass Text(str):\n"
         f"    startswith = __getitem__ = __eq__ = lambda *_: False\n    __hash__ = str.__hash__\n{opening}"
     )
-    assert run_with_guards(stubborn(program), 20.0, 1024, "hook").reason.startswith("tried to open a ")
+    assert run(stubborn(program), "hook").reason.startswith("tried to open a ")
 
 
 @needs_bubblewrap
@@ -208,8 +216,8 @@ def test_bubblewrap_hides_what_python_does_not_need(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("hidden")
     paths = [str(tmp_path / "secret"), "/proc/self/environ", "/etc/passwd", __file__]
     program = f"import os\nassert not any(map(os.path.exists, {paths}))"
-    assert run_program(program).reason == "passed"
-    assert not run_with_guards(program, 20.0, 1024, "filter+hook").passed
+    assert run(program).reason == "passed"
+    assert not run(program, "filter+hook").passed
 
 
 @pytest.mark.parametrize(("program", "why"), MISDEEDS.values(), ids=MISDEEDS)
@@ -219,7 +227,7 @@ def test_a_misdeed_ends_the_program_before_it_is_done(program: str, why: str, gu
     outside.write_text("kept")
     mode = outside.stat().st_mode
     program = program.format(outside=str(outside), folder=str(tmp_path), pid=os.getpid())
-    verdict = run_with_guards(stubborn(program), 20.0, 1024, guards)
+    verdict = run(stubborn(program), guards)
     assert not verdict.passed
     assert verdict.reason.startswith(why if "hook" in guards else "made a forbidden system call")
     assert outside.read_text() == "kept"
@@ -233,7 +241,7 @@ def test_the_kernel_ends_what_goes_around_python(call: str, tmp_path: Path) -> N
     outside = tmp_path / "outside"
     outside.write_text("kept")
     call = call.format(pid=os.getpid(), outside=str(outside))
-    verdict = run_with_guards(stubborn(f"import ctypes, os\nctypes.CDLL(None).{call}"), 20.0, 1024, "filter")
+    verdict = run(stubborn(f"import ctypes, os\nctypes.CDLL(None).{call}"), "filter")
     assert verdict.reason == "made a forbidden system call"
     assert outside.read_text() == "kept"
 
@@ -242,60 +250,33 @@ def test_the_kernel_ends_what_goes_around_python(call: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
 def test_other_calls_do_not_exist(call: str) -> None:
     program = f"import ctypes, os\nassert ctypes.CDLL(None).{call.format(pid=os.getpid())} == -1"
-    assert run_with_guards(program, 20.0, 1024, "filter").passed
+    assert run(program, "filter").passed
 
 
 @needs_filter
 def test_threads_without_end_are_counted() -> None:
     bomb = "import threading, time\nthreading.stack_size(32768)\nwhile True:\n"
     bomb += "    threading.Thread(target=time.sleep, args=(99,), daemon=True).start()"
-    assert run_program(bomb, memory_mb=16384).reason == "started more than 256 threads"  # not out of memory before
-
-
-@pytest.mark.parametrize("guards", ["filter+hook", "filter"])
-def test_a_program_cannot_find_what_says_that_it_passed(guards: str) -> None:
-    """It takes a text of a token's length that a frame holds, and writes a passing report wherever it can."""
-    forger = """
-import os, sys
-found, frame = [], sys._getframe()
-while frame:
-    for space in (frame.f_locals, frame.f_globals):
-        for value in list(space.values()):
-            for text in list(value) if isinstance(value, (list, tuple)) else [value]:
-                text = text.encode() if isinstance(text, str) else text
-                if isinstance(text, bytes) and len(text) == 32 and b" " not in text:
-                    found.append(text)
-    frame = frame.f_back
-text = found[0] if found else b""
-for file in range(3, 64):
-    try:
-        os.write(file, text + b"+")
-    except OSError:
-        pass
-os._exit(0)
-"""
-    verdict = run_with_guards(forger, 20.0, 1024, guards)
-    assert not verdict.passed
-    assert verdict.reason == "left early"
+    assert run(bomb, memory_mb=16384).reason == "started more than 256 threads"  # not out of memory before
 
 
 def test_sets_are_in_the_same_order_each_time() -> None:
     program = "raise ValueError(list({'the', 'cat', 'sat', 'on', 'a', 'mat', 'and', 'purred'}))"
-    assert run_program(program) == run_program(program)
+    assert run(program) == run(program)
 
 
-def test_too_little_memory_for_python_itself_is_told() -> None:
-    if sys.platform.startswith("linux"):
-        with pytest.raises(ValueError, match="did not start within 1 MB; give programs more memory"):
-            run_program("x = 1", memory_mb=1)
+def test_a_python_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(ValueError, match="did not start within 1,024 MB; give programs more memory"):
+        run("x = 1")
 
 
 @pytest.mark.slow
 @needs_filter
 def test_a_program_dies_with_its_parent() -> None:
     code = (
-        "from saltus.evaluation.sandbox.run_program import run_program;"
-        "run_program('import time; time.sleep(99)', seconds=99)"
+        "from saltus.evaluation.sandbox.run_program import GradedProgram, run_tests;"
+        "run_tests(GradedProgram('import time; time.sleep(99)', ''), seconds=99)"
     )
     environment = {**os.environ, "TMPDIR": tempfile.gettempdir()}
     parent = subprocess.Popen([sys.executable, "-c", code], env=environment)

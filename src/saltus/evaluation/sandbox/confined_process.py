@@ -5,8 +5,8 @@ confine the program: resource limits (memory, seconds, files), a seccomp filter 
 aarch64), and a hook on Python's audit events. The hook gives readable reasons, and is the only guard against writing
 and networking on other systems, where a malicious program could circumvent it.
 
-There are three roles: a program "alone", one that is "tested", and its "tests". The last two are two processes, joined
-by a socket; only the tests' process has the pipe on which they report that the program passed.
+There are two roles: a program is "tested", and its "tests" are another process, joined by a socket; only that one gets
+the token with which it reports that the program passed.
 """
 
 import json
@@ -69,8 +69,6 @@ def main() -> None:
     report, parent, seconds, megabytes, channel = (int(word) for word in sys.argv[1:6])
     role, guards, place = sys.argv[6:9]
     token, _, program = sys.stdin.buffer.read().partition(b"\n")
-    tokens = [token]
-    del token
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.argv[:] = ["program"]
     sys.path.append(place)  # where numpy is
@@ -80,7 +78,7 @@ def main() -> None:
 
     for name in ("exit", "quit"):  # as site would
         setattr(builtins, name, sys.exit)
-    remote_objects = load_neighbour("remote_objects") if role != "alone" else None
+    remote_objects = load_neighbour("remote_objects")
     module = type(sys)("program")  # not __main__: as in HumanEval, code for scripts only is not run
     sys.modules["program"] = sys.modules["__main__"] = module
 
@@ -104,17 +102,14 @@ def main() -> None:
     del end
     write(report, b"!")  # ready: from here on the program's seconds count
     namespace = vars(module)
-    if remote_objects and role == "tested":
+    if role == "tested":
         outcome = execute(lambda: run_source(program, namespace), megabytes)
         if outcome == b"+":
             remote_objects.Peer(channel, lose, namespace).serve()
         write(report, outcome)
-    elif remote_objects:
-        peer = remote_objects.Peer(channel, lose)
-        write(report, tokens.pop() + execute(lambda: run_tests(program, namespace, peer, remote_objects), megabytes))
     else:
-        # The token is on the evaluation stack only, where the program cannot find it by name or through a frame.
-        write(report, tokens.pop() + execute(lambda: run_alone(program, namespace), megabytes))
+        peer = remote_objects.Peer(channel, lose)
+        write(report, token + execute(lambda: run_tests(program, namespace, peer, remote_objects), megabytes))
     leave(0)
 
 
@@ -142,15 +137,6 @@ def execute(run: Callable[[], None], megabytes: int) -> bytes:
 def run_source(program: bytes, namespace: dict) -> None:
     """Run a program."""
     exec(compile(program.decode("utf-8", "surrogatepass"), "program", "exec", dont_inherit=True), namespace)
-
-
-def run_alone(program: bytes, namespace: dict) -> None:
-    """Run a program and wait for its threads."""
-    run_source(program, namespace)
-    if threading := sys.modules.get("threading"):
-        for thread in threading.enumerate():
-            if thread is not threading.main_thread() and not thread.daemon:
-                thread.join()
 
 
 def run_tests(given: bytes, namespace: dict, peer: Any, remote_objects: ModuleType) -> None:

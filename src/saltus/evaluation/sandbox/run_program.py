@@ -51,40 +51,27 @@ class GradedProgram:
     modules: Mapping[str, str] = field(default_factory=dict)
 
 
-def run_program(program: str, *, seconds: float | int = 10, memory_mb: int = 1024) -> ProgramResult:
-    """Run a Python program for at most `seconds` of wall time within `memory_mb` MB of address space.
+def run_tests(
+    tested: GradedProgram, *, seconds: float | int = 10, memory_mb: int = 1024, guards: str = DEFAULT_GUARDS
+) -> ProgramResult:
+    """Run a Python program, and its tests in a second process, each within `memory_mb` MB of address space.
 
-    It sees the standard library and numpy, an empty folder, no input; what it prints is thrown away, and `__name__` is
-    not "__main__". It passes by its own report, which a malicious program could forge: `run_tests` is for grading.
-    ValueError on Windows, and where Python itself does not start within the memory.
-    """
-    return run_with_guards(program, seconds, memory_mb, DEFAULT_GUARDS)
-
-
-def run_tests(tested: GradedProgram, *, seconds: float | int = 10, memory_mb: int = 1024) -> ProgramResult:
-    """Run a program, and its tests in a second process, each as confined as by `run_program`.
-
+    They have `seconds` of wall time, and see the standard library and numpy, an empty folder, no input; what they print
+    is thrown away, and `__name__` is not "__main__".
     The tests call the program's functions over a socket, with copies of the arguments, and compare copies of the
     results. So a program can neither report that it passed, nor change what tests call, nor return what equals all.
+    ValueError on Windows, and where Python itself does not start within the memory. Only checks name other `guards`.
     """
-    return run_with_guards(tested, seconds, memory_mb, DEFAULT_GUARDS)
-
-
-def run_with_guards(program: str | GradedProgram, seconds: float | int, memory_mb: int, guards: str) -> ProgramResult:
-    """`run_program` or `run_tests` with the named guards only, so that tests can check each one."""
     if os.name != "posix":
         raise ValueError("programs can only be confined on Linux and macOS; run them there, or in WSL")
     token = secrets.token_hex(16).encode()
-    if isinstance(program, str):
-        sources = {"alone": program}
-    else:
-        task = {"tests": program.tests, "functions": program.functions, "modules": dict(program.modules)}
-        sources = {"tests": json.dumps(task), "tested": program.program}
+    task = {"tests": tested.tests, "functions": tested.functions, "modules": dict(tested.modules)}
+    sources = {"tests": json.dumps(task), "tested": tested.program}
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="saltus-"))
         processes = []
         ends = [stack.enter_context(end) for end in socket.socketpair()]
-        for (role, source), end in zip(sources.items(), ends, strict=False):
+        for (role, source), end in zip(sources.items(), ends, strict=True):
             process = start(folder, role, end.fileno(), seconds, memory_mb, guards)
             processes.append(stack.enter_context(process))
             secret = b"" if role == "tested" else token  # with the token a process says that the program passed
