@@ -149,7 +149,7 @@ class AuditedServer:
             whole = VOCABULARY[chosen] not in LEADS and not (ids and VOCABULARY[ids[-1]] in LEADS)
             if "changed tokens" in faults and chance.random() < 0.01 and whole:
                 chosen = 1 + int(chance.integers(len(WORDS)))
-            if chosen == END and not body.get("ignore_eos"):
+            if chosen == END:
                 return made, "stop"
             top = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
             if "wrong logprobs" in faults:
@@ -222,12 +222,7 @@ class Handler(BaseHTTPRequestHandler):
         chat = self.path.endswith("/chat/completions")
         if self.headers.get("X-Speculative") == "off":
             body["speculative"] = False
-        fields = {
-            "logprobs": "logprobs",
-            "JSON schemas": "response_format",
-            "tools": "tools",
-            "ignore_eos": "ignore_eos",
-        }
+        fields = {"logprobs": "logprobs", "JSON schemas": "response_format", "tools": "tools"}
         refused = next((field for name, field in fields.items() if name in state.missing and body.get(field)), None)
         if refused or (chat and "chat" in state.missing):
             return self._send(400, {"error": {"message": f"unknown field {refused}"}})

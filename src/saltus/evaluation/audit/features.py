@@ -131,11 +131,6 @@ def _stream(side: Side) -> str | None:
     return None if reply.text else "a stream brings no text"
 
 
-def _stream_usage(side: Side) -> str | None:
-    reply = answer(side, Ask(PROBE, 4, stream=True))
-    return None if reply.usage else "streams bring no usage"
-
-
 def _json_schema(side: Side) -> str | None:
     if not side.chat:
         return "the server has no chat completions for this model"
@@ -159,13 +154,6 @@ def _tools(side: Side) -> str | None:
     return "an answer has no call, which the request demands; perhaps the model's chat template knows no tools"
 
 
-def _ignore_eos(side: Side) -> str | None:
-    reply = answer(side, Ask("Say yes.", 40, more={"ignore_eos": True}))
-    if reply.completion_tokens is None:
-        return "answers bring no usage"
-    return None if reply.finish_reason == "length" else "it is accepted and not followed"
-
-
 def _metrics(side: Side) -> str | None:
     try:
         with open_route(side, "/metrics", None):
@@ -180,10 +168,8 @@ PROBES: Mapping[str, Callable[[Side], str | None]] = {
     "seed": _seed,
     "logprobs": _logprobs,
     "streams": _stream,
-    "usage in streams": _stream_usage,
     "JSON schemas": _json_schema,
     "tools": _tools,
-    "ignore_eos": _ignore_eos,
     "metrics": _metrics,
 }
 
