@@ -44,7 +44,8 @@ def test_metadata_are_read_as_they_were_written_and_keep_their_keys(kind, tmp_pa
 def test_metadata_of_another_kind_or_with_a_missing_key_are_refused(kind, tmp_path):
     metadata, _ = KINDS[kind]
     write_metadata(tmp_path, metadata)
-    with pytest.raises(ValueError, match="something else"):
+    option = {"drafter": "ptp.model", "heads": "mtpc.model", "mtp-head": "mtp.model", "model": "--model"}.get(kind, "")
+    with pytest.raises(ValueError, match=f"something else; give a folder that .*, or this one as {option}"):
         read_metadata(tmp_path, "heads" if kind == "drafter" else "drafter")
     data = json.loads((tmp_path / "saltus.json").read_text())
     for key in data:

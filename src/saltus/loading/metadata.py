@@ -24,6 +24,10 @@ TRAIN_COMMANDS = {
     "model": "saltus train jacobi",
     "mtp-head": "saltus train mtp",
 }
+OPTIONS = {  # that take a folder of each kind
+    "drafter": "ptp.model", "heads": "mtpc.model", "adapter": "ptp.model or jacobi.model", "model": "--model",
+    "mtp-head": "mtp.model",
+}  # fmt: skip
 
 Kind = Literal["drafter", "heads", "adapter", "model", "mtp-head"]
 
@@ -56,6 +60,7 @@ def read_metadata(folder: Path, expected: Kind | None = None) -> DrafterMetadata
     if not isinstance(data, dict):
         raise ValueError(f"{file} is damaged (no JSON object); copy it again, or {cure}")
     if (kind := data.get("kind")) not in get_args(Kind) or expected not in (None, kind):
+        give += f", or this one as {option}" if (option := OPTIONS.get(str(kind))) else ""
         raise ValueError(f"{folder} holds no {what}, but something else; {give}")
     try:
         metadata = _parse(data)

@@ -142,3 +142,6 @@ def test_a_drafter_of_no_form_is_refused_in_a_line(tmp_path):
         match="no drafter that Saltus knows \\('medusa'\\); the forms are dflash, dflash2, domino, dspark, eagle3",
     ):
         load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"speculators_model_type": "mtp"}))
+    with pytest.raises(ValueError, match=r"holds heads for multi-token prediction, .*; give it as mtp\.model"):
+        load(tmp_path)

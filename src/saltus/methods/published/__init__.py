@@ -55,6 +55,10 @@ def find_form(folder: Path) -> PublishedForm | None:
     for form in published_forms().values():
         if form.recognises(config):
             return form
+    if config.get("speculators_model_type") == "mtp":
+        raise ValueError(
+            f"{folder} holds heads for multi-token prediction, which mtp drafts with; give it as mtp.model"
+        )
     flat = config.get("dflash_config")
     names = [config.get("speculators_model_type"), flat.get("projector_type") if isinstance(flat, dict) else None]
     names = next(filter(None, [*names, config.get("architectures")]), config.get("model_type"))
