@@ -54,6 +54,12 @@ def test_settings_of_later_versions_that_transformers_ignores_are_refused(settin
     assert make_network(model, "tiny").compute_path == "transformers"
 
 
+def test_a_decoder_of_other_layers_than_its_configuration_counts_is_refused():
+    sizes = {"decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "encoder_layers": 2}
+    config = transformers.BartConfig(vocab_size=90, d_model=32, max_position_embeddings=256, **sizes)
+    assert "it has a layer 3, but its configuration says 2" in complaint(transformers.BartForCausalLM(config).eval())
+
+
 def test_rotary_angles_by_length_in_some_layers_are_refused():
     rope = {
         "full_attention": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},

@@ -110,7 +110,8 @@ class KVCache:
         self, layer: int, num_layers: int, num_slots: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The buffers of one layer, of the sizes of its new keys and values and with at least `num_slots` slots."""
-        assert 0 <= layer < num_layers
+        if not 0 <= layer < num_layers:  # of BART's kind, whose configurations count an encoder's
+            raise ValueError(f"it has a layer {layer + 1}, but its configuration says {num_layers} layers")
         if self.keys is None or self.values is None or have_sizes_of((self.keys, self.values), (key, value)):
             self.reserve(num_layers, num_slots, key, value)
             assert self.keys is not None and self.values is not None
