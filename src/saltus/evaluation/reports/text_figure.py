@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
+
+from rich.cells import cell_len
 
 from saltus.evaluation.reports.aggregation import text_id
 from saltus.evaluation.reports.palette import INK, LINE, MUTED, assign_colours
@@ -103,11 +104,8 @@ def _printable(text: str) -> str:
 
 
 def _display_width(characters: Sequence[tuple[str, int]]) -> int:
-    """Cells that a terminal would take: two for wide characters, none for those that combine."""
-    return sum(
-        0 if unicodedata.combining(letter) else 2 if unicodedata.east_asian_width(letter) in "WF" else 1
-        for letter, _ in characters
-    )
+    """Cells that a terminal would take."""
+    return cell_len("".join(character for character, _ in characters))
 
 
 def _draw_line(axes: Any, line: list[tuple[str, int]], y: float | int, decided: Sequence[int]) -> None:
