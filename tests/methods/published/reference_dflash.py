@@ -82,6 +82,8 @@ def block_drafter(folder: Path, kind: str, layers: dict | None = None, **changes
         name = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel",
                 "xpress": "Qwen3XPressModel", "domino": "DominoDraftModel"}[kind]  # fmt: skip
         saved = {_xpress_name(each): weight for each, weight in saved.items()}
+        if "architectures" in layers:
+            name = layers["architectures"][0]
         if "dspark_bonus_anchor" in layers:  # as NVIDIA's
             saved = {f"model.{each}": weight for each, weight in saved.items()}
         config = layers | {"architectures": [name], "dflash_config": given}
@@ -118,6 +120,9 @@ class PlainBlock:
 
     def rotated(self, x, position):
         cos, sin = (position * self.angles).cos() * self.factor, (position * self.angles).sin() * self.factor
+        if not self.given.get("rope_is_neox_style", True):  # neighbouring numbers are rotated together
+            first, second = x[:, ::2], x[:, 1::2]
+            return torch.stack([first * cos - second * sin, second * cos + first * sin], 2).flatten(1)
         first, second = x[:, : DIM // 2], x[:, DIM // 2 :]
         return torch.cat([first * cos - second * sin, second * cos + first * sin], 1)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from reference_dflash import TOKENS, WINDOWS, PlainBlock, block_drafter
 from reference_eagle import LLAMA3, YARN
+from safetensors.torch import load_file, save_file
 from test_ptp import question, states
 
 from conftest import tiny_llama
@@ -20,6 +21,7 @@ CUT = {"draft_vocab_size": len(TOKENS)}
 NEMOTRON = {
     "attention_sink_bias": True, "causal": True, "enable_confidence_head": False,
 }  # fmt: skip
+LFM2 = {"architectures": ["Lfm2DSparkDraftModel"], "rope_is_neox_style": False}
 VARIANTS = {  # kind, settings of layers, other settings; causal and window of each layer
     "windows": ("dflash", WINDOWS, {}, (True, False), (6, None)),
     "windows, both ways": ("dflash", WINDOWS, {"causal": False}, (False, False), (6, None)),
@@ -32,6 +34,7 @@ VARIANTS = {  # kind, settings of layers, other settings; causal and window of e
     "DSpark, gated": ("dspark", {}, {"markov_head_type": "gated"}, (False, False), (None, None)),
     "DSpark, cut": ("dspark", {}, CUT, (False, False), (None, None)),
     "DSpark of Nemotron 3.5": ("dspark", WINDOWS | {"dspark_bonus_anchor": True}, NEMOTRON, (True, True), (6, None)),
+    "DSpark of LFM2.5": ("dspark", LFM2, {"confidence_head_with_markov": None}, (False, False), (None, None)),
     "sinks": ("dflash", {}, {"attention_sink_bias": True}, (False, False), (None, None)),
     "DFlash 2": ("dflash2", WINDOWS | {"is_causal": False}, {}, (False, False), (6, None)),
     "DFlash 2, full": ("dflash2", {}, {"block_size": 4}, (False, False), (None, None)),
@@ -124,6 +127,15 @@ def test_each_text_of_a_batch_has_the_bits_that_it_has_alone(tmp_path, variant):
         assert torch.equal(one.hidden_states, other.hidden_states)
 
 
+def test_a_confidence_by_the_state_alone_is_known_by_its_size(tmp_path):
+    block_drafter(tmp_path, "dspark", confidence_head_with_markov=None)
+    weights = load_file(tmp_path / "model.safetensors")
+    weight = weights["confidence_head.proj.weight"][:, :32].contiguous()
+    save_file(weights | {"confidence_head.proj.weight": weight}, tmp_path / "model.safetensors")
+    network = load_drafter_for_target(f"drafter:{tmp_path}", CausalNetwork(tiny_llama(num_hidden_layers=4)), "tiny")
+    assert network.predictor.numbers["proj"].shape == (1, 32)
+
+
 def test_confidence_is_the_chance_of_the_first_token(tmp_path):
     _, outputs, _, last = asked(tmp_path, "DSpark")
     predictions = outputs.predictions
@@ -186,7 +198,6 @@ def test_quantised_drafters_have_the_numbers_that_their_tensors_stand_for(tmp_pa
         ("xpress", {"xpress_rank": 7}, r"weight is \(6, 32\), but must be \(7, 32\)"),
         ("xpress", {"block_size": 4}, r"mix.L is \(6, 5, 5\), but must be \(6, 4, 4\)"),
         ("dflash", {"use_gemma_norm": True}, "norms of Gemma"),
-        ("dflash", {"is_neox_style": False}, "rotary embeddings of neighbouring numbers"),
         (
             "dflash",
             {"projector_type": "lilicorr"},

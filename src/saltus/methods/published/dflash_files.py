@@ -108,6 +108,9 @@ def load_published(
             f"{folder} is {kind} with attention sinks, which only the compiled kernels on a CPU compute, and which are"
             " not trained; take another one"
         )
+    given = config | (config.get("dflash_config") or {})
+    if not given.get("rope_is_neox_style", given.get("is_neox_style", True)):
+        weights = _rotated_by_halves(weights, shape.head_dim)
     embeddings, unembedding = embeddings_of(target)
     check_layer_count(shape.layers, weights)
     check_sizes(folder, shape.hidden, config.get("target_hidden_size"), shape.hidden_state_layers, target, target_name)
@@ -129,6 +132,18 @@ def load_published(
     others = _take_weights(model, weights, folder, kind, more or {})
     placed = place_like(model, target).eval()
     return placed, {name: weight.to(target.device, target.dtype) for name, weight in others.items()}, order
+
+
+def _rotated_by_halves(weights: Mapping[str, Tensor], head_dim: int) -> dict[str, Tensor]:
+    """The weights whose heads rotate halves, as Qwen3's, with the scores of these, which rotate neighbouring numbers."""
+    order = torch.cat([torch.arange(0, head_dim, 2), torch.arange(1, head_dim, 2)])
+    turned = (".q_proj.weight", ".k_proj.weight", ".q_norm.weight", ".k_norm.weight")
+    return {
+        name: weight.unflatten(0, (-1, head_dim))[:, order].flatten(0, 1)
+        if name.endswith(turned) and len(weight) % head_dim == 0
+        else weight
+        for name, weight in weights.items()
+    }
 
 
 def save_dflash(model: DFlashModel, format_name: DFlashFormat, folder: Path, target: Any, target_name: str) -> None:
@@ -246,9 +261,6 @@ def read_shape(
             "attention sinks in some layers": config.get("add_swa_attention_sink_bias"),
             "scaled values": given.get("attention_value_scale"),
             "norms of Gemma": given.get("use_gemma_norm"),
-            "rotary embeddings of neighbouring numbers": not given.get(
-                "rope_is_neox_style", given.get("is_neox_style", True)
-            ),
             "shifted labels": given.get("shift_label"),
             "no hidden states of the target": not given.get("use_aux_hidden_state", True),
         },

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from saltus.loading.stored_tensors import stored_tensors
 from saltus.methods.published.dflash_files import load_published, read_shape
 from saltus.methods.published.dflash_model import DFlashModel
 from saltus.methods.published.dflash_network import DFlashNetwork
@@ -26,7 +27,7 @@ from saltus.methods.shared.published_files import read_config, refuse
 from saltus.methods.shared.row_candidates import rows_likely_tokens
 from saltus.models.protocols import TargetNetwork
 
-ARCHITECTURES = {"Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator"}
+ARCHITECTURES = {"Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator", "Lfm2DSparkDraftModel"}
 HEADS = ("vanilla", "gated")  # of pairs; the recurrent one is not computed
 KIND = "a DSpark drafter"
 
@@ -44,10 +45,12 @@ def load_network(folder: Path, target: TargetNetwork, target_name: str) -> DFlas
     given = config | (config.get("dflash_config") or {})
     rank, head = given.get("markov_rank", 256 if speculators else 0), given.get("markov_head_type", "vanilla")
     confident = given.get("enable_confidence_head", speculators)
-    by_pair = bool(given.get("confidence_head_with_markov", speculators)) and rank
+    by_pair = given.get("confidence_head_with_markov", True if speculators else None)
     refuse(folder, KIND, {f"the head {head} for pairs of tokens": rank and head not in HEADS})
     shape = read_shape(config, folder, KIND, from_anchor=not config.get("dspark_bonus_anchor", False))
-    vocabulary = len(embeddings_of(target.model)[0])
+    if by_pair is None:  # Liquid AI's do not say it
+        by_pair = _confidence_inputs(folder) != shape.hidden
+    by_pair, vocabulary = bool(by_pair) and rank, len(embeddings_of(target.model)[0])
     drafted = given.get("draft_vocab_size", vocabulary) if speculators else vocabulary
     more: dict[str, tuple[int, ...]] = {}
     if rank:
@@ -63,6 +66,14 @@ def load_network(folder: Path, target: TargetNetwork, target_name: str) -> DFlas
     if rank:
         short["markov_w2"] = short["markov_w2"][order]
     return DFlashNetwork(model, target, predictor=MarkovPredictor(model, short, int(rank)))
+
+
+def _confidence_inputs(folder: Path) -> int | None:
+    """How many numbers the confidence is computed from; None where there is none, or the file does not list it."""
+    for name, tensor in stored_tensors(folder).items():
+        if name.endswith("confidence_head.proj.weight") and tensor.shape is not None:
+            return tensor.shape[-1]
+    return None
 
 
 @dataclass
