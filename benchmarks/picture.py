@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.text import Text
 
 import saltus
-from saltus.cli.answers import warm_up
 from saltus.cli.coloured_text import call_style, legend
 from saltus.cli.demo import QUESTION
 from saltus.cli.report import comparison_line
+from saltus.engine.comparison import warm_up
 
 METHOD = "lookup"
 SETTINGS = {"max_new_tokens": 128}
