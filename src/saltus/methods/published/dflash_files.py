@@ -135,7 +135,7 @@ def load_published(
 
 
 def _rotated_by_halves(weights: Mapping[str, Tensor], head_dim: int) -> dict[str, Tensor]:
-    """The weights whose heads rotate halves, as Qwen3's, with the scores of these, which rotate neighbouring numbers."""
+    """Reorder heads that rotate neighbouring numbers, so that they rotate halves, as Qwen3's do, with the same scores."""
     order = torch.cat([torch.arange(0, head_dim, 2), torch.arange(1, head_dim, 2)])
     turned = (".q_proj.weight", ".k_proj.weight", ".q_norm.weight", ".k_norm.weight")
     return {

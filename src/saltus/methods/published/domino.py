@@ -66,7 +66,8 @@ def load_network(folder: Path, target: TargetNetwork, target_name: str) -> DFlas
     }  # fmt: skip
     model, weights, order = load_published(folder, target.model, target_name, KIND, shape, more=more)
     by_token, by_state, first, second = (weights[name].cpu() for name in more)
-    head = PrefixHead(by_token, by_state, *first.split([shape.hidden, wide], 1), second[order.cpu()])
+    by_hidden, of_state = first[:, : shape.hidden], first[:, shape.hidden :]
+    head = PrefixHead(by_token, by_state, by_hidden, of_state, second[order.cpu()])
     refiner = PrefixRefiner(head, model.embeddings[0], prefix, shape.from_anchor)
     return DFlashNetwork(model, target, predictor=BlockPredictor(model), refiner=refiner)
 
