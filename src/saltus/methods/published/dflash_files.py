@@ -135,7 +135,7 @@ def load_published(
 
 
 def _rotated_by_halves(weights: Mapping[str, Tensor], head_dim: int) -> dict[str, Tensor]:
-    """Reorder heads that rotate neighbouring numbers, so that they rotate halves, as Qwen3's do, with the same scores."""
+    """Reorder heads that rotate neighbouring numbers: they rotate halves, as those of Qwen3, with the same scores."""
     order = torch.cat([torch.arange(0, head_dim, 2), torch.arange(1, head_dim, 2)])
     turned = (".q_proj.weight", ".k_proj.weight", ".q_norm.weight", ".k_norm.weight")
     return {
