@@ -52,7 +52,10 @@ def test_texts_of_many_clients_at_once_are_those_of_each_alone(tiny_folder, part
         assert (service.engine_thread.num_open, service.engine_thread.scheduler.requests) == (0, [])
 
 
-def test_other_texts_go_on_while_a_draft_network_is_loaded(tiny_folder, partners, monkeypatch):
+@pytest.mark.parametrize("method", ["small_model", "auto"])
+def test_other_texts_go_on_while_a_draft_network_is_loaded(method, tiny_folder, partners, monkeypatch):
+    for module in ("auto_method", "decoder"):
+        monkeypatch.setattr(f"saltus.engine.{module}.auto_candidates", lambda *given: ["small_model"])
     engine = saltus.load(str(tiny_folder()), "lookup", options=partners, adaptive=False)
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
     expected = engine.generate(PROMPT, raw=True, method="plain", max_new_tokens=12).text
@@ -68,7 +71,7 @@ def test_other_texts_go_on_while_a_draft_network_is_loaded(tiny_folder, partners
     monkeypatch.setattr(engine.decoder, "_load_draft_network", slowly)
     with serving(engine) as (_, url), concurrent.futures.ThreadPoolExecutor() as pool:
         ask = partial(httpx.post, url + "/v1/completions", timeout=60)
-        waiting = [pool.submit(ask, json={**body, "speculative": {"method": "small_model"}}) for _ in range(2)]
+        waiting = [pool.submit(ask, json={**body, "speculative": {"method": method}}) for _ in range(2)]
         try:
             assert begun.wait(60)
             for other in ({}, {"speculative": False}):

@@ -15,6 +15,7 @@ from saltus.models.protocols import TargetNetwork
 
 log = logging.getLogger("saltus")
 
+WITH_HEADS, WITH_DRAFTER = "mtp+lookup", "ptp+lookup"
 # Of a call of eight rows, as a multiple of one row's: the shipped drafter decides about as many tokens in such a call.
 MAX_COST_OF_EIGHT_ROWS = 1.75
 
@@ -38,27 +39,38 @@ def resolve_method(
     """
     if method != AUTO:
         return method, None
-    if target.any_subset:
-        return "assd", None
-    if not target.accepts_drafters:
-        return "lookup", None
-    if given := next((name for name in ("ptp", "mtp") if options.get(name, {}).get("model")), None):
-        return f"{given}+lookup", None
-    if has_heads(target.model):
-        if (reason := why_not("mtp+lookup")) is None:
-            return "mtp+lookup", None
+    candidates = auto_candidates(target, options, rule)
+    if len(candidates) == 1:
+        return candidates[0], None
+    if WITH_HEADS in candidates:
+        if (reason := why_not(WITH_HEADS)) is None:
+            return WITH_HEADS, None
         log.warning("auto drafts without the model's own heads: %s", reason)
-    if rule == "reject" or find_shipped("drafter", target.model) is None:
+    if WITH_DRAFTER not in candidates:
         return "lookup", None
     ratio = _cost_of_eight_rows(target, call_cost, measure=not call_cost.seconds)
     if ratio > MAX_COST_OF_EIGHT_ROWS:  # other work may have disturbed the measurement
         ratio = min(ratio, _cost_of_eight_rows(target, call_cost, measure=True))
     if ratio <= MAX_COST_OF_EIGHT_ROWS:
-        return "ptp+lookup", None
+        return WITH_DRAFTER, None
     return "lookup", (
         f"auto is lookup here: a call of 8 rows takes {ratio:.1f} times as long as one of 1 row, more than the"
         f" {MAX_COST_OF_EIGHT_ROWS} up to which the drafter pays; --method ptp+lookup drafts with it all the same"
     )
+
+
+def auto_candidates(target: TargetNetwork, options: Mapping[str, Mapping[str, Any]], rule: str) -> list[str]:
+    """What `auto` may stand for, the best first: each but the last may turn out not to load, or not to pay."""
+    if target.any_subset:
+        return ["assd"]
+    if not target.accepts_drafters:
+        return ["lookup"]
+    if given := next((name for name in ("ptp", "mtp") if options.get(name, {}).get("model")), None):
+        return [f"{given}+lookup"]
+    found = [WITH_HEADS] if has_heads(target.model) else []
+    if rule != "reject" and find_shipped("drafter", target.model) is not None:
+        found.append(WITH_DRAFTER)
+    return [*found, "lookup"]
 
 
 def _cost_of_eight_rows(target: TargetNetwork, call_cost: CallCost, measure: bool) -> float:

@@ -11,7 +11,7 @@ from saltus.core.control.call_cost import CallCost
 from saltus.core.forward import TARGET
 from saltus.core.protocols import Network
 from saltus.core.rules import RULES
-from saltus.engine.auto_method import resolve_method
+from saltus.engine.auto_method import auto_candidates, resolve_method
 from saltus.engine.checkpoints import Checkpoint
 from saltus.engine.decoding_setup import DecodingSetup
 from saltus.engine.prefix_tree import PrefixTree
@@ -94,15 +94,25 @@ class Decoder:
         return None
 
     def lacks_networks(self, method: str) -> bool:
-        """True if `setup` would load a network for a method. Errors: ValueError of one line."""
+        """True if `setup` would load a network for a method, or may for `auto`. Errors: ValueError of one line."""
         if method == AUTO or method in self.setups:
-            return False
+            return method not in self.setups
         pairs = [pair for each in self._made_methods(method)[0] for pair in each.draft_models.items()]
         return any(pair not in self.draft_networks for pair in pairs)
 
     def load_networks(self, method: str) -> None:
-        """Load what `setup` would, on another thread than that of the calls. Errors: ValueError of one line."""
-        self._load_networks(self._made_methods(method)[0])
+        """Load what `setup` would, on another thread than that of the calls; for `auto` what it probably will.
+
+        Errors: ValueError of one line.
+        """
+        candidates = auto_candidates(self.target, self.options, self.rule) if method == AUTO else [method]
+        for place, each in enumerate(candidates, 1):
+            try:
+                self._load_networks(self._made_methods(each)[0])
+                return
+            except ValueError:  # `auto` goes on to the next
+                if place == len(candidates):
+                    raise
 
     def chosen_method(self, method: str) -> str:
         """The method itself, or what `auto` stands for here."""
