@@ -391,6 +391,7 @@ def test_ctrl_c_keeps_what_was_measured(folder, tmp_path, monkeypatch):
         (("--batches", ","), "--batches is empty"),
         (("--rounds", "0"), "rounds is 0, but must be 1 or more"),
         (("--dtype", "int3"), "dtype is 'int3', but must be one of"),
+        (("--out", __file__), "is a file; give a folder"),
     ],
 )
 def test_bad_input_is_refused_in_a_line(folder, given, said):

@@ -59,14 +59,16 @@ def step(
     from saltus.evaluation.profiling.call_timing import CallGrid, default_lengths
 
     CallGrid(**inputs)  # refuse wrong numbers before loading
+    if out:
+        from saltus.evaluation.benchmarks.benchmark_run import make_folder
+
+        make_folder(out)
     from saltus.cli.open_engine import open_engine, validate_settings
 
     validate_settings("lookup", chat_template=model_options.chat_template)
     engine = open_engine(method="lookup", **asdict(model_options))
     grid = CallGrid(**{"lengths": default_lengths(engine.target.context_length), **inputs})
     grid.check_context_length(engine.target.context_length, model_options.model)
-    if out:
-        out.mkdir(parents=True, exist_ok=True)
     result = measure_step(engine, grid)
     if json:
         from saltus.cli.report import print_json

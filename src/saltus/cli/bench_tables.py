@@ -12,6 +12,7 @@ from rich.text import Text
 
 from saltus.cli.coloured_text import new_table, terminal
 from saltus.cli.report import number_of
+from saltus.evaluation.reports.markdown import format_number
 
 
 def print_tables(results: Mapping[str, Any]) -> None:
@@ -40,11 +41,11 @@ def _systems_table(systems: Mapping[str, Any], wide: bool) -> Table:
     table.add_column("", style="bold cyan", overflow="fold")
     graded = next((system["accuracy_of"] for system in systems.values() if system["accuracy_of"]), None)
     width_left = {
-        "tokens\na second": lambda system: _number(system["tokens_per_second"], 1),
+        "tokens\na second": lambda system: format_number(system["tokens_per_second"], 1),
         "speed-up\n(95 %)": _speedup,
-        "prefill\napart": lambda system: _number(system["decode_speedup"]) if wide else None,
-        "tokens\na call": lambda system: _number(system["tokens_per_call"]),
-        "ms\na call": lambda system: _number(system["ms_per_call"], 1),
+        "prefill\napart": lambda system: format_number(system["decode_speedup"]) if wide else None,
+        "tokens\na call": lambda system: format_number(system["tokens_per_call"]),
+        "ms\na call": lambda system: format_number(system["ms_per_call"], 1),
         "same\ntext": _same_text,
         (graded or ""): lambda system: _percent(system["accuracy"]) if graded else None,
     }
@@ -61,7 +62,7 @@ def _systems_table(systems: Mapping[str, Any], wide: bool) -> Table:
 
 def _speedup(system: Mapping[str, Any]) -> str:
     low, high = system["ci95"]["speedup"] or (float("nan"), float("nan"))
-    return f"{_number(system['speedup'])} ×" + (f" ({low:.2f}–{high:.2f})" if high > low else "")
+    return f"{format_number(system['speedup'])} ×" + (f" ({low:.2f}–{high:.2f})" if high > low else "")
 
 
 def _percent(share: float | None) -> str:
@@ -92,7 +93,7 @@ def _category_tables(systems: Mapping[str, Any], width: int) -> Iterator[Table]:
             table.add_column("\n".join(_name_lines(shown[-1])), justify="right", no_wrap=True)
             width_left -= max(map(len, _name_lines(shown[-1]))) + 3
         for category, plain in categories.items():
-            row = (_number(systems[name]["by_category"][category]["speedup"]) for name in shown)
+            row = (format_number(systems[name]["by_category"][category]["speedup"]) for name in shown)
             table.add_row(category, str(plain["texts"]), *row)
         yield table
 
@@ -117,7 +118,3 @@ def _print_problems(console: Console, systems: Mapping[str, Any], limit: int = 5
             console.print(Text(f"{name}: {problem}", "red"))
         if len(system["problems"]) > limit:
             console.print(Text(f"{name}: … and {len(system['problems']) - limit} more problems", "red"))
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"

@@ -10,6 +10,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
+from saltus.evaluation.benchmarks.benchmark_run import make_folder
+from saltus.evaluation.reports.markdown import table_head, table_row
+
 REPORTS = Path(__file__).parents[1] / "reports"
 
 
@@ -21,12 +24,11 @@ def render_markdown(report: Mapping[str, Any]) -> str:
 def _markdown_lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield f"**{report['summary']}**"
     yield ""
-    yield "| check | verdict | |"
-    yield "|---|---|---|"
+    yield from table_head(["check", "verdict", ""])
     for verdict in report["verdicts"]:
         status = verdict["status"]
         shown = f"**{status}**" if status == "finding" else status
-        yield f"| {verdict['check']} | {shown} | {verdict['line'].replace('|', chr(92) + '|')} |"
+        yield table_row([verdict["check"], shown, verdict["line"]])
     yield ""
     for check, command in findings_to_repeat(report):
         yield f"A request of the finding {check}:\n\n```\n{command}\n```\n"
@@ -64,10 +66,7 @@ def render_page(report: Mapping[str, Any]) -> str:
 
 def write_report(report: Mapping[str, Any], folder: Path) -> None:
     """Write page.html, report.md and report.json. Errors: ValueError if the folder is a file."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise ValueError(f"--out {folder} is a file; give a folder") from None
+    make_folder(folder)
     (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     (folder / "report.md").write_text(render_markdown(report), encoding="utf-8")
     (folder / "page.html").write_text(render_page(report), encoding="utf-8")

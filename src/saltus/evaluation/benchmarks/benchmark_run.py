@@ -191,6 +191,14 @@ class BenchmarkRecords:
                 os.fsync(out.fileno())
 
 
+def make_folder(folder: Path) -> None:
+    """Make the folder of results, unless it is there. Errors: ValueError if it is a file."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"--out {folder} is a file; give a folder") from None
+
+
 def open_records(
     folder: Path | None,
     plan: Mapping[str, Any],
@@ -206,10 +214,7 @@ def open_records(
     if folder is None:
         return BenchmarkRecords([], run_info)
     file, kept = folder / "records.jsonl", folder / "plan.json"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise ValueError(f"--out {folder} is a file; give a folder") from None
+    make_folder(folder)
     before = _read_plan(kept) if kept.exists() and not fresh else None
     begun = before.pop("environment") if before else run_info
     if before is not None and before != plan:

@@ -34,20 +34,20 @@ def _systems_table(results: Mapping[str, Any]) -> Iterator[str]:
     systems = results["methods"]
     graded = next((system["accuracy_of"] for system in systems.values() if system["accuracy_of"]), None)
     head = ["", "tokens a second", "speed-up", "prefill apart", "tokens a call", "ms a call", "same text"]
-    yield from _table_head([*head, *([graded] if graded else [])])
+    yield from table_head([*head, *([graded] if graded else [])])
     for name, system in systems.items():
         bounds = system["ci95"]["speedup"]
         certain = "" if name == "plain" or not bounds else f" [{bounds[0]:.2f}, {bounds[1]:.2f}]"
         same = "other random numbers" if system["identical"] is None else f"{system['identical']} of {system['texts']}"
         cells = [
-            f"`{name}`", _format_number(system["tokens_per_second"], 1),
-            f"{_format_number(system['speedup'])} ×{certain}",
-            f"{_format_number(system['decode_speedup'])} ×", _format_number(system["tokens_per_call"]),
-            _format_number(system["ms_per_call"], 1), same,
+            f"`{name}`", format_number(system["tokens_per_second"], 1),
+            f"{format_number(system['speedup'])} ×{certain}",
+            f"{format_number(system['decode_speedup'])} ×", format_number(system["tokens_per_call"]),
+            format_number(system["ms_per_call"], 1), same,
         ]  # fmt: skip
         if graded:
-            cells.append(_format_number(None if system["accuracy"] is None else 100 * system["accuracy"], 1) + " %")
-        yield _table_row(cells)
+            cells.append(format_number(None if system["accuracy"] is None else 100 * system["accuracy"], 1) + " %")
+        yield table_row(cells)
     yield ""
     if any(name.startswith("endpoint:") for name in systems):
         yield SERVER_NOTE
@@ -62,11 +62,11 @@ def _categories_table(results: Mapping[str, Any]) -> Iterator[str]:
         return
     yield "Speed-up by category, and tokens a call:"
     yield ""
-    yield from _table_head(["texts", *(f"`{name}`" for name in others)])
+    yield from table_head(["texts", *(f"`{name}`" for name in others)])
     for name, plain in categories.items():
         rows = (systems[system]["by_category"][name] for system in others)
-        cells = (f"{_format_number(row['speedup'])} × ({_format_number(row['tokens_per_call'])})" for row in rows)
-        yield _table_row([f"{name} ({plain['texts']})", *cells])
+        cells = (f"{format_number(row['speedup'])} × ({format_number(row['tokens_per_call'])})" for row in rows)
+        yield table_row([f"{name} ({plain['texts']})", *cells])
     yield ""
 
 
@@ -97,15 +97,18 @@ def _environment(results: Mapping[str, Any]) -> Iterator[str]:
     yield "```"
 
 
-def _table_head(names: list[str]) -> Iterator[str]:
-    yield _table_row(names)
+def table_head(names: list[str]) -> Iterator[str]:
+    """The first two lines of a table."""
+    yield table_row(names)
     yield "|" + "---|" * len(names)
 
 
-def _table_row(cells: Iterable[str]) -> str:
+def table_row(cells: Iterable[str]) -> str:
+    """A line of a table."""
     escaped = (cell.replace("|", r"\|") for cell in cells)
     return f"| {' | '.join(escaped)} |"
 
 
-def _format_number(value: float | int | None, digits: int = 2) -> str:
+def format_number(value: float | int | None, digits: int = 2) -> str:
+    """A number, or a dash where it is not known."""
     return "–" if value is None else f"{value:.{digits}f}"
