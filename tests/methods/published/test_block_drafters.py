@@ -197,6 +197,7 @@ def test_quantised_drafters_have_the_numbers_that_their_tensors_stand_for(tmp_pa
         ("dflash", {"attention_sink_bias": True}, "lacks layers.0.self_attn.attention_sink_bias"),
         ("xpress", {"xpress_rank": 7}, r"weight is \(6, 32\), but must be \(7, 32\)"),
         ("xpress", {"block_size": 4}, r"mix.L is \(6, 5, 5\), but must be \(6, 4, 4\)"),
+        ("dflash", {"target_layer_ids": []}, "no layers of its target to read"),
         ("dflash", {"use_gemma_norm": True}, "norms of Gemma"),
         (
             "dflash",

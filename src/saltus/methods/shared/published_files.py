@@ -138,6 +138,8 @@ def check_sizes(
     wrong = ""
     if {hidden, target_hidden or hidden} != {config.hidden_size}:
         wrong = f"states of {target_hidden or hidden} numbers, and {target_name} has {config.hidden_size}"
+    elif not hidden_state_layers:
+        wrong = "no layers of its target to read"
     elif not 0 <= min(hidden_state_layers) <= max(hidden_state_layers) <= config.num_hidden_layers:
         wrong = f"states of layer {max(hidden_state_layers)}, and {target_name} has {config.num_hidden_layers}"
     if wrong:
