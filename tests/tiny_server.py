@@ -3,6 +3,7 @@
 A test file imports the fixtures that it uses by name.
 """
 
+import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -21,6 +22,13 @@ from saltus.server.service import Service
 PROMPT = "the cat sat on the mat and the cat sat on the log and the"
 JSON = {"content-type": "application/json"}
 MESSAGES = [{"role": "user", "content": PROMPT}]
+
+
+@pytest.fixture
+def unused_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
 
 
 @contextmanager

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from test_cli import saltus_
 
 import saltus
-from saltus.cli.app import app
 from saltus.cli.bench import _remove_results
 from saltus.core.sampling import Sampling
 from saltus.engine.prompts import Prompt
@@ -343,13 +342,6 @@ def test_out_must_be_a_folder(tmp_path):
 
 
 # The command
-
-
-def saltus_(*arguments: object, code: int = 0):
-    told = [str(each) for each in arguments]
-    result = CliRunner(env={"COLUMNS": "100"}).invoke(app, told, prog_name="saltus")
-    assert result.exit_code == code, result.output
-    return result
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """The serve command: a context that fits the memory, and signals."""
 
+# ruff: noqa: F811  fixtures
+
 import logging
 import re
 import signal
@@ -17,6 +19,7 @@ from architectures import tiny
 from conftest import byte_tokenizer
 from forked_python import saltus_command
 from saltus.cli.app import app
+from tiny_server import unused_port  # noqa: F401
 
 
 def test_texts_without_a_limit_fit_the_memory(tiny_folder, monkeypatch):
@@ -96,13 +99,6 @@ def test_an_empty_key_starts_no_server(key):
         found = CliRunner().invoke(app, ["serve", "-m", "nowhere", *arguments], env=variables)
         assert found.exit_code == 2
         assert "key" in " ".join(found.output.split())
-
-
-@pytest.fixture
-def unused_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 @pytest.mark.slow

@@ -50,8 +50,8 @@ def read(connection: socket.socket) -> bytes:
     return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_vanishes_frees_its_memory_within_two_calls(engine, monkeypatch, stream):
+def calls_that_wait(engine, monkeypatch) -> tuple[threading.Semaphore, threading.Semaphore]:
+    """From now on each call of the model is counted as it begins, and waits for a permit."""
     begun, permits, forward = threading.Semaphore(0), threading.Semaphore(0), engine.network.forward
 
     def one_call_a_permit(*given):
@@ -60,6 +60,12 @@ def test_a_client_that_vanishes_frees_its_memory_within_two_calls(engine, monkey
         return forward(*given)
 
     monkeypatch.setattr(engine.network, "forward", one_call_a_permit)
+    return begun, permits
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_vanishes_frees_its_memory_within_two_calls(engine, monkeypatch, stream):
+    begun, permits = calls_that_wait(engine, monkeypatch)
     body = {"model": "tiny", "prompt": "the", "max_tokens": 400, "ignore_eos": True, "stream": stream}
     with serving(engine) as (service, url):
         try:
@@ -79,8 +85,7 @@ def test_a_client_that_vanishes_frees_its_memory_within_two_calls(engine, monkey
 
 
 def test_a_client_that_vanishes_while_it_waits_leaves_the_queue(engine, monkeypatch):
-    permits, forward = threading.Semaphore(0), engine.network.forward
-    monkeypatch.setattr(engine.network, "forward", lambda *given: permits.acquire() and forward(*given))
+    _, permits = calls_that_wait(engine, monkeypatch)
     body = json.dumps(
         {"model": "tiny", "prompt": "the", "max_tokens": 9, "ignore_eos": True, "speculative": False}
     ).encode()

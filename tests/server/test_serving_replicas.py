@@ -1,7 +1,8 @@
 """Replicas behind Ray Serve: two of them, started and stopped by the command."""
 
+# ruff: noqa: F811  fixtures
+
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import pytest
 
 import saltus
 from saltus.server.replicas import equal_share
+from tiny_server import unused_port  # noqa: F401
 
 
 @pytest.mark.parametrize(
@@ -49,13 +51,6 @@ time.sleep(60)
     finally:
         started.kill()
         started.stdout.close()
-
-
-@pytest.fixture
-def unused_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def command(*arguments: object) -> list[str]:

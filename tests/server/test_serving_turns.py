@@ -4,11 +4,10 @@
 
 import json
 import queue
-import threading
 
 import httpx
 import pytest
-from test_serving_faults import eventually, post
+from test_serving_faults import calls_that_wait, eventually, post
 
 from saltus.core.batch import SequenceState
 from saltus.engine.scheduler import Scheduler
@@ -167,14 +166,7 @@ def test_a_text_that_pauses_is_the_same(engine):
 
 
 def test_many_choices_over_http_delay_neither_a_short_request_nor_health(engine, monkeypatch):
-    begun, permits, forward = threading.Semaphore(0), threading.Semaphore(0), engine.network.forward
-
-    def one_call_a_permit(*given):
-        begun.release()
-        permits.acquire()
-        return forward(*given)
-
-    monkeypatch.setattr(engine.network, "forward", one_call_a_permit)
+    begun, permits = calls_that_wait(engine, monkeypatch)
     body = {"model": "tiny", "prompt": "the", "max_tokens": 400, "ignore_eos": True, "n": 20, "stream": True}
     short = {"model": "tiny", "prompt": "the dog", "max_tokens": 1}
     with serving(engine, Limits(max_batch=4)) as (service, url):
