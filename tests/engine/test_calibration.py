@@ -56,3 +56,22 @@ def test_times_are_kept_for_a_number_of_threads(monkeypatch):
         monkeypatch.setattr(native, "allowed_processors", lambda allowed=allowed: allowed)
         files.add(calibration._cache_file(network))
     assert len(files) == 3, "what a container grants limits the threads"
+
+
+def test_times_of_large_calls_that_other_work_disturbed_are_measured_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(calibration, "_cache_file", lambda network: tmp_path / "seconds.json")
+    busy = {16: 20.0, 32: 20.0}
+
+    def forward(batch, kv_caches):
+        rows = 1 + len(batch[0].tokens)
+        return [SimpleNamespace(logits=torch.zeros(1, 96), seconds=rows * busy.get(rows, 1.0))]
+
+    network: Any = SimpleNamespace(new_kv_cache=dict, forward=forward)
+    assert calibration.call_seconds(network)[16] == 320.0
+    busy.clear()
+    quiet = {rows: float(rows) for rows in CALIBRATION_ROWS}
+    assert calibration.call_seconds(network) == quiet
+    timed = []
+    monkeypatch.setattr(network, "forward", lambda *given: (timed.append(len(given[0][0].tokens)), forward(*given))[1])
+    assert calibration.call_seconds(network) == quiet
+    assert max(timed) == 7, "a large call takes long, so it is not timed without need"

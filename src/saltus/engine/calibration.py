@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ REPEATED_ROWS = (1, 2, 4, 8)  # row counts that are timed in every run
 QUICK_SECONDS = 0.05  # other row counts are timed again, too, where one turn of them takes less
 SMALL_MODEL_SECONDS = 0.05  # for which calls of models without a cache are timed, in some turns
 MAX_TURNS = 10
+MAX_TIMES_TWICE = 2.5  # that a call of twice the rows takes; more was disturbed
 MAX_RISE = 1.05  # of a time, from one run to the next
 GOLDEN_RATIO = 0.6180339887  # of the vocabulary, from one token of a timed call to the next: they lie far apart
 
@@ -36,8 +38,9 @@ GOLDEN_RATIO = 0.6180339887  # of the vocabulary, from one token of a timed call
 def call_seconds(network: Any) -> dict[int, float]:
     """`measure_call_seconds`, kept in the cache for models of the same shapes and formats on this machine.
 
-    Small calls are timed again in every run. Times fall at once and rise slowly: other work on the machine may have
-    disturbed a measurement, and it slows small calls more than large ones.
+    Small calls are timed again in every run, large ones where that is quick or their times look disturbed. Times fall
+    at once and rise slowly: other work on the machine may have disturbed a measurement, and it slows small calls more
+    than large ones.
     """
     file = _cache_file(network)
     if file is None:
@@ -46,7 +49,7 @@ def call_seconds(network: Any) -> dict[int, float]:
     if known:
         measured = measure_call_seconds(network, REPEATED_ROWS, turns=2)
         others = [rows for rows in CALIBRATION_ROWS if rows not in REPEATED_ROWS]
-        if sum(known[rows] for rows in others) < QUICK_SECONDS:
+        if sum(known[rows] for rows in others) < QUICK_SECONDS or _is_disturbed(known | measured):
             measured |= measure_call_seconds(network, others, turns=1)
         measured = {rows: min(MAX_RISE * seconds, measured.get(rows, seconds)) for rows, seconds in known.items()}
         measured = never_falling(measured)
@@ -56,6 +59,11 @@ def call_seconds(network: Any) -> dict[int, float]:
         with suppress(OSError):  # a full or read-only disk: it is measured again
             write_json(file, {"seconds": list(measured.items())})
     return measured
+
+
+def _is_disturbed(seconds: Mapping[int, float]) -> bool:
+    """True if twice the rows seem to take much more than twice the time."""
+    return any(seconds[more] > MAX_TIMES_TWICE * seconds[rows] for rows, more in pairwise(sorted(seconds)))
 
 
 def _read_cache(file: Path) -> dict[int, float]:
