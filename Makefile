@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 PYTHON ?=
-KERNEL_TESTS := $(wildcard tests/kernels/test_[ekmpi]*.py) $(patsubst %,tests/%.py,models/test_network models/test_kv_cache core/test_coupling core/test_noise core/test_native_tree methods/test_lookup)
+KERNEL_TESTS := $(wildcard tests/kernels/test_[ekmpi]*.py) $(patsubst %,tests/%.py,models/test_network models/test_kv_cache core/test_coupling core/test_noise core/test_native_tree methods/test_lookup methods/test_token_recycling)
 WORKERS := -n auto --maxprocesses=8 --dist=worksteal  # test processes, one kernel thread each
 
 .DEFAULT_GOAL := help

@@ -22,7 +22,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_prompt_options(options)
     options.add_argument("--drafter", help="a smaller model with the same vocabulary: small_model joins")
-    options.add_argument("--methods", default="plain,lookup,jacobi,jacobi+lookup,ptp,ptp+lookup,mtpc")
+    options.add_argument("--methods", default="plain,lookup,token_recycling,jacobi,jacobi+lookup,ptp,ptp+lookup,mtpc")
     options.add_argument("--kinds", default="int8,bf16,float32")
     options.add_argument("--max-new-tokens", type=int, default=64)
     args = options.parse_args()

@@ -78,6 +78,7 @@ def check_texts(engine: saltus.Engine, methods, temperature=0.8, tokens=6, promp
     ("method", "temperature"),
     [
         ("lookup", 0.8),
+        ("token_recycling", 0.8),
         ("jacobi", 0.8),
         ("small_model", 0.8),
         ("ptp", 0.8),

@@ -34,7 +34,8 @@ REHEARSAL = {"methods": "plain", "samplings": "greedy,sampled", "tokens": 4, "ta
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(models="smollm2-135m,smollm2-135m@file", methods="plain,lookup,ptp,ptp+lookup,mtpc")
+    methods = "plain,lookup,token_recycling,ptp,ptp+lookup,mtpc"
+    parser.set_defaults(models="smollm2-135m,smollm2-135m@file", methods=methods)
     parser.add_argument("--samplings", default=",".join(SAMPLINGS), help="truncated: top-k 50 and top-p 0.95")
     parser.add_argument("--tokens", type=int, default=48, help="of each text")
     parser.add_argument("--take", type=int, default=8, help="texts")

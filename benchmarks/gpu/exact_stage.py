@@ -24,7 +24,7 @@ from saltus.core.forward import ForwardInputs
 from saltus.engine.comparison import first_difference, logit_gap
 from saltus.evaluation.profiling.call_timing import temporarily_replaced
 
-METHODS = "plain,lookup,jacobi,jacobi+lookup,ptp,ptp+lookup,mtpc,mtpc+lookup,small_model,auto"
+METHODS = "plain,lookup,token_recycling+lookup,jacobi,jacobi+lookup,ptp,ptp+lookup,mtpc,mtpc+lookup,small_model,auto"
 BORDERS = (40, 200, 500, 700, 1010, 1900)  # lengths of prompts: the rows behind them cross pages and blocks
 ROWS_OF_TEXT = 20  # behind its prompt
 TREE_NODES = 16

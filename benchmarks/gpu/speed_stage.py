@@ -40,7 +40,7 @@ Write = Callable[[list[Any], float], dict[str, Any]]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(methods="plain,lookup,ptp+lookup,auto")
+    parser.set_defaults(methods="plain,lookup,token_recycling+lookup,ptp+lookup,auto")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--shapes", default="default,1.7B,7B,8B", help="whose calls are paid for")
     parser.add_argument("--baselines", default=",".join(GENERATE), help="ways of Transformers' generate")

@@ -431,14 +431,14 @@ def test_half_of_what_a_step_counts_is_what_it_was_expected_to_decide():
     for _ in range(40):  # half of the drafts are right, as stated
         for decided in ([3, 4], [5]):
             tree = controller.offered_tree([Branch([3], [0.5], "a")], 4)
-            controller.record(tree, step(tree, 1, decided), draft_seconds=0.2, used_networks=True)
+            controller.record(tree, step(tree, 1, decided), draft_seconds=0.2, drafters_on=True)
     rates = []
     for decided in ([3, 4], [5]):
         switch = controller.drafting_switch.with_drafts
         switch.tokens = switch.time = 0.0
         for _ in range(8):
             tree = controller.offered_tree([Branch([3], [0.5], "a")], 4)
-            controller.record(tree, step(tree, 1, decided), draft_seconds=0.2, used_networks=True)
+            controller.record(tree, step(tree, 1, decided), draft_seconds=0.2, drafters_on=True)
         rates.append(switch.rate)
     by_luck = 16 / (8 + 8 * 1.2), 24 / (8 + 8 * 1.2)
     assert 0.3 < (rates[0] - rates[1]) / (by_luck[1] - by_luck[0]) < 0.6
@@ -474,7 +474,7 @@ def test_in_a_batch_all_texts_wait_for_what_one_computes_outside_of_calls():
     for batch_size in (1, 16):
         controller = Controller(call_cost=CallCost({1: 1.0, 8: 1.0}), batch_size=batch_size)
         tree = controller.offered_tree([Branch([3], [0.9], "a")], 4)
-        controller.record(tree, step(tree, 1, [3, 4]), draft_seconds=0.1, other_seconds=0.1, used_networks=True)
+        controller.record(tree, step(tree, 1, [3, 4]), draft_seconds=0.1, other_seconds=0.1, drafters_on=True)
         rates.append(controller.drafting_switch.with_drafts.rate)
     assert rates[0] > 1 > rates[1]
 

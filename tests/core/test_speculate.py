@@ -24,9 +24,9 @@ class RecordingController(Controller):
         super().__post_init__()
         self.told = []
 
-    def record(self, tree, step, draft_seconds=0.0, other_seconds=0.0, used_networks=False) -> None:
-        self.told.append((len(step.tokens), draft_seconds, used_networks))
-        super().record(tree, step, draft_seconds, other_seconds, used_networks)
+    def record(self, tree, step, draft_seconds=0.0, other_seconds=0.0, drafters_on=False) -> None:
+        self.told.append((len(step.tokens), draft_seconds, drafters_on))
+        super().record(tree, step, draft_seconds, other_seconds, drafters_on)
 
 
 def test_a_step_after_many_tokens_is_one_with_drafts_and_one_that_reads_a_prompt_says_nothing(monkeypatch):

@@ -22,7 +22,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.unchecked]
 CASES = int(os.environ.get("RANDOM_CASES", "8"))  # of each model
 MODELS = ["Llama", "Gemma2", "GptOss", "Qwen3_5", "Mamba2"]
 METHODS = [
-    "plain", "lookup", "jacobi", "small_model", "small_model+lookup", "jacobi+lookup", "jacobi+lookup+small_model",
+    "plain", "lookup", "token_recycling+lookup", "jacobi", "small_model", "small_model+lookup", "jacobi+lookup",
+    "jacobi+lookup+small_model",
 ]  # fmt: skip
 WORDS = ["the", "cat", "sat", "on", "mat", "and", "dog", "log"]
 CHOICES: dict[str, tuple[float, list[Any]]] = {  # how often a setting is given, and its values

@@ -14,7 +14,10 @@ from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.tree import Drafts
 
 DraftResult = Sequence[Drafts] | Generator[ForwardInputs, ForwardOutputs, Sequence[Drafts]]
-"""Branches, or a generator that yields forward passes of a draft model and returns the branches."""
+"""Branches, or a generator that returns them, which is not run while its drafts do not pay for their time.
+
+It yields forward passes of a draft model, if it has one.
+"""
 
 
 @runtime_checkable
@@ -22,7 +25,7 @@ class Drafter(Protocol):
     """Proposes branches of draft tokens for one text.
 
     `last` is the previous step, None at first; `max_depth` is the largest useful depth of a branch. A returned
-    generator may be dropped before it has started, while draft models are switched off.
+    generator may be dropped before it has started, see `DraftResult`.
     """
 
     def __call__(self, canvas: Canvas, last: Step | None, max_depth: int) -> DraftResult: ...
@@ -77,6 +80,13 @@ class UsesCorpus(Protocol):
     """A drafter that can copy from a corpus of other texts, which many texts share."""
 
     corpus: Any  # an NgramCorpus, or None; set before the first step
+
+
+@runtime_checkable
+class LearnsFromTexts(Protocol):
+    """A drafter that learns from the target's calls, and goes on with what was learned from earlier texts."""
+
+    learned: Any  # set before the first step to that of an earlier text of the method, if there is one
 
 
 @runtime_checkable

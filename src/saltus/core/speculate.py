@@ -28,13 +28,12 @@ class _DraftCalls:
     """What the calls of draft models in one step took."""
 
     max_context: int  # tokens that a call reads which is no prefill
-    count: int = 0
+    asked: bool = False  # a drafter that may be switched off was asked
     seconds: float = 0.0
     waited: float = 0.0  # seconds until their outputs came
     read_prompt: bool = False
 
     def record(self, outputs: ForwardOutputs, waited: float) -> None:
-        self.count += 1
         self.seconds += outputs.seconds
         self.waited += waited
         self.read_prompt |= outputs.context_tokens_read > self.max_context
@@ -78,6 +77,7 @@ def speculate(
             drafts = drafter(canvas, last, max_depth)
             if isinstance(drafts, Generator):
                 drafts = (yield from _time_draft_calls(drafts, draft_calls)) if should_draft else ()
+                draft_calls.asked = should_draft
             drafted += drafts
         if constraint is not None and drafters and max_depth:
             drafted = [*constrained_branches(drafted, constraint, canvas.new_tokens.tolist(), max_depth)]
@@ -103,11 +103,12 @@ def speculate(
         end = stop(canvas, tokens) if stop else None
         # Padding that the end of the text cuts off does not count.
         padding = padding if end is None else max(padding - (len(tokens) - end), 0)
+        once = last is None  # in its first step a text's prompt is indexed, and what was not needed yet is imported
         last = Step(canvas, inputs, outputs, distributions, tokens[:end], node, padding)
         other_seconds += time.perf_counter() - started
-        used_networks = draft_calls.count > 0 or (should_draft and bool(fused))
+        drafters_on = draft_calls.asked or (should_draft and bool(fused))
         seconds = None if draft_calls.read_prompt else draft_calls.seconds
-        controller.record(offered, last, seconds, other_seconds, used_networks)
+        controller.record(offered, last, seconds, 0.0 if once else other_seconds, drafters_on)
         canvas = canvas.fill(last.tokens)
         on_step(last)
         if end is not None:

@@ -51,6 +51,6 @@ class BatchController(Controller):
         step: Step,
         draft_seconds: float | None = 0.0,
         other_seconds: float = 0.0,
-        used_networks: bool = False,
+        drafters_on: bool = False,
     ) -> None:
-        self._current().record(tree, step, draft_seconds, other_seconds, used_networks)
+        self._current().record(tree, step, draft_seconds, other_seconds, drafters_on)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,15 @@ from saltus.core.control.controller import Controller
 from saltus.core.distributions import Step
 from saltus.core.forward import TARGET
 from saltus.core.noise import Noise
-from saltus.core.protocols import Drafter, Network, UsesCorpus, UsesHiddenStates, UsesMemory, UsesReferences
+from saltus.core.protocols import (
+    Drafter,
+    LearnsFromTexts,
+    Network,
+    UsesCorpus,
+    UsesHiddenStates,
+    UsesMemory,
+    UsesReferences,
+)
 from saltus.core.rules import RULES
 from saltus.engine.calibration import CALIBRATION_ROWS, call_seconds
 from saltus.engine.request import Request
@@ -21,6 +30,8 @@ from saltus.methods import Method
 from saltus.methods.shared.hidden_state_drafter import MAX_UNREAD, HiddenStateDrafter
 from saltus.methods.shared.ngram_corpus import NgramCorpus
 from saltus.models.protocols import ReadsHiddenStates
+
+MAX_GROUPS = 16  # of requests, whose drafters keep what they learned
 
 
 @dataclass
@@ -37,6 +48,8 @@ class DecodingSetup:
     corpus: NgramCorpus | None = None  # that drafters may copy from
     acceptance: Acceptance = field(default_factory=Acceptance)
     controllers: dict[int, Controller] = field(default_factory=dict)  # by batch size
+    # what drafters learned, by the request's group, the least recently used first, and by the method's number
+    learned: OrderedDict[str, dict[int, Any]] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
         """Raise ValueError if a method needs an any-subset target and the target decodes left to right."""
@@ -50,7 +63,8 @@ class DecodingSetup:
     def new_drafters(self, request: Request) -> list[Drafter]:
         """The methods' drafters for one request; some methods have none (plain)."""
         made = []
-        for method in self.methods:
+        learned = self._learned_of(request.group)
+        for number, method in enumerate(self.methods):
             drafter = self._new_drafter(method, request)
             limits = [limit for name in method.draft_models if (limit := self.context_lengths.get(name)) is not None]
             if drafter is not None:
@@ -61,8 +75,18 @@ class DecodingSetup:
                     drafter.memory = request.memory
                 if self.corpus is not None and isinstance(drafter, UsesCorpus):
                     drafter.corpus = self.corpus
+                if isinstance(drafter, LearnsFromTexts) and self.rule == "match":  # under others drafts change the text
+                    drafter.learned = learned.setdefault(number, drafter.learned)
                 made.append(_limit_to_context(min(limits), drafter) if limits else drafter)
         return made
+
+    def _learned_of(self, group: str) -> dict[int, Any]:
+        """What drafters learned from the texts of a group; of too many groups the least recently used is forgotten."""
+        learned = self.learned.setdefault(group, {})
+        self.learned.move_to_end(group)
+        if len(self.learned) > MAX_GROUPS:
+            self.learned.popitem(last=False)
+        return learned
 
     def num_unread_states(self, request: Request) -> int:
         """Tokens at the end of a prompt that the target should read itself: drafters read their hidden states."""

@@ -43,6 +43,7 @@ class Request:
     constraint: Constraint | None = None  # on the new tokens
     prediction: Sequence[int] = ()  # tokens that the text is expected to repeat; drafters may copy from them
     memory: AnswerMemory | None = None  # earlier answers; drafters may copy from them
+    group: str = ""  # requests of one group may be drafted by what drafters learned from each other's texts
     calls: list[CallRecord] = field(default_factory=list, init=False)
     log_probabilities: list[float] = field(default_factory=list, init=False)
     top_log_probabilities: list[list[tuple[int, float]]] = field(default_factory=list, init=False)  # (token, its own)

@@ -63,7 +63,8 @@ class Answer:
 
     prefix = ""  # of its id
     score_prompts = False  # the log-probabilities of prompts belong to the answer
-    client = ""  # who asks; set before `submit`
+    client = ""  # who asks; set before `submit`, as `group`
+    group = ""  # see `Request`
 
     def __init__(self, backend: Backend, requests: Sequence[AnyRequest], method: str, body: SamplingFields) -> None:
         self.backend, self.method, self.body = backend, method, body
@@ -84,6 +85,7 @@ class Answer:
             return lambda delta: loop.call_soon_threadsafe(self.deltas.put_nowait, (index, delta))
 
         for choice in self.choices:
+            choice.request.request.group = self.group
             prompt, top = choice.request.request.prompt, choice.request.request.top_logprobs
             scores = PromptScores(prompt, top) if self.score_prompts else None
             choice.served = serve_text(

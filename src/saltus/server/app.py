@@ -72,6 +72,7 @@ def make_app(
         if answer is None:
             return Response(status_code=GONE)  # nobody reads it
         key = request.scope.get(KEY_IN_SCOPE, "")
+        answer.group = key
         answer.client = key or (request.client.host if request.client else "")
         if service.memories is not None:
             answer.draft_from(service.memories.of(key))

@@ -23,7 +23,8 @@ class Controller:
     then uses one that is not adaptive.
 
     Without `adaptive` a call carries the whole tree, up to `max_draft_tokens` nodes. With it, a call carries the nodes
-    that pay, and drafters with draft models or queries are switched off while they do not pay for their time.
+    that pay, and drafters that take time (a draft model, queries, a table to keep) are switched off while they do not
+    pay for it.
     """
 
     max_draft_tokens: int = 16
@@ -38,7 +39,7 @@ class Controller:
         self.drafting_switch = DraftingSwitch(batch_size=self.batch_size)
 
     def should_draft(self) -> bool:
-        """True if drafters that call draft models, or add queries to a call, should do so in this step."""
+        """True if drafters that can be switched off should draft in this step."""
         return not self.adaptive or self.drafting_switch.should_draft()
 
     def needs_hidden_states(self, max_unread: int) -> bool:
@@ -104,13 +105,13 @@ class Controller:
         step: Step,
         draft_seconds: float | None = 0.0,
         other_seconds: float = 0.0,
-        used_networks: bool = False,
+        drafters_on: bool = False,
     ) -> None:
         """Record a step: which nodes of the whole tree were right, and whether drafting paid for its seconds.
 
         `draft_seconds` were spent in calls of draft models (None: they read a prompt too, and the step says nothing of
         what drafting costs), `other_seconds` outside of calls, for this text alone: the
-        others of a batch wait for them. `used_networks`: draft models or queries were used in this step.
+        others of a batch wait for them. `drafters_on`: those that can be switched off were not.
         """
         if not self.adaptive:
             return
@@ -131,7 +132,7 @@ class Controller:
                 + self.call_cost.seconds_for(len(step.inputs.tokens) + 1)
             )
             switch = self.drafting_switch
-            throughput = switch.with_drafts if used_networks else switch.without_drafts
+            throughput = switch.with_drafts if drafters_on else switch.without_drafts
             throughput.record(_tokens_of(tree, step), spent / self.call_cost.seconds_for(1))
 
     def _record_call(self, step: Step) -> None:

@@ -264,9 +264,15 @@ class NearGreatest(ctypes.Structure):
 
     _fields_ = [
         *((name, POINTER) for name in ("x", "places", "values", "counts", "rests")),
-        *((name, INTEGER) for name in ("rows", "size", "most")),
+        *((name, INTEGER) for name in ("rows", "size", "most", "sample")),
         ("gap", REAL),
     ]
+
+
+class NearGreatestRows(ctypes.Structure):
+    """The struct `NearGreatestRows` of kernels.h, field for field."""
+
+    _fields_ = [("all", NearGreatest), ("from_rows", POINTER), ("into_rows", POINTER)]
 
 
 class DraftPass(ctypes.Structure):
@@ -300,8 +306,9 @@ class DraftPaths(ctypes.Structure):
     _fields_ = [
         *((name, POINTER) for name in ("columns", "logits", "counts", "rests", "ids", "right", "left", "second_left")),
         *((name, POINTER) for name in ("states", "text_left", "text_second_left", "text_before", "keys", "holes")),
+        ("rows", POINTER),
         *((name, INTEGER) for name in ("last_column", "column_before", "positions", "rank", "choices", "nodes")),
-        *((name, REAL) for name in ("temperature", "error", "gap", "least")),
+        *((name, REAL) for name in ("temperature", "error", "gap", "least", "confidence")),
         *((name, POINTER) for name in ("parents", "tokens", "chances")),
     ]
 

@@ -36,9 +36,12 @@ typedef struct {
   const float *text_before;                    // [rank]: the same of B e and the token before it
   const uint64_t *keys;                        // [positions, 2] of the Gumbel noise; NULL: drafts are the likeliest
   const Holes *holes;                          // NULL: candidates are those above; else they and their correction are unused
+  const int32_t *rows;  // [vocab]: the row of the candidates after a token, −1 for none; NULL: a position's row is its number
   int64_t last_column, column_before;          // of these two tokens; −1: of none
   int64_t positions, rank, choices, nodes;
-  float temperature, error, gap, least;  // gap: see NearGreatest; nodes that are reached with a smaller probability are not offered
+  // gap: see NearGreatest; least: nodes that are reached with a smaller probability are not offered; confidence: a factor of all
+  // probabilities
+  float temperature, error, gap, least, confidence;
   // of each node: its parent, −1 for none, its token, and its probability of acceptance if its parent is accepted
   int64_t *parents, *tokens;
   float *chances;
@@ -143,9 +146,23 @@ static void correct_logits(const DraftPaths *a, int64_t position, const OpenPath
   }
 }
 
+// The row of a node's candidates, −1 for none.
+static int64_t row_of(const DraftPaths *a, int64_t position, const OpenPath *nodes, int64_t node) {
+  if (!a->rows) return position;
+  const int64_t last = node < 0 ? a->last_column : nodes[node].column;
+  return last < 0 ? -1 : a->rows[last];
+}
+
 static void list_candidates(const DraftPaths *a, int64_t position, const OpenPath *nodes, int64_t node, Candidates *found) {
-  found->columns = a->columns + position * MOST_CANDIDATES;
-  found->count = a->counts[position], found->rest = a->rests[position];
+  const int64_t row = row_of(a, position, nodes, node);
+  found->count = 0;
+  if (row < 0) return;
+  found->columns = a->columns + row * MOST_CANDIDATES;
+  found->count = a->counts[row], found->rest = a->rests[row];
+  if (a->rows) {
+    memcpy(found->values, a->logits + row * MOST_CANDIDATES, found->count * sizeof *found->values);
+    return;
+  }
   if (found->count) correct_logits(a, position, nodes, node, found->values);
   if (found->count && found->values[0] != found->values[0]) found->count = 0;
 }
@@ -158,8 +175,9 @@ static int64_t expand_node(const DraftPaths *a, int64_t position, const OpenPath
   (a->holes ? hole_candidates : list_candidates)(a, position, nodes, node, &found);
   float *values = found.values, greatest = -INFINITY, total = 0, scale = 1 / a->temperature;
   if (a->keys) {
-    float own[MOST_CANDIDATES], *here = a->holes ? own : noise + position * MOST_CANDIDATES;
-    if (a->holes || here[0] != here[0])
+    const int differ = a->holes || a->rows;  // the candidates of a position's nodes
+    float own[MOST_CANDIDATES], *here = differ ? own : noise + position * MOST_CANDIDATES;
+    if (differ || here[0] != here[0])
       for (int64_t i = 0; i < found.count; i++)
         here[i] = log_exponential(token_of(a, found.columns[i]), a->keys + 2 * position);
     for (int64_t i = 0; i < found.count; i++) values[i] = values[i] * scale - here[i];
@@ -171,7 +189,7 @@ static int64_t expand_node(const DraftPaths *a, int64_t position, const OpenPath
   for (int64_t choice = 0; choice < a->choices && choice < found.count; choice++) {
     int64_t best = 0;
     for (int64_t i = 1; i < found.count; i++) best = values[i] > values[best] ? i : best;
-    const float chance = expf((values[best] - greatest) * scale) / total;
+    const float chance = a->confidence * expf((values[best] - greatest) * scale) / total;
     values[best] = -INFINITY;
     if (reached * chance >= a->least)
       open[count++] = (OpenPath){.reached = reached * chance, .chance = chance, .parent = node, .depth = position + 1,

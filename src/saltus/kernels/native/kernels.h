@@ -156,10 +156,16 @@ typedef struct {
   float *values;    // [rows, most]: those values less the greatest
   int64_t *counts;  // [rows]: how many; 0 where the greatest is not finite
   float *rests;     // [rows]: Σ exp(value − greatest) of all other values
-  int64_t rows, size, most;
+  int64_t rows, size, most, sample;  // sample: above 1, one of so many of the other values stands for them
   float gap;
 } NearGreatest;
 int near_greatest_f32(const NearGreatest *a);
+
+// Of some rows alone, each with a place of its own for what is found.
+typedef struct {
+  NearGreatest all;            // its outputs are tables [·, most] and [·]
+  const int64_t *from, *into;  // [rows]: the row of x, and the row of the tables
+} NearGreatestRows;
 
 typedef struct {
   const void *logits;               // [1 + rows, vocab]

@@ -227,10 +227,20 @@ def likely_paths(
     grow = predictions.grow if has_kernel else None
     nodes = None if grow is None else grow(text[-2:], choose)
     nodes = grown_nodes(predictions, text[-2:], choose, max_nodes, growth) if nodes is None else nodes
+    return draft_nodes(nodes, source)
+
+
+def draft_nodes(nodes: Sequence[PathNode], source: str) -> list[DraftNodes]:
+    """What a drafter offers for the nodes of its paths."""
     if not nodes:
         return []
     parents, tokens, chances = zip(*nodes, strict=True)
     return [DraftNodes(np.array(tokens), np.array(parents), np.array(chances, dtype=np.float64), source)]
+
+
+def least_probability(max_nodes: int) -> float:
+    """Nodes that are reached with a smaller probability are not offered in a tree of so many nodes."""
+    return MIN_PATH_PROBABILITY * min(MAX_NODES / max_nodes, 1.0)
 
 
 def _confident(choose: Chooser, confidence: Callable[[int, int], float]) -> Chooser:
@@ -255,7 +265,7 @@ def grown_nodes(
     growth: GrowthRule = "nodes",
 ) -> list[PathNode]:
     """The nodes of the likeliest paths, in the order in which they are added; more of them may be less likely."""
-    least = MIN_PATH_PROBABILITY * min(MAX_NODES / max_nodes, 1.0) if growth == "nodes" else 0.0
+    least = least_probability(max_nodes) if growth == "nodes" else 0.0
     nodes: list[PathNode] = []
     queue: list[tuple[float, int, PathNode, int]] = []  # -probability, number, node, its place in `nodes` or −1
     paths = [tuple(text)]  # the tokens before each node's children, from the text on

@@ -21,12 +21,12 @@ from saltus.methods.shared.draft_tree import (
     MAX_CANDIDATES,
     MAX_GAP,
     MAX_NODES,
-    MIN_PATH_PROBABILITY,
     Chooser,
     Likeliest,
     LikelyTokens,
     PathNode,
     SharedNoise,
+    least_probability,
     likely_tokens,
 )
 from saltus.methods.shared.logit_correction import NonlinearCorrection
@@ -43,6 +43,13 @@ class RowCandidates(Sequence[LikelyTokens]):
         self.columns, self.logits = (ctypes.c_int32 * size)(), (ctypes.c_float * size)()  # [rows, MAX_CANDIDATES]
         self.counts, self.rests = (native.INTEGER * rows)(), (ctypes.c_float * rows)()
         self.rows = range(rows)  # of these arrays: the positions
+
+    def copied(self, rows: int) -> RowCandidates:
+        """A copy with room for more rows. Of all positions, not for a slice."""
+        copied = RowCandidates(rows)
+        for name in ("columns", "logits", "counts", "rests"):
+            ctypes.memmove(getattr(copied, name), getattr(self, name), ctypes.sizeof(getattr(self, name)))
+        return copied
 
     def addresses(self) -> tuple[int, int, int, int]:
         """Where the columns, logits, counts and rests of the first position are."""
@@ -80,6 +87,13 @@ class RowCandidates(Sequence[LikelyTokens]):
         columns, logits = np.array(self.columns[found], dtype=np.int64), np.array(self.logits[found], dtype=np.float32)
         return LikelyTokens(columns, logits, self.rests[row])
 
+    def __setitem__(self, index: int, likely: LikelyTokens) -> None:
+        row, count = self.rows[index], len(likely.columns)
+        start = row * MAX_CANDIDATES
+        self.columns[start : start + count] = likely.columns.tolist()
+        self.logits[start : start + count] = likely.logits.tolist()
+        self.counts[row], self.rests[row] = count, likely.rest
+
 
 def row_candidates(logits: Float[Tensor, "positions vocab"]) -> RowCandidates | None:
     """The likely tokens of each row; None where there is no kernel."""
@@ -96,9 +110,28 @@ def row_candidates(logits: Float[Tensor, "positions vocab"]) -> RowCandidates | 
 
 
 def rows_likely_tokens(logits: Float[Tensor, "positions vocab"]) -> Sequence[LikelyTokens]:
-    """`likely_tokens` of each row."""
+    """`likely_tokens` of each row; on a GPU they are found there, so that the logits need not be copied to the host."""
+    if logits.is_cuda:
+        return likely_on_device(logits)
     candidates = row_candidates(logits)
     return [likely_tokens(row) for row in float_row(logits)] if candidates is None else candidates
+
+
+def likely_on_device(logits: Float[Tensor, "positions vocab"]) -> list[LikelyTokens]:
+    """`rows_likely_tokens`, with one copy to the host."""
+    values, columns = torch.topk(logits.float(), min(MAX_CANDIDATES, logits.shape[1]))
+    totals = (logits.float() - values[:, :1]).exp().sum(1, dtype=torch.float64)
+    found = torch.cat([values.double(), columns.double(), totals[:, None]], 1).cpu().numpy()
+    likely, most = [], values.shape[1]
+    for row in found:
+        if not np.isfinite(row[0]):
+            likely.append(LikelyTokens(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32), 0.0))
+            continue
+        kept = np.flatnonzero(row[:most] > row[0] - MAX_GAP)
+        kept = kept[np.argsort(row[most + kept])]
+        ids, values = row[most + kept].astype(np.int64), (row[kept] - row[0]).astype(np.float32)
+        likely.append(LikelyTokens(ids, values, max(float(row[-1] - np.exp(values).sum(dtype=np.float64)), 0.0)))
+    return likely
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,24 +186,34 @@ def grow_natively(choose: Chooser, positions: int, fields: Mapping[str, int]) ->
 
     `fields` are those of `native.DraftPaths` that say where the candidates come from.
     """
+    nodes = grow_arrays(choose, positions, native.DraftPaths(**fields), MAX_NODES)
+    return None if nodes is None else list(zip(*(column.tolist() for column in nodes), strict=True))
+
+
+def grow_arrays(
+    choose: Chooser, positions: int, struct: native.DraftPaths, max_nodes: int, confidence: float = 1.0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """`grow_natively` with its nodes in arrays: parents and tokens in int64, and probabilities in float32.
+
+    `struct` says where the candidates come from. `confidence` is a factor of all probabilities.
+    """
     kernels = native.load_kernels()
     assert kernels is not None and isinstance(choose, Likeliest | SharedNoise)
-    parents, tokens = ((native.INTEGER * MAX_NODES)() for _ in range(2))
-    chances = (ctypes.c_float * MAX_NODES)()
-    struct = native.DraftPaths(
-        **fields, positions=positions, choices=choose.top_k, nodes=MAX_NODES, least=MIN_PATH_PROBABILITY,
-        error=PARALLEL_ERROR, gap=MAX_GAP, parents=ctypes.addressof(parents), tokens=ctypes.addressof(tokens),
-        chances=ctypes.addressof(chances),
-    )  # fmt: skip
+    numbers, chances = np.empty((2, max_nodes), dtype=np.int64), np.empty(max_nodes, dtype=np.float32)
+    struct.parents = native.address(numbers)
+    struct.tokens, struct.chances = struct.parents + numbers.itemsize * max_nodes, native.address(chances)
+    struct.positions, struct.choices, struct.nodes = positions, choose.top_k, max_nodes
+    struct.least, struct.confidence = least_probability(max_nodes), confidence
+    struct.error, struct.gap = PARALLEL_ERROR, MAX_GAP
     if isinstance(choose, SharedNoise):
         keys = choose.noise.keys_of_tokens("text", choose.positions[:positions])
         struct.keys, struct.temperature = native.address(keys), choose.sampling.temperature
     else:
-        struct.temperature = choose.temperature
+        struct.keys, struct.temperature = None, choose.temperature
     count = kernels.saltus_draft_paths(ctypes.byref(struct))
     if count < 0:
         return None
-    return list(zip(parents[:count], tokens[:count], chances[:count], strict=True))
+    return numbers[0, :count], numbers[1, :count], chances[:count]
 
 
 def path_kernel(
