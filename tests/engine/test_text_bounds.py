@@ -7,7 +7,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from conftest import END, byte_tokenizer, space_tokenizer
-from saltus.engine.text_bounds import require_fits, token_length
+from saltus.engine import text_bounds
+from saltus.engine.text_bounds import cut_to_context, require_fits, token_length
 
 TOKENIZERS = {"bytes": byte_tokenizer(), "spaces": space_tokenizer(), "composed": byte_tokenizer()}
 TOKENIZERS["composed"].backend_tokenizer.normalizer = normalizers.NFC()
@@ -35,6 +36,14 @@ def test_bytes_that_no_token_has_do_not_count():
     require_fits(["\x06" * 100 + "ab"], tokenizer, 2, "tiny", "the prompt")
     with pytest.raises(ValueError, match=r"the prompt has 3 bytes, but tiny reads at most 2 tokens, .*; shorten it"):
         require_fits(["\x06" * 100, "abc"], tokenizer, 2, "tiny", "the prompt")
+
+
+def test_the_vocabulary_is_not_looked_through_for_texts_with_fewer_bytes_than_the_context_has_tokens(monkeypatch):
+    """It takes a tenth of a second or more, of the first request."""
+    monkeypatch.setattr(text_bounds, "token_length", lambda tokenizer: pytest.fail("looked through"))
+    require_fits(["ab", "cé"], TOKENIZERS["bytes"], 5, "tiny", "the prompt")
+    assert cut_to_context("abcde", TOKENIZERS["bytes"], 5) == "abcde"
+    require_fits(["a" * 100], TOKENIZERS["bytes"], None, "tiny", "the prompt")
 
 
 def with_normalizer(normalizer) -> PreTrainedTokenizerFast:

@@ -27,11 +27,15 @@ class TokenLength:
 
 def require_fits(texts: Iterable[str], tokenizer: Any, context: int | None, model_name: str, what: str) -> None:
     """Raise PromptTooLongError if the texts together have more bytes than the context's tokens can stand for."""
-    if context is None or (length := token_length(tokenizer)) is None:
+    if context is None:
         return
-    limit, size = context * length.longest, 0
-    for text in texts:
-        size += len(text.encode("utf-8", "surrogatepass").translate(None, length.unknown))
+    encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
+    if sum(map(len, encoded)) <= context:  # a token is a byte or more; to know how many takes a while
+        return
+    if (length := token_length(tokenizer)) is None:
+        return
+    limit = context * length.longest
+    size = sum(len(text.translate(None, length.unknown)) for text in encoded)
     if size > limit:
         raise PromptTooLongError(
             f"{what} has {size:,} bytes, but {model_name} reads at most {context:,} tokens, which are {limit:,} bytes"
@@ -41,7 +45,7 @@ def require_fits(texts: Iterable[str], tokenizer: Any, context: int | None, mode
 
 def cut_to_context(text: str, tokenizer: Any, context: int | None) -> str:
     """The beginning of a text, with all that fits into the context."""
-    if context is None or (length := token_length(tokenizer)) is None or length.unknown:
+    if context is None or len(text) <= context or (length := token_length(tokenizer)) is None or length.unknown:
         return text
     return text[: context * length.longest]
 

@@ -147,7 +147,7 @@ class _Vocabulary:
 @lru_cache(maxsize=8)
 def _vocabulary(tokenizer: Any) -> _Vocabulary:
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    decoder = {} if backend is None else json.loads(backend.to_str())["decoder"] or {}
+    decoder = {} if backend is None or backend.decoder is None else json.loads(backend.decoder.__getstate__())
     steps = decoder.get("decoders", [decoder])
     kinds = {step.get("type") for step in steps}
     spaces = "Metaspace" in kinds or any(step.get("pattern") == {"String": "▁"} for step in steps)
