@@ -103,7 +103,7 @@ def speculate(
         end = stop(canvas, tokens) if stop else None
         # Padding that the end of the text cuts off does not count.
         padding = padding if end is None else max(padding - (len(tokens) - end), 0)
-        once = last is None  # in its first step a text's prompt is indexed, and what was not needed yet is imported
+        once = last is None  # the first step may time calls, index the prompt, and import what was not needed yet
         last = Step(canvas, inputs, outputs, distributions, tokens[:end], node, padding)
         other_seconds += time.perf_counter() - started
         drafters_on = draft_calls.asked or (should_draft and bool(fused))
