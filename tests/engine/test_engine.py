@@ -178,7 +178,7 @@ def test_a_stream_says_what_generate_says(engine, method, settings):
     chunks = list(stream)
     assert "".join(chunk.text for chunk in chunks) == whole.text == stream.generation.text
     assert [token for chunk in chunks for token in chunk.tokens] == whole.tokens
-    assert [chunk.call_index for chunk in chunks] == list(range(len(whole.calls)))
+    assert [chunk.call_index for chunk in chunks] == list(range(len(stream.generation.calls)))
     assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [whole.finish_reason]
 
 
