@@ -5,8 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from saltus.core.batch import SequenceState
+from saltus.core.batch import SequenceState, run
 from saltus.core.canvas import continuation
+from saltus.core.control.call_cost import CallCost
 from saltus.core.control.controller import Controller
 from saltus.core.noise import Noise
 from saltus.core.rules import match, reject
@@ -99,3 +100,22 @@ def test_a_draft_model_without_finite_logits_drafts_nothing(method, temperature,
     made = toy_decoding(method, [1, 2], 20, target=target, extra_networks={method: broken}, **settings).run()
     assert broken.calls
     assert made.tokens == toy_decoding("plain", [1, 2], 20, target=toy_network(), **settings).run().tokens
+
+
+def test_where_hardly_a_draft_could_pay_for_its_row_nobody_looks_for_drafts():
+    """As in a full batch, whose texts all wait while one of them drafts."""
+
+    def times_asked(cost_of_two_rows: float) -> int:
+        asked, text = [], continuation([1, 2], 9)
+        controller = Controller(call_cost=CallCost({1: 1.0, 2: cost_of_two_rows}), batch_size=16)
+
+        def drafter(canvas, last, max_depth):
+            asked.append(canvas)
+            return []
+
+        decoding = speculate(text, Noise(0), Sampling(), [drafter], lambda step: None, match, controller)
+        run(decoding, {"target": toy_network()})
+        return len(asked)
+
+    assert times_asked(1.9) == 0
+    assert times_asked(1.5) == 8, "but for the last token"

@@ -73,7 +73,8 @@ def speculate(
         draft_calls = _DraftCalls(MAX_DRAFT_CONTEXT if last is None else max(MAX_DRAFT_CONTEXT, len(last.tokens) + 1))
         started = time.perf_counter()
         should_draft = controller.should_draft()
-        for drafter in drafters if max_depth else ():
+        asked = drafters if controller.can_pay() else readers  # which keep the states of every step
+        for drafter in asked if max_depth else ():
             drafts = drafter(canvas, last, max_depth)
             if isinstance(drafts, Generator):
                 drafts = (yield from _time_draft_calls(drafts, draft_calls)) if should_draft else ()

@@ -12,6 +12,7 @@ from saltus.core.distributions import Step
 from saltus.core.native_tree import best_size, grow_natively
 from saltus.core.tree import Drafts, Tree, grow_tree
 
+SURE_TOKEN = 0.8  # of a draft token: where only those above this pay, they bring less than it takes to look for them
 EMPTY_TREE = grow_tree((), 0, 0)
 
 
@@ -60,6 +61,10 @@ class Controller:
     def min_expected_tokens(self) -> float:
         """A node with fewer cannot pay for its row, even if rows cost as little as at the best number of rows."""
         return self.call_cost.least_row_seconds() / self.call_cost.seconds_for(1) if self.adaptive else 0.0
+
+    def can_pay(self) -> bool:
+        """False while rows are so dear, as in a full batch, that hardly any draft token could pay for its own."""
+        return self.min_expected_tokens() < SURE_TOKEN
 
     def offered_tree(self, drafts: Sequence[Drafts], max_depth: int) -> Tree:
         """The tree of all drafts, at most `max_draft_tokens` nodes, by what their sources' records are worth."""
