@@ -109,13 +109,18 @@ def test_where_hardly_a_draft_could_pay_for_its_row_nobody_looks_for_drafts():
         asked, text = [], continuation([1, 2], 9)
         controller = Controller(call_cost=CallCost({1: 1.0, 2: cost_of_two_rows}), batch_size=16)
 
-        def drafter(canvas, last, max_depth):
-            asked.append(canvas)
-            return []
+        class Fused:
+            def __call__(self, canvas, last, max_depth):
+                asked.append("drafts")
+                return []
 
-        decoding = speculate(text, Noise(0), Sampling(), [drafter], lambda step: None, match, controller)
+            def add_draft_queries(self, inputs, probabilities, controller):
+                asked.append("queries")
+                return inputs
+
+        decoding = speculate(text, Noise(0), Sampling(), [Fused()], lambda step: None, match, controller)
         run(decoding, {"target": toy_network()})
         return len(asked)
 
     assert times_asked(1.9) == 0
-    assert times_asked(1.5) == 8, "but for the last token"
+    assert times_asked(1.5) == 8 + 9, "for drafts but before the last token, and for queries"

@@ -72,8 +72,9 @@ def speculate(
         drafted: list[Drafts] = []
         draft_calls = _DraftCalls(MAX_DRAFT_CONTEXT if last is None else max(MAX_DRAFT_CONTEXT, len(last.tokens) + 1))
         started = time.perf_counter()
-        should_draft = controller.should_draft()
-        asked = drafters if controller.can_pay() else readers  # which keep the states of every step
+        can_pay = controller.can_pay()
+        should_draft = controller.should_draft() and can_pay
+        asked = drafters if can_pay else readers  # which keep the states of every step
         for drafter in asked if max_depth else ():
             drafts = drafter(canvas, last, max_depth)
             if isinstance(drafts, Generator):
@@ -104,12 +105,12 @@ def speculate(
         end = stop(canvas, tokens) if stop else None
         # Padding that the end of the text cuts off does not count.
         padding = padding if end is None else max(padding - (len(tokens) - end), 0)
-        once = last is None  # the first step may time calls, index the prompt, and import what was not needed yet
+        is_first = last is None  # such a step may time calls, index the prompt, and import what was not needed yet
         last = Step(canvas, inputs, outputs, distributions, tokens[:end], node, padding)
         other_seconds += time.perf_counter() - started
         drafters_on = draft_calls.asked or (should_draft and bool(fused))
         seconds = None if draft_calls.read_prompt else draft_calls.seconds
-        controller.record(offered, last, seconds, 0.0 if once else other_seconds, drafters_on)
+        controller.record(offered, last, seconds, 0.0 if is_first else other_seconds, drafters_on)
         canvas = canvas.fill(last.tokens)
         on_step(last)
         if end is not None:

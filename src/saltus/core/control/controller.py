@@ -12,7 +12,7 @@ from saltus.core.distributions import Step
 from saltus.core.native_tree import best_size, grow_natively
 from saltus.core.tree import Drafts, Tree, grow_tree
 
-SURE_TOKEN = 0.8  # of a draft token: where only those above this pay, they bring less than it takes to look for them
+MAX_ROW_COST = 0.8  # in tokens: where a row costs more, to look for drafts takes longer than they save
 EMPTY_TREE = grow_tree((), 0, 0)
 
 
@@ -64,7 +64,7 @@ class Controller:
 
     def can_pay(self) -> bool:
         """False while rows are so dear, as in a full batch, that hardly any draft token could pay for its own."""
-        return self.min_expected_tokens() < SURE_TOKEN
+        return self.min_expected_tokens() < MAX_ROW_COST
 
     def offered_tree(self, drafts: Sequence[Drafts], max_depth: int) -> Tree:
         """The tree of all drafts, at most `max_draft_tokens` nodes, by what their sources' records are worth."""
