@@ -194,7 +194,7 @@ def _plot_calls(results: Mapping[str, Any]) -> Any:
     silent = [system for system in results["methods"] if system not in shown]
     subtitle = "prefill apart; lines through the points: 95 % intervals; lines across: equal speed"
     figure, axes = _new_figure(
-        NARROW_WIDTH, 450, "What a call brings, and what it costs", subtitle, 56, 132, 62 if silent else 49
+        NARROW_WIDTH, 450, "What a call brings, and what it costs", subtitle, 56, 156, 62 if silent else 49
     )  # fmt: skip
     if silent:
         names = ", ".join(map(_abbreviate, silent[:3])) + (" …" if len(silent) > 3 else "")
