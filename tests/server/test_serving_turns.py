@@ -167,6 +167,10 @@ def test_a_text_that_pauses_is_the_same(engine):
 
 def test_many_choices_over_http_delay_neither_a_short_request_nor_health(engine, monkeypatch):
     begun, permits = calls_that_wait(engine, monkeypatch)
+    submitted, submit = [], EngineThread.submit
+    monkeypatch.setattr(
+        EngineThread, "submit", lambda thread, *served: (submitted.append(served), submit(thread, *served))
+    )
     body = {"model": "tiny", "prompt": "the", "max_tokens": 400, "ignore_eos": True, "n": 20, "stream": True}
     short = {"model": "tiny", "prompt": "the dog", "max_tokens": 1}
     with serving(engine, Limits(max_batch=4)) as (service, url):
@@ -181,7 +185,8 @@ def test_many_choices_over_http_delay_neither_a_short_request_nor_health(engine,
             assert other.recv(65536).startswith(b"HTTP/1.1 200")
             attack.close()
             other.close()
-            permits.release(2)
+            assert eventually(lambda: all(job.cancelled for job in submitted[0]))
+            permits.release(2)  # and no more
             assert eventually(lambda: not service.engine_thread.num_open)
         finally:
             permits.release(10_000)
