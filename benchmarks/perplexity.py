@@ -20,8 +20,9 @@ from gguf import GGMLQuantizationType
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from saltus.engine.checkpoints import Checkpoint, load_checkpoint, make_network
+from saltus.engine.checkpoints import Checkpoint, load_checkpoint
 from saltus.engine.prompt_scores import PromptScores
+from saltus.engine.target_network import make_network
 from saltus.kernels.packed_weight import Arithmetic, PackedWeight
 from saltus.loading.packing import quantized_blocks
 

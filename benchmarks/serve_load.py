@@ -31,8 +31,8 @@ from typing import NamedTuple
 import httpx
 from prompt_options import add_prompt_options, first_turns, in_turn
 
-from saltus.engine.checkpoints import load_tokenizer
 from saltus.engine.encoding import PromptSettings, encode_prompt
+from saltus.loading.load_model import load_tokenizer
 from saltus.loading.sources import resolve, resolve_tokenizer
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from saltus.engine.checkpoints import load_model
+from saltus.loading.load_model import load_model
 from saltus.loading.model_folders import PAIRWISE_CORRECTION_FILE
 from saltus.loading.sources import resolve
 

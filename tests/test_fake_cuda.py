@@ -19,7 +19,7 @@ from models.test_fixed_queries import adapter_folder
 from mtp_checkpoints import write_checkpoint
 from quantised_models import CASES, write_quantised
 from saltus.core import distributions
-from saltus.engine.checkpoints import load_model
+from saltus.loading.load_model import load_model
 from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
 from saltus.models.cuda import (
     expert_kernels,

@@ -23,7 +23,7 @@ from gpu.part_results import Part
 from gpu.table_lines import markdown_table
 from saltus.core.control.call_cost import CallCost
 from saltus.engine.calibration import measure_call_seconds
-from saltus.engine.checkpoints import load_model, silence_transformers
+from saltus.loading.load_model import load_model, silence_transformers
 from saltus.loading.sources import resolve
 
 OWN_SHAPE = "default"

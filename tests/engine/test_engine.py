@@ -20,11 +20,12 @@ from architectures import tiny
 from conftest import TEMPLATE, space_tokenizer, tiny_llama
 from saltus.core.forward import ForwardOutputs
 from saltus.core.sampling import Sampling
-from saltus.engine import checkpoints
+from saltus.engine import target_network
 from saltus.engine.calibration import measure_call_seconds
-from saltus.engine.checkpoints import make_network, require_same_vocabulary, resolve_device
+from saltus.engine.checkpoints import require_same_vocabulary, resolve_device
 from saltus.engine.request import Request
 from saltus.engine.scheduler import run_requests
+from saltus.engine.target_network import make_network
 from saltus.engine.text_bounds import PromptTooLongError
 from saltus.methods import available_methods, make_methods
 from saltus.methods.jacobi.drafter import Jacobi
@@ -557,7 +558,7 @@ def test_attention_that_overlooks_the_tree_is_found_out(tiny_folder, monkeypatch
 def test_a_router_that_takes_another_expert_by_rounding_is_no_wrong_attention(monkeypatch):
     """With these weights one of three rows has another expert in bfloat16, and half of its logits' spread is off."""
     assert isinstance(make_network(tiny("Mixtral", 10).bfloat16(), "tiny"), causal.CausalNetwork)
-    monkeypatch.setattr(checkpoints, "MAX_OTHER_TEXTS", 0)
+    monkeypatch.setattr(target_network, "MAX_OTHER_TEXTS", 0)
     with refused("a tree of tokens gets other logits"):
         make_network(tiny("Mixtral", 10).bfloat16(), "tiny")
 

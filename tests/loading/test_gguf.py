@@ -23,13 +23,15 @@ from forked_python import forked_python
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.engine import calibration
-from saltus.engine.checkpoints import load_checkpoint, load_model, make_network
+from saltus.engine.checkpoints import load_checkpoint
+from saltus.engine.target_network import make_network
 from saltus.kernels.packed_weight import PACKED_FORMATS, PackedWeight
 from saltus.loading import gguf_index, gguf_parts, sources
 from saltus.loading.fetching import SourceError
 from saltus.loading.gguf_header import read_gguf_header
 from saltus.loading.gguf_storage import remove_gguf
 from saltus.loading.gguf_tokenizers import make_tokenizer
+from saltus.loading.load_model import load_model
 from saltus.loading.model_identity import model_fingerprint
 from saltus.loading.sources import resolve
 from saltus.methods.ptp.network import DrafterShape

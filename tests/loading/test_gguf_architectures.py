@@ -16,10 +16,11 @@ import saltus
 from gguf_models import CASES, write
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
-from saltus.engine.checkpoints import load_checkpoint, load_model
+from saltus.engine.checkpoints import load_checkpoint
 from saltus.kernels.packed_weight import PackedWeight
 from saltus.loading import gguf_index, packing, sources
 from saltus.loading.fetching import SourceError
+from saltus.loading.load_model import load_model
 from saltus.loading.sources import resolve
 from saltus.models.architectures import gguf_architectures
 

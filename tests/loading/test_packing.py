@@ -10,10 +10,10 @@ from gguf.quants import dequantize, quantize
 from test_gguf import tiny as tiny_llama
 
 from architectures import GEMMA4_EXPERTS, MIXTURES, OF_WHOLE_BLOCKS, chain, read, text, tiny
-from saltus.engine.checkpoints import load_model
 from saltus.kernels import native
 from saltus.kernels.packed_weight import PackedWeight, rearrange_blocks
 from saltus.loading import packing
+from saltus.loading.load_model import load_model
 from saltus.models.architectures import describe_decoder
 from saltus.models.causal import CausalNetwork
 from saltus.models.decoder_description import experts_of

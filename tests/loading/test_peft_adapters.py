@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import saltus
 from quantised_models import CASES, write_quantised
-from saltus.engine.checkpoints import load_model
+from saltus.loading.load_model import load_model
 from saltus.loading.peft_adapters import merge_adapter
 
 peft = pytest.importorskip("peft")

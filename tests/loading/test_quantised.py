@@ -17,9 +17,10 @@ import saltus
 from architectures import chain, text, tiny
 from conftest import byte_tokenizer
 from quantised_models import CASES, GPTQ, INT4, floats4, floats8, gptq, packed_integers, write_quantised
-from saltus.engine.checkpoints import load_model, make_network
+from saltus.engine.target_network import make_network
 from saltus.kernels import native
 from saltus.kernels.packed_weight import PackedWeight
+from saltus.loading.load_model import load_model
 from saltus.loading.quantised import find_method
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}

@@ -15,8 +15,8 @@ from transformers import LlamaForCausalLM
 import saltus
 from architectures import tiny
 from reference_evabyte import write_folder
-from saltus.engine.checkpoints import load_model
 from saltus.engine.target_drafters import load_drafter_for_target
+from saltus.loading.load_model import load_model
 from saltus.models.causal import CausalNetwork
 
 

@@ -7,9 +7,9 @@ from safetensors.torch import save_file
 from transformers import set_seed
 
 from architectures import ARCHITECTURES, LLAMA_LIKE, VOCAB, chain, read, text
-from saltus.engine.checkpoints import load_model
 from saltus.kernels import native
 from saltus.kernels.packed_weight import PackedWeight
+from saltus.loading.load_model import load_model
 from saltus.models.causal import CausalNetwork
 
 TEXT = {

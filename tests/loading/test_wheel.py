@@ -21,9 +21,9 @@ import torch
 from test_cache_files import DAMAGES
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from saltus.engine.checkpoints import load_model
 from saltus.loading import gguf_files, sources, wheel
 from saltus.loading.fetching import SourceError, atomic_folder
+from saltus.loading.load_model import load_model
 from saltus.loading.progress import Stage, no_progress
 from saltus.loading.wheel import Wheel, convert_wheel
 from saltus.models.gguf_architecture import LLAMA_TENSORS

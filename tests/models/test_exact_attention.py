@@ -7,7 +7,7 @@ import torch
 from architectures import chain, random_tree, read, text, tiny
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
-from saltus.engine.checkpoints import load_model
+from saltus.loading.load_model import load_model
 from saltus.models.causal import MAX_ROWS_PER_CALL, CausalNetwork
 
 DTYPES = [torch.bfloat16, torch.float32]

@@ -10,7 +10,7 @@ import saltus
 from architectures import random_tree, text, tiny
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
-from saltus.engine import checkpoints
+from saltus.engine import target_network
 from saltus.methods.shared.adapter_files import save_adapter
 from saltus.methods.shared.query_chains import with_query_chains, with_token_queries
 from saltus.models.causal import CausalNetwork
@@ -133,13 +133,13 @@ def test_on_a_gpu_rows_beside_queries_keep_their_bits_in_graphs(name):
 @pytest.fixture
 def on_an_accelerator(monkeypatch):
     """Every command loads its models as on CUDA, in fixed shapes."""
-    made = checkpoints.CausalNetwork
+    made = target_network.CausalNetwork
 
     def network(model, batch_invariant=True, *settings):
         assert batch_invariant, "nobody asked for less"
         return made(model, True, *settings, fixed_shapes=True)
 
-    monkeypatch.setattr(checkpoints, "CausalNetwork", network)
+    monkeypatch.setattr(target_network, "CausalNetwork", network)
 
 
 def adapter_folder(model_folder, folder, settings=None, **training):

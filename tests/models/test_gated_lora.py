@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from architectures import DESCRIBED, random_tree, text, tiny
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
-from saltus.engine.checkpoints import load_checkpoint, load_model, make_network
+from saltus.engine.checkpoints import load_checkpoint
+from saltus.engine.target_network import make_network
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import linear
+from saltus.loading.load_model import load_model
 from saltus.methods.shared.adapter_files import load_adapter, save_adapter
 from saltus.methods.shared.query_chains import with_query_chains
 from saltus.models.causal import MAX_ROWS_PER_CALL, CausalNetwork

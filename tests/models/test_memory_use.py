@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from architectures import ARCHITECTURES, read, text, tiny
-from saltus.engine.checkpoints import make_network
+from saltus.engine.target_network import make_network
 from saltus.models.memory_use import kv_bytes_per_token
 
 

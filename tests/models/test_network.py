@@ -26,7 +26,7 @@ from architectures import (
 )
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
-from saltus.engine.checkpoints import make_network
+from saltus.engine.target_network import make_network
 from saltus.kernels import native
 from saltus.models import causal
 from saltus.models.architectures import describe_decoder

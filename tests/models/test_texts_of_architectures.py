@@ -16,8 +16,8 @@ from saltus.core.noise import Noise
 from saltus.core.rules import match
 from saltus.core.sampling import Sampling
 from saltus.core.speculate import speculate
-from saltus.engine.checkpoints import make_network
 from saltus.engine.prefix_tree import PrefixTree, supports_prefix_tree
+from saltus.engine.target_network import make_network
 from saltus.kernels import native
 from saltus.loading.packing import pack_places, packable_places
 from saltus.methods import make_methods

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from saltus.engine.checkpoints import make_network
+from saltus.engine.target_network import make_network
 from saltus.models.long_rope import find_long_rope
 
 SIZES = {

@@ -14,12 +14,12 @@ from test_gguf import Q, tiny, write
 
 from saltus.cli.errors import BAD_INPUT, describe_error
 from saltus.engine import calibration
-from saltus.engine.checkpoints import load_model, load_tokenizer
 from saltus.engine.tuned_settings import TunedSettings, find_tuned_settings
 from saltus.kernels import native
 from saltus.kernels.native import compiling
 from saltus.loading import packing, sources
 from saltus.loading.fetching import atomic_folder
+from saltus.loading.load_model import load_model, load_tokenizer
 from saltus.storage import cache_files
 from saltus.storage.cache_files import (
     LEFT_AFTER,

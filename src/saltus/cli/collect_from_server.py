@@ -52,8 +52,8 @@ def collect_from_server(
 ) -> None:
     """Let a server answer prompts, as texts of a model whose weights need not be here. Errors: ValueError."""
     from saltus.engine.chat_template import read_chat_template
-    from saltus.engine.checkpoints import load_tokenizer
     from saltus.integrations.openai_endpoint import connect_endpoint
+    from saltus.loading.load_model import load_tokenizer
     from saltus.loading.sources import resolve_tokenizer
     from saltus.training.data.endpoint_texts import collect_from_endpoint, endpoint_metadata
     from saltus.training.data.teacher_texts import CollectionPlan, prepare_folder

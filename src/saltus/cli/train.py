@@ -359,8 +359,9 @@ def _train(
 
     tensorboard = summary_writer()
     from saltus.cli.open_engine import open_engine
-    from saltus.engine.checkpoints import resolve_device, silence_transformers
+    from saltus.engine.checkpoints import resolve_device
     from saltus.evaluation.reports.environment import git_commit, machine_info
+    from saltus.loading.load_model import silence_transformers
     from saltus.training.loop.checkpoint import lock_folder
     from saltus.training.loop.processes import join_processes
 

@@ -1,61 +1,32 @@
-"""Load a checkpoint with its tokenizer, and check that Saltus's attention gives the same logits as its own."""
+"""A checkpoint: a network with its tokenizer, end tokens and context length."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from saltus.core.canvas import continuation
-from saltus.core.forward import ForwardInputs
 from saltus.core.sampling import Sampling
-from saltus.kernels.packed_weight import ARITHMETICS, Arithmetic, uses_integers
-from saltus.loading.byte_tokenizers import evabyte_tokenizer
-from saltus.loading.evabyte_files import is_evabyte, load_evabyte
-from saltus.loading.fetching import SourceError, first_line
-from saltus.loading.gguf_weights import load_gguf_model
+from saltus.engine.target_network import make_network
+from saltus.kernels.packed_weight import ARITHMETICS
+from saltus.loading.fetching import first_line
 from saltus.loading.huge_pages import place_in_huge_pages
+from saltus.loading.load_model import WEIGHTS, has_tokenizer_files, load_model, load_tokenizer, silence_transformers
 from saltus.loading.metadata import ADAPTER_CONFIG_FILE, METADATA_FILE, read_metadata
-from saltus.loading.model_folders import (
-    INDEX_FILE,
-    check_number_of_weights,
-    check_size,
-    foreign_quantization,
-    integer_weight,
-    text_part,
-)
-from saltus.loading.packing import PACKINGS, pack_model
+from saltus.loading.packing import PACKINGS
 from saltus.loading.peft_adapters import adapted_model, is_peft_adapter, merge_adapter
 from saltus.loading.progress import ProgressCallback
-from saltus.loading.quantised_weights import find_quantised
 from saltus.loading.sources import resolve
 from saltus.methods.assd.network import ANY_SUBSET, AnySubsetNetwork, load_pairwise_correction
 from saltus.methods.assd.xlnet import XlnetNetwork
 from saltus.methods.shared.adapter_files import load_adapter
-from saltus.models.architectures import describe_decoder, ignored_setting, why_not_described
 from saltus.models.causal import CausalNetwork
-from saltus.models.cpu.native_decoder import supports_native_decoder
-from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
-from saltus.models.cuda.placement import move_to_gpu
-from saltus.models.evabyte import EvaByteNetwork
-from saltus.models.evabyte_decoder import EvaByteDecoder
-from saltus.models.packed_decoder import PackedDecoder
-from saltus.models.packed_experts import PACKED_EXPERTS, expert_stacks, experts_implementation
 from saltus.models.protocols import TargetNetwork
-from saltus.models.recurrent_layers import OTHER_KEYS, kinds_of_layers, recurrent_layer_types
 from saltus.models.resized_vocabulary import embedding_rows
 
-MAX_OTHER_TEXTS = 3  # on which mixtures of experts are checked where the first one differs
-WEIGHTS = ("file", "bf16", *PACKINGS)  # as stored, packed ones expanded to bfloat16, or packed by GGUF's quantisers
-VOCABULARY_FILES = (
-    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
-    "tiktoken.model", "tekken.json",
-)  # fmt: skip
 SCALED_ROPE_TYPES = ("linear", "dynamic", "yarn")  # whose configurations may give the length before the scaling
 DTYPES = {
     "auto": "auto",
@@ -156,202 +127,6 @@ def load_checkpoint(
     return Checkpoint(name_or_path, network, tokenizer, end_tokens_of(model, tokenizer), context_length_of(model))
 
 
-def load_model(
-    name: str,
-    folder: Path,
-    dtype: Any = "auto",
-    device: str = "cpu",
-    weights: str = "file",
-    own_classes: bool = False,
-    arithmetic: str = "auto",
-) -> Any:
-    """The model of a folder that `resolve` found, of Transformers' class; with `own_classes` perhaps a PackedDecoder.
-
-    EvaByte, which Transformers has no class for, is an EvaByteDecoder.
-    Errors: ValueError if weights are missing, which Transformers would draw at random, or cannot be as `weights` says.
-    """
-    if weights in PACKINGS and dtype not in ("auto", torch.bfloat16):
-        raise ValueError(f"weights packed as {weights} are for bfloat16; leave out weights or dtype")
-    if (folder / INDEX_FILE).is_file():
-        if weights in PACKINGS:
-            raise ValueError(f"the weights of {name} are packed in a GGUF file; weights can be file or bf16")
-        kind = torch.bfloat16 if dtype == "auto" else dtype
-        made: Any = load_gguf_model(folder, kind, weights == "file", own_classes, _of_packed(arithmetic, device))
-        if device != "cpu":
-            made = move_to_gpu(made, device)
-        made.checkpoint_folder = folder  # where heads for multi-token prediction are found
-        return made
-    check_size(folder)
-    if weights in PACKINGS:
-        dtype = torch.bfloat16
-    if is_evabyte(folder):
-        model: Any = load_evabyte(folder, dtype)
-    else:
-        packed = _of_packed(arithmetic, device) if weights == "file" else None
-        model = _transformers_model(name, folder, dtype, packed, device != "cpu")
-    if weights in PACKINGS:
-        pack_model(model, weights, folder, _of_packed(arithmetic, device))
-    model = (model if device == "cpu" else move_to_gpu(model, device)).eval()
-    model.checkpoint_folder = folder
-    if (experts := experts_implementation(model)) == PACKED_EXPERTS:
-        model.set_experts_implementation(experts)
-    return model
-
-
-# beside a weight, they say that it is quantised
-SCALE_NAMES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_packed", "qweight", "qzeros")
-
-
-def _of_packed(arithmetic: str, device: str) -> Arithmetic:
-    """How packed weights are multiplied, and arranged; those for a GPU are made from the arrangement for 8 bits."""
-    return "bf16" if arithmetic == "bf16" and device == "cpu" else "int8"
-
-
-def _transformers_model(
-    name: str, folder: Path, dtype: Any, arithmetic: Arithmetic | None, for_gpu: bool = False
-) -> Any:
-    """The model of Transformers' class; quantised weights are packed for an `arithmetic` where they can be."""
-    from transformers import AutoModelForCausalLM  # seconds to import
-
-    check_number_of_weights(folder)
-    quantised = find_quantised(folder)
-    try:
-        if quantised is not None:
-            loaded: Any = quantised.load(name, torch.bfloat16 if dtype == "auto" else dtype, arithmetic, for_gpu)
-        else:
-            loaded = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False,
-                **text_part(folder),
-            )  # fmt: skip
-    except SourceError:
-        raise
-    except Exception as error:
-        if "trust_remote_code" in str(error):
-            raise ValueError(
-                f"{name} needs Python code from its folder, which saltus never runs; choose a model of an architecture"
-                " that Transformers has"
-            ) from error
-        if quantised is None and (foreign := foreign_quantization(folder)):
-            raise ValueError(f"{name} holds {_quantised_by(foreign)} ({first_line(error)})") from error
-        raise ValueError(
-            f"{name} does not load as a causal language model ({first_line(error)}); choose one that does"
-        ) from error
-    model, found = loaded
-    wrong = sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])})
-    if wrong and quantised is None and (foreign := foreign_quantization(folder)):
-        raise ValueError(f"{name} holds {_quantised_by(foreign)}")
-    scales = [key for key in found["unexpected_keys"] if key.endswith(SCALE_NAMES)]
-    if quantised is None and (sign := next(iter(scales), None) or integer_weight(folder)):
-        method = foreign_quantization(folder) or "another program"
-        raise ValueError(f"{name} holds {_quantised_by(method)} (there is {sign})")
-    if wrong:
-        raise ValueError(
-            f"{name} lacks {len(wrong)} of its weights or has them in other shapes, such as {wrong[0]};"
-            " fetch or save it again, for a causal language model"
-        )
-    return model
-
-
-def _quantised_by(method: str) -> str:
-    return f"weights quantised by {method}, which do not load here; take the original model, or a GGUF file of it"
-
-
-def _require_finite_weights(model: Any, name: str) -> None:
-    """Raise ValueError for weights that are not numbers, which no other type would mend."""
-    for key, weight in model.named_parameters():
-        if weight.is_floating_point() and not weight.isfinite().all():
-            raise ValueError(f"{name} has weights that are NaN or infinite, such as {key}; fetch or train it again")
-
-
-def make_network(model: Any, name: str, exact: bool = True, max_draft_tokens: int = 16) -> TargetNetwork:
-    """The network of a model. A causal one is checked on a small tree: both attentions must give the same logits.
-
-    A sibling node between text and branch exposes attention that ignores the tree mask. Near-ties of a router, which
-    rounding decides, are rare enough that one of a few texts has none that matters. Errors: ValueError.
-    """
-    if isinstance(model, EvaByteDecoder):
-        return EvaByteNetwork(model, exact)
-    if getattr(model.config, ANY_SUBSET, None):
-        return AnySubsetNetwork(model, exact)
-    if isinstance(model, PackedDecoder):
-        return CausalNetwork(model, exact, FixedShapeSettings.for_max_draft_tokens(max_draft_tokens))
-    if model.config.model_type == "xlnet":
-        return XlnetNetwork(model, exact)
-    why = _why_no_layers(model)
-    if why is None:
-        with torch.inference_mode(), silence_transformers():
-            try:
-                expected = _logits_of_a_branch(model, 0)
-                network = CausalNetwork(model, exact, FixedShapeSettings.for_max_draft_tokens(max_draft_tokens))
-                kv_cache = network.new_kv_cache()
-                computed = _logits_in_a_tree(network, 0, kv_cache)
-                # rounding alone: of float32, of bfloat16, of activations in 8 bits; what a sibling does is about 1
-                bound = 0.01 if model.dtype == torch.float32 else 0.6 if uses_integers(model) else 0.2
-                differs, text = _differ(expected, computed, bound), 0
-                may_tie = model.dtype != torch.float32 and any(map(expert_stacks, model.modules()))
-                while differs and may_tie and text < MAX_OTHER_TEXTS:
-                    text += 1  # another expert was taken at a tie perhaps; what is wrong differs in every text
-                    computed = _logits_in_a_tree(network, text, network.new_kv_cache())
-                    differs = _differ(_logits_of_a_branch(model, text), computed, bound)
-            except Exception as error:
-                why = first_line(error)
-            else:
-                if not expected.isfinite().all():
-                    _require_finite_weights(model, name)
-                if kv_cache.keys is None:
-                    why = "its attention does not go through Transformers' AttentionInterface"
-                elif differs:
-                    why = "a tree of tokens gets other logits than its branches get alone"
-                else:
-                    network.kv_bytes_per_token = kv_cache.bytes_per_token
-                    return network
-    raise ValueError(f"{name} ({type(model).__name__}) cannot be served: {why}; choose a model with plain attention")
-
-
-def _tree_tokens(vocab: int, number: int) -> tuple[list[int], list[int]]:
-    """A text, and a tree after it: a sibling, then a branch of two tokens. There is one for each number."""
-    return [(7 * i + 3 + 29 * number) % vocab for i in range(6)], [(11 * i + 5 + 29 * number) % vocab for i in range(3)]
-
-
-def _logits_of_a_branch(model: Any, number: int) -> Tensor:
-    """The logits after a text and each token of the branch, by the model's own forward."""
-    text, (_, *branch) = _tree_tokens(model.get_output_embeddings().weight.shape[0], number)
-    whole = torch.tensor([text + branch], device=model.device)
-    return model(whole, use_cache=False).logits[0, len(text) - 1 :]
-
-
-def _logits_in_a_tree(network: CausalNetwork, number: int, kv_cache: Any) -> Tensor:
-    """The same by the network, in a tree with a sibling."""
-    text, nodes = _tree_tokens(network.model.get_output_embeddings().weight.shape[0], number)
-    inputs = ForwardInputs(continuation(text, 3), tuple(nodes), (-1, -1, 1))
-    return network.forward([inputs], [kv_cache])[0].logits[[0, 2, 3]]
-
-
-def _differ(expected: Tensor, computed: Tensor, bound: float) -> bool:
-    """True for finite logits whose difference is more than this part of their spread."""
-    expected, computed = expected.float(), computed.float()
-    spread = (expected - expected.mean(-1, keepdim=True)).norm()
-    return bool(expected.isfinite().all() and (computed - expected).norm() > bound * spread)
-
-
-def has_tokenizer_files(folder: Path) -> bool:
-    """True if a folder has a vocabulary, in any form."""
-    return any((folder / name).is_file() for name in VOCABULARY_FILES)
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model's folder."""
-    if (folder / INDEX_FILE).is_file():
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast.from_pretrained(folder)
-    if is_evabyte(folder):
-        return evabyte_tokenizer(folder)
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-
-
 def fills_holes(model: Any) -> bool:
     """True if the model fills holes anywhere, so that its network is not causal."""
     return bool(getattr(model.config, ANY_SUBSET, None)) or model.config.model_type == "xlnet"
@@ -399,21 +174,6 @@ def context_length_of(model: Any) -> int | None:
     return max(length, int(unscaled * rope.get("factor", 1)))
 
 
-def _why_no_layers(model: Any) -> str | None:
-    """Why layers cannot be had, such as Transformers' own that keep a state and read no tree. None: they can."""
-    if setting := ignored_setting(model):
-        return f"this version of Transformers ignores its {setting}, and texts would be wrong"
-    if describe_decoder(model) is None and (others := sorted(kinds_of_layers(model) & OTHER_KEYS)):
-        return f"its {others[0]} layers attend to other keys than those of the text"
-    kinds = recurrent_layer_types(model)
-    if not kinds or supports_native_decoder(model):
-        return None
-    state = f"it keeps a state in {kinds[0]} layers"
-    if (what := why_not_described(model)) is not None:
-        return f"{state}, and our kernels do not compute {what}"
-    return state if describe_decoder(model) is None else f"{state}, which only compiled kernels on a CPU can read"
-
-
 def resolve_device(name: str) -> str:
     """The device that a name stands for: auto is a GPU if there is one. Errors: ValueError."""
     if name == "auto":
@@ -433,19 +193,3 @@ def _checked_choice(option: str, value: str, choices: dict[str, Any]) -> Any:
     if value not in choices:
         raise ValueError(f"{option} is {value!r}, but must be one of {', '.join(choices)}")
     return choices[value]
-
-
-@contextmanager
-def silence_transformers() -> Iterator[None]:
-    """Disable Transformers' progress bars and warnings while open."""
-    from transformers.utils import logging
-
-    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if shown:
-            logging.enable_progress_bar()

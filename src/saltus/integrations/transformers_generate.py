@@ -33,10 +33,11 @@ from saltus.core.control.call_cost import CallCost
 from saltus.core.control.controller import Controller
 from saltus.core.picking import DEFAULT_COUPLING, Coupling
 from saltus.core.sampling import Sampling
-from saltus.engine.checkpoints import Checkpoint, fills_holes, load_checkpoint, make_network
+from saltus.engine.checkpoints import Checkpoint, fills_holes, load_checkpoint
 from saltus.engine.decoder import Decoder, check_max_draft_tokens, check_rule, default_max_draft_tokens
 from saltus.engine.request import Request
 from saltus.engine.scheduler import run_requests
+from saltus.engine.target_network import make_network
 from saltus.models.causal import CausalNetwork
 from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
 from saltus.models.protocols import TargetNetwork

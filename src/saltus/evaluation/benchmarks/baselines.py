@@ -19,7 +19,6 @@ from transformers import set_seed
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from saltus.engine.checkpoints import load_model, silence_transformers
 from saltus.engine.engine import Engine
 from saltus.engine.text_bounds import PromptTooLongError
 from saltus.evaluation.benchmarks.llama_cpp_baseline import LLAMA_CPP, LlamaCppBaseline
@@ -30,6 +29,7 @@ from saltus.evaluation.benchmarks.systems_under_test import (
     split_text_by_call,
 )
 from saltus.integrations.openai_endpoint import EndpointError, OpenAIEndpoint, connect_endpoint
+from saltus.loading.load_model import load_model, silence_transformers
 from saltus.loading.sources import resolve
 
 BEYOND_CONTEXT = re.compile(  # what servers say of a text that is too long: vLLM, SGLang, llama.cpp, TGI, Saltus

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from saltus.engine.checkpoints import first_line
 from saltus.engine.engine import Engine
 from saltus.engine.load import load
+from saltus.loading.fetching import first_line
 from saltus.training.data.teacher_texts import CollectionPlan, write_shard
 
 

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, XLNetConfig, XLNetLMHeadModel
 
-from saltus.engine.checkpoints import fills_holes, load_model, load_tokenizer
+from saltus.engine.checkpoints import fills_holes
 from saltus.loading.gguf_storage import require_packable
+from saltus.loading.load_model import load_model, load_tokenizer
 from saltus.loading.packing import PACKINGS
 from saltus.loading.sources import resolve
 from saltus.methods.assd.network import ANY_SUBSET

@@ -1,0 +1,121 @@
+"""Make the network of a model, and check that Saltus's attention gives the same logits as the model's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saltus.core.canvas import continuation
+from saltus.core.forward import ForwardInputs
+from saltus.kernels.packed_weight import uses_integers
+from saltus.loading.fetching import first_line
+from saltus.loading.load_model import silence_transformers
+from saltus.methods.assd.network import ANY_SUBSET, AnySubsetNetwork
+from saltus.methods.assd.xlnet import XlnetNetwork
+from saltus.models.architectures import describe_decoder, ignored_setting, why_not_described
+from saltus.models.causal import CausalNetwork
+from saltus.models.cpu.native_decoder import supports_native_decoder
+from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
+from saltus.models.evabyte import EvaByteNetwork
+from saltus.models.evabyte_decoder import EvaByteDecoder
+from saltus.models.packed_decoder import PackedDecoder
+from saltus.models.packed_experts import expert_stacks
+from saltus.models.protocols import TargetNetwork
+from saltus.models.recurrent_layers import OTHER_KEYS, kinds_of_layers, recurrent_layer_types
+
+MAX_OTHER_TEXTS = 3  # on which mixtures of experts are checked where the first one differs
+
+
+def make_network(model: Any, name: str, exact: bool = True, max_draft_tokens: int = 16) -> TargetNetwork:
+    """The network of a model. A causal one is checked on a small tree: both attentions must give the same logits.
+
+    A sibling node between text and branch exposes attention that ignores the tree mask. Near-ties of a router, which
+    rounding decides, are rare enough that one of a few texts has none that matters. Errors: ValueError.
+    """
+    if isinstance(model, EvaByteDecoder):
+        return EvaByteNetwork(model, exact)
+    if getattr(model.config, ANY_SUBSET, None):
+        return AnySubsetNetwork(model, exact)
+    if isinstance(model, PackedDecoder):
+        return CausalNetwork(model, exact, FixedShapeSettings.for_max_draft_tokens(max_draft_tokens))
+    if model.config.model_type == "xlnet":
+        return XlnetNetwork(model, exact)
+    why = _why_no_layers(model)
+    if why is None:
+        with torch.inference_mode(), silence_transformers():
+            try:
+                expected = _logits_of_a_branch(model, 0)
+                network = CausalNetwork(model, exact, FixedShapeSettings.for_max_draft_tokens(max_draft_tokens))
+                kv_cache = network.new_kv_cache()
+                computed = _logits_in_a_tree(network, 0, kv_cache)
+                # rounding alone: of float32, of bfloat16, of activations in 8 bits; what a sibling does is about 1
+                bound = 0.01 if model.dtype == torch.float32 else 0.6 if uses_integers(model) else 0.2
+                differs, text = _differ(expected, computed, bound), 0
+                may_tie = model.dtype != torch.float32 and any(map(expert_stacks, model.modules()))
+                while differs and may_tie and text < MAX_OTHER_TEXTS:
+                    text += 1  # another expert was taken at a tie perhaps; what is wrong differs in every text
+                    computed = _logits_in_a_tree(network, text, network.new_kv_cache())
+                    differs = _differ(_logits_of_a_branch(model, text), computed, bound)
+            except Exception as error:
+                why = first_line(error)
+            else:
+                if not expected.isfinite().all():
+                    _require_finite_weights(model, name)
+                if kv_cache.keys is None:
+                    why = "its attention does not go through Transformers' AttentionInterface"
+                elif differs:
+                    why = "a tree of tokens gets other logits than its branches get alone"
+                else:
+                    network.kv_bytes_per_token = kv_cache.bytes_per_token
+                    return network
+    raise ValueError(f"{name} ({type(model).__name__}) cannot be served: {why}; choose a model with plain attention")
+
+
+def _require_finite_weights(model: Any, name: str) -> None:
+    """Raise ValueError for weights that are not numbers, which no other type would mend."""
+    for key, weight in model.named_parameters():
+        if weight.is_floating_point() and not weight.isfinite().all():
+            raise ValueError(f"{name} has weights that are NaN or infinite, such as {key}; fetch or train it again")
+
+
+def _tree_tokens(vocab: int, number: int) -> tuple[list[int], list[int]]:
+    """A text, and a tree after it: a sibling, then a branch of two tokens. There is one for each number."""
+    return [(7 * i + 3 + 29 * number) % vocab for i in range(6)], [(11 * i + 5 + 29 * number) % vocab for i in range(3)]
+
+
+def _logits_of_a_branch(model: Any, number: int) -> Tensor:
+    """The logits after a text and each token of the branch, by the model's own forward."""
+    text, (_, *branch) = _tree_tokens(model.get_output_embeddings().weight.shape[0], number)
+    whole = torch.tensor([text + branch], device=model.device)
+    return model(whole, use_cache=False).logits[0, len(text) - 1 :]
+
+
+def _logits_in_a_tree(network: CausalNetwork, number: int, kv_cache: Any) -> Tensor:
+    """The same by the network, in a tree with a sibling."""
+    text, nodes = _tree_tokens(network.model.get_output_embeddings().weight.shape[0], number)
+    inputs = ForwardInputs(continuation(text, 3), tuple(nodes), (-1, -1, 1))
+    return network.forward([inputs], [kv_cache])[0].logits[[0, 2, 3]]
+
+
+def _differ(expected: Tensor, computed: Tensor, bound: float) -> bool:
+    """True for finite logits whose difference is more than this part of their spread."""
+    expected, computed = expected.float(), computed.float()
+    spread = (expected - expected.mean(-1, keepdim=True)).norm()
+    return bool(expected.isfinite().all() and (computed - expected).norm() > bound * spread)
+
+
+def _why_no_layers(model: Any) -> str | None:
+    """Why layers cannot be had, such as Transformers' own that keep a state and read no tree. None: they can."""
+    if setting := ignored_setting(model):
+        return f"this version of Transformers ignores its {setting}, and texts would be wrong"
+    if describe_decoder(model) is None and (others := sorted(kinds_of_layers(model) & OTHER_KEYS)):
+        return f"its {others[0]} layers attend to other keys than those of the text"
+    kinds = recurrent_layer_types(model)
+    if not kinds or supports_native_decoder(model):
+        return None
+    state = f"it keeps a state in {kinds[0]} layers"
+    if (what := why_not_described(model)) is not None:
+        return f"{state}, and our kernels do not compute {what}"
+    return state if describe_decoder(model) is None else f"{state}, which only compiled kernels on a CPU can read"
