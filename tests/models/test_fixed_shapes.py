@@ -125,7 +125,25 @@ def test_a_batch_a_long_prompt_and_a_tree_wider_than_a_call_give_the_same_bits(n
             alone = network.forward([grown], [fresh(network)])[0]
             assert torch.equal(outputs.logits[node + 1], alone.logits[0])
             if inputs.output_hidden_states:
-                assert torch.equal(outputs.hidden_states[node + 1], alone.hidden_states[0])
+                assert torch.equal(outputs.hidden_states[outputs.context_tokens_read + node], alone.hidden_states[-1])
+
+
+@pytest.mark.parametrize("layers", [(), (1,)])
+def test_hidden_states_are_those_of_all_tokens_that_a_call_read_and_of_all_nodes(layers):
+    """Drafters read those of prompts, over chunks of them, and of whole texts that do not go on."""
+    networks, tokens = (CausalNetwork(tiny("Llama")), small("Llama")), text(75)
+    for network in networks:
+        network.add_hidden_state_layers(layers)
+    caches = [network.new_kv_cache() for network in networks]
+    for known, nodes, more in ((40, (3, 4), 9), (73, (), 9), (75, (), 0)):
+        inputs = ForwardInputs(
+            continuation(tokens[:known], more), nodes, tuple(range(-1, len(nodes) - 1)), output_hidden_states=True
+        )
+        expected, found = (
+            network.forward([inputs], [cache])[0] for network, cache in zip(networks, caches, strict=True)
+        )
+        assert found.context_tokens_read == expected.context_tokens_read
+        torch.testing.assert_close(found.hidden_states, expected.hidden_states, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -292,7 +292,7 @@ class CausalNetwork:
     def _evaluate(
         self, tokens: torch.Tensor, positions: torch.Tensor, num_logits: int, gate: StaticGate | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits and hidden states of the last rows (0: of all); tokens and positions are [1, rows]."""
+        """Logits of the last rows (0: of all), and hidden states of all; tokens and positions are [1, rows]."""
         rows, kept = tokens.shape[1], num_logits
         if num_logits:  # by a number, Gemma 4 would leave out the other rows of layers that share keys, too
             kept = torch.arange(rows - num_logits, rows, device=tokens.device)
@@ -301,8 +301,7 @@ class CausalNetwork:
         gated = gated_adapter(model, self.adapter, gate) if gate and self.adapter else contextlib.nullcontext()
         with self._capture_hidden_states() as hidden_states, exact, gated:
             out = model(input_ids=tokens, position_ids=positions, logits_to_keep=kept, use_cache=False)
-        states = hidden_states()
-        return out.logits[0], states[-num_logits:] if num_logits else states
+        return out.logits[0], hidden_states()
 
     def _run_model(self, chunks: Sequence[_Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
         """One call of the model: the logits that chunks need; hidden states of all rows if a chunk needs them."""

@@ -324,7 +324,8 @@ def make_rows(
     A prompt is read from the start of a chunk on, unless rows are varied, and its last token in a decoding call.
     """
     decided, nodes, depth = inputs.canvas.decided_prefix, len(inputs.tokens), settings.max_tree_depth
-    base, prompt, chunk = len(decided), int(inputs.canvas.order[0]) - 1, settings.prefill_chunk
+    base, chunk = len(decided), settings.prefill_chunk
+    prompt = int(inputs.canvas.order[0] if len(inputs.canvas.order) else base) - 1
     start = past_length // chunk * chunk if past_length < prompt and not settings.varied_rows else past_length
     unread, node_rows = np.arange(start, base), inputs.node_rows(query_start)
     positions = np.concatenate([unread, base + node_rows.offsets])

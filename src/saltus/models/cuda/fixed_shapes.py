@@ -55,15 +55,16 @@ MAX_VARIED_ROWS = 512  # of a decoding call by our own kernels
 
 RunModel = Callable[[Tensor, Tensor, int, StaticGate | None], tuple[Tensor, Tensor]]
 """Tokens [1, rows], positions [1, rows], how many of the last rows have logits (0: all), the queries → logits, hidden
-states."""
+states of all rows."""
 
 
 class CallOutputs(NamedTuple):
-    """What a call leaves for each row."""
+    """What a call leaves for each row; of a call that reads a prompt only the last row has logits."""
 
-    logits: Float[Tensor, "rows vocab"]
+    logits: Float[Tensor, "outputs vocab"]
     states: Float[Tensor, "rows states"] | None
-    found: Float[Tensor, "3 rows"]  # float64: the token of the first greatest logit, that logit, the picked token or −1
+    # float64: the token of the first greatest logit, that logit, the picked token or −1
+    found: Float[Tensor, "3 outputs"]
 
     @classmethod
     def of(cls, logits: Tensor, states: Tensor, inputs: StaticInputs) -> CallOutputs:
@@ -83,12 +84,12 @@ class CallOutputs(NamedTuple):
     def concatenated(cls, pieces: Sequence[CallOutputs]) -> CallOutputs:
         if len(pieces) == 1:
             return pieces[0]
-        logits, states, found = zip(*pieces, strict=True)
-        return cls(torch.cat(logits), None if states[0] is None else torch.cat(states), torch.cat(found, 1))
+        logits, _, found = zip(*pieces, strict=True)
+        return cls(torch.cat(logits), None, torch.cat(found, 1))
 
-    def copy_rows(self, rows: slice, output_states: bool) -> CallOutputs:
-        states = self.states[rows].clone() if output_states and self.states is not None else None
-        return CallOutputs(self.logits[rows].clone(), states, self.found[:, rows].clone())
+    def copy_rows(self, rows: slice) -> CallOutputs:
+        """A copy of the logits of rows, and of what was found in them."""
+        return CallOutputs(self.logits[rows].clone(), None, self.found[:, rows].clone())
 
     @property
     def likeliest(self) -> np.ndarray:
@@ -203,7 +204,7 @@ class FixedShapeRunner:
     def _forward(
         self, batch: Sequence[ForwardInputs], kv_caches: Sequence[FixedShapeKVCache], past_lengths: Sequence[int]
     ) -> list[CallOutputs]:
-        """The output rows of each text, nodes + 1 of them. Waits for the device."""
+        """The output rows of each text, nodes + 1 of them, and the states of all that it read. Waits for the device."""
         self._copy_accepted_nodes(kv_caches)
         settings, query_start = self.settings, self.adapter.settings.query_start if self.adapter else "blank"
         if self.decoder is not None:  # rows round alike in calls of any size: as few of them as a text needs
@@ -213,19 +214,28 @@ class FixedShapeRunner:
             for number, (inputs, kv_cache, past) in enumerate(zip(batch, kv_caches, past_lengths, strict=True))
         ]
         pieces: list[list[CallOutputs]] = [[] for _ in batch]
+        states: list[list[Tensor]] = [[] for _ in batch]
         for call in self._calls(texts, settings):
             out = self._run_call(call)
-            for start, part in call.placed():
-                rows = np.flatnonzero(part.output_rows >= 0)
-                if len(rows):  # copied, since the next call overwrites the outputs; they are the last rows of a part
-                    span, states = slice(start + int(rows[0]), start + len(part)), batch[part.text].output_hidden_states
-                    pieces[part.text].append(out.copy_rows(span, states))
+            for start, part in call.placed():  # copied, since the next call overwrites the outputs
+                end, rows = start + len(part), np.flatnonzero(part.output_rows >= 0)
+                if len(rows):  # they are the last rows of a part
+                    pieces[part.text].append(out.copy_rows(slice(start + int(rows[0]), end)))
+                if batch[part.text].output_hidden_states and out.states is not None:
+                    states[part.text].append(out.states[start:end].clone())
         joined = [CallOutputs.concatenated(text_pieces) for text_pieces in pieces]
         found = torch.cat([outputs.found for outputs in joined], 1).cpu()
         return [
-            outputs._replace(found=part)
-            for outputs, part in zip(joined, found.split([len(text.logits) for text in joined], 1), strict=True)
+            outputs._replace(found=part, states=self._new_states(read, inputs, past) if read else None)
+            for outputs, part, read, inputs, past in zip(
+                joined, found.split([len(text.logits) for text in joined], 1), states, batch, past_lengths, strict=True
+            )
         ]
+
+    @staticmethod
+    def _new_states(read: Sequence[Tensor], inputs: ForwardInputs, past_length: int) -> Tensor:
+        """Of the states of all rows those that `ForwardOutputs` has: a chunk of a prompt may begin before the others."""
+        return torch.cat(list(read))[-(len(inputs.canvas.decided_prefix) - past_length + len(inputs.tokens)) :]
 
     def _calls(self, texts: Sequence[TextRows], settings: FixedShapeSettings) -> Iterator[Call]:
         """The calls of these rows, in turn."""

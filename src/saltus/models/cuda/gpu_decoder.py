@@ -163,7 +163,7 @@ class GPUDecoder:
     def __call__(
         self, inputs: StaticInputs, pool: KVPagePool, hidden_state_layers: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor]:
-        """Logits and hidden states of the rows that have logits.
+        """Logits of the rows that have some, and hidden states of all rows.
 
         Memory is taken as it is needed, so that the graphs of all shapes share it.
         """
@@ -174,7 +174,7 @@ class GPUDecoder:
         torch.index_select(weights, 0, inputs.tokens, out=hidden[:rows])
         x, collected = self.run_layers(hidden, inputs, pool, hidden_state_layers)
         first = rows - inputs.shape.num_logits if inputs.shape.num_logits else 0
-        states = torch.cat([*(each[first:] for each in collected), x[first:rows]], -1)
+        states = torch.cat([*collected, x[:rows]], -1)
         return linear_kernels.product(x[first:], self.model.lm_head.weight, rows - first), states
 
     def run_layers(
