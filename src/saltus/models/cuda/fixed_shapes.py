@@ -234,7 +234,7 @@ class FixedShapeRunner:
 
     @staticmethod
     def _new_states(read: Sequence[Tensor], inputs: ForwardInputs, past_length: int) -> Tensor:
-        """Of the states of all rows those that `ForwardOutputs` has: a chunk of a prompt may begin before the others."""
+        """Of the states of all rows those that `ForwardOutputs` has: a prompt's chunk may begin before these."""
         return torch.cat(list(read))[-(len(inputs.canvas.decided_prefix) - past_length + len(inputs.tokens)) :]
 
     def _calls(self, texts: Sequence[TextRows], settings: FixedShapeSettings) -> Iterator[Call]:
