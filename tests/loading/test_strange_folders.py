@@ -95,7 +95,7 @@ def test_the_gguf_files_of_a_folder_are_named(tmp_path, name):
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
 def test_a_folder_without_tokenizer_files_is_called_so(tmp_path, kind):
     tiny(kind).save_pretrained(tmp_path)
-    with refused("has no tokenizer that loads"):
+    with refused("has no tokenizer that loads (there are no files of one, such as tokenizer.json)"):
         saltus.load(str(tmp_path), "plain")
 
 
@@ -223,3 +223,59 @@ def test_a_published_head_that_is_damaged_is_one_line(target, tmp_path):
     file.write_bytes(file.read_bytes().replace(b"torch._utils", b"torch._utilz"))
     with refused("is damaged"):
         load_drafter_for_target(f"drafter:{tmp_path}", target, "tiny")
+
+
+def test_a_link_that_leads_nowhere_is_called_so(folder):
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to("../blobs/12")
+    with refused("tokenizer.json is a link to ../blobs/12, which is not there"):
+        saltus.load(str(folder), "plain")
+    (folder / "tokenizer.json").unlink()
+    (folder / "model.safetensors").rename(folder / "elsewhere")
+    (folder / "model.safetensors").symlink_to("../blobs/12")
+    with refused("model.safetensors is a link to ../blobs/12, which is not there"):
+        saltus.load(str(folder), "plain")
+
+
+def test_a_model_inside_a_folder_is_named(folder, tmp_path):
+    with refused(f"there is one in {folder}"):
+        saltus.load(str(tmp_path), "plain")
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "consolidated.safetensors"])
+def test_weights_without_their_index_are_called_so(folder, name):
+    (folder / "model.safetensors").rename(folder / name)
+    with refused(f"has weights in {name}, but neither a model.safetensors nor a model.safetensors.index.json"):
+        saltus.load(str(folder), "plain")
+
+
+def test_a_type_of_model_that_nobody_knows_is_called_so(folder):
+    changed(folder / "config.json", model_type="frobnicate")
+    with refused("is of the type frobnicate, which Transformers"):
+        saltus.load(str(folder), "plain")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_size": "32"}, "Field 'hidden_size' expected int, got str"),
+        ({"hidden_act": "swoosh"}, "KeyError: 'swoosh'"),
+    ],
+)
+def test_what_is_wrong_in_a_configuration_is_said(changes, said, folder):
+    changed(folder / "config.json", **changes)
+    with refused(said):
+        saltus.load(str(folder), "plain")
+
+
+def test_a_configuration_that_is_a_list_is_called_so(folder):
+    (folder / "config.json").write_text("[]")
+    with refused("config.json is no JSON object"):
+        saltus.load(str(folder), "plain")
+
+
+def test_a_chat_template_that_is_not_jinja_is_called_so(folder):
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content")
+    engine = saltus.load(str(folder), "plain")
+    with refused("is not Jinja (unexpected end of template"):
+        engine.generate("the cat")

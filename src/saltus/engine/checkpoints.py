@@ -28,6 +28,7 @@ from saltus.models.protocols import TargetNetwork
 from saltus.models.resized_vocabulary import embedding_rows
 
 SCALED_ROPE_TYPES = ("linear", "dynamic", "yarn")  # whose configurations may give the length before the scaling
+NO_TOKENIZER_FILES = "there are no files of one, such as tokenizer.json"
 DTYPES = {
     "auto": "auto",
     "float32": torch.float32,
@@ -105,16 +106,16 @@ def load_checkpoint(
         try:
             tokenizer = load_tokenizer(place)
             if not tokenizer("a").input_ids and not has_tokenizer_files(place):
-                raise ValueError("there are no files of one, such as tokenizer.json")
+                raise ValueError(NO_TOKENIZER_FILES)
         except Exception as error:
             if "trust_remote_code" in str(error):
                 raise ValueError(
                     f"the tokenizer of {name_or_path} needs Python code from {folder}, which saltus never runs; put a"
                     " tokenizer.json there, and take auto_map out of tokenizer_config.json"
                 ) from error
+            why = first_line(error) if has_tokenizer_files(place) else NO_TOKENIZER_FILES
             raise ValueError(
-                f"{name_or_path} has no tokenizer that loads ({first_line(error)}); put its tokenizer files"
-                f" into {place}"
+                f"{name_or_path} has no tokenizer that loads ({why}); put its tokenizer files into {place}"
             ) from error
     place_in_huge_pages(model)
     network = make_network(model, name_or_path, exact, max_draft_tokens)

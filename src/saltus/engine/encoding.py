@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from jinja2 import TemplateSyntaxError
+
 from saltus.engine.control_tokens import control_tokens
 from saltus.engine.message_parts import template_reads_parts, with_parts
 from saltus.engine.results import PromptLike
@@ -213,6 +215,11 @@ def _render(tokenizer: Any, given: _Rendered, settings: PromptSettings, continue
             continue_final_message=continues, tools=tools or None, **variables,
         )  # fmt: skip
     except ValueError as error:
+        if isinstance(error.__cause__, TemplateSyntaxError):
+            raise ValueError(
+                f"the chat template of {model_name} is not Jinja ({error}); name another (--chat-template,"
+                " chat_template=), or continue the text itself (--raw, raw=True)"
+            ) from error
         raise ValueError(
             f"the chat template of {model_name} refuses these messages ({error});"
             " each needs a role (user, assistant, system) and a content"

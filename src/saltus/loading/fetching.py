@@ -75,6 +75,10 @@ def as_source_errors(folder: Path, name: str, env_variable: str) -> AbstractCont
 
 
 def first_line(error: BaseException | str) -> str:
-    """The first line of an error's message without its full stop, at most 200 characters; else the error's class."""
+    """The first line of an error's message without its full stop, at most 200 characters; else the error's class.
+
+    A line that ends in a colon is shown with the next one.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:200].rstrip(" .:")
+    said = " ".join(lines[: 1 + lines[0].endswith(":")]) if lines else type(error).__name__
+    return said[:200].rstrip(" .:")

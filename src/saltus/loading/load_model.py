@@ -21,6 +21,7 @@ from saltus.loading.model_folders import (
     foreign_quantization,
     integer_weight,
     text_part,
+    weight_files,
 )
 from saltus.loading.packing import PACKINGS, pack_model
 from saltus.loading.quantised_weights import find_quantised
@@ -109,9 +110,7 @@ def _transformers_model(
             ) from error
         if quantised is None and (foreign := foreign_quantization(folder)):
             raise ValueError(f"{name} holds {_quantised_by(foreign)} ({first_line(error)})") from error
-        raise ValueError(
-            f"{name} does not load as a causal language model ({first_line(error)}); choose one that does"
-        ) from error
+        raise ValueError(_why_it_does_not_load(name, folder, error)) from error
     model, found = loaded
     wrong = sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])})
     if wrong and quantised is None and (foreign := foreign_quantization(folder)):
@@ -126,6 +125,25 @@ def _transformers_model(
             " fetch or save it again, for a causal language model"
         )
     return model
+
+
+def _why_it_does_not_load(name: str, folder: Path, error: Exception) -> str:
+    """What Transformers' error means for a user, in a line with the cure."""
+    if "no file named" in str(error) and (files := weight_files(folder)):
+        return (
+            f"{name} has weights in {files[0].name}, but neither a model.safetensors nor a model.safetensors.index.json"
+            " that names the files of weights; copy that, too, or fetch the model again"
+        )
+    if "does not recognize this architecture" in str(error):
+        from transformers import PreTrainedConfig, __version__
+
+        kind = PreTrainedConfig.get_config_dict(folder)[0].get("model_type")
+        return (
+            f"{name} is of the type {kind}, which Transformers {__version__} does not know; choose another model, or"
+            " update Transformers"
+        )
+    why = f"{'KeyError: ' if isinstance(error, KeyError) else ''}{first_line(error)}"  # its message is the key alone
+    return f"{name} does not load as a causal language model ({why}); choose one that does"
 
 
 def _quantised_by(method: str) -> str:

@@ -50,10 +50,16 @@ def check_folder(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         if ggufs := sorted(file for file in folder.iterdir() if file.suffix.lower() == ".gguf"):
             raise SourceError(f"{folder} holds GGUF files; name the file, such as {ggufs[0]}")
-        raise SourceError(f"{folder} holds no model (config.json is missing): give a folder that save_pretrained wrote")
+        inside = [*sorted(folder.glob("*/config.json")), *sorted(folder.glob("*/*/config.json"))]
+        cure = f"there is one in {inside[0].parent}" if inside else "give a folder that save_pretrained wrote"
+        raise SourceError(f"{folder} holds no model (config.json is missing): {cure}")
     needed = [file for file in folder.iterdir() if file.suffix in SIDE_SUFFIXES]
     needed += [] if (folder / INDEX_FILE).is_file() else weight_files(folder)
     for file in needed:
+        if file.is_symlink() and not file.exists():
+            raise SourceError(
+                f"{file} is a link to {file.readlink()}, which is not there; copy the files themselves (cp -rL)"
+            )
         if file.is_file() and is_lfs_pointer(file):
             raise SourceError(f"{file} is a pointer of git-lfs, not the file itself; run git lfs pull in its folder")
     _check_generation_config(folder / "generation_config.json")
@@ -174,11 +180,14 @@ def check_size(folder: Path) -> None:
     Layers are counted by the tensors of safetensors files, and by the bytes of others.
     """
     try:
-        layers = max(_layer_counts(json.loads((folder / "config.json").read_bytes())), default=0)
+        config = json.loads((folder / "config.json").read_bytes())
     except (ValueError, RecursionError) as error:
         raise SourceError(
             f"{folder / 'config.json'} is not JSON ({first_line(error)}); fetch the model again"
         ) from None
+    if not isinstance(config, dict):
+        raise SourceError(f"{folder / 'config.json'} is no JSON object; fetch the model again")
+    layers = max(_layer_counts(config), default=0)
     possible = 0
     for file in weight_files(folder):
         is_listed = file.suffix == ".safetensors"
