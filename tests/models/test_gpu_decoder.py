@@ -246,6 +246,16 @@ def test_size_classes_are_few_and_never_too_small():
     assert sorted(set(classes.values())) == [1, 2, 4, 8, 12, 16, 24, 32, 48, 64]
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "fits"),
+    [(16, 1, 128, True), (32, 1, 128, False), (8, 1, 256, True), (32, 1, 32, False)],
+)
+def test_tiles_of_attention_that_fit_no_shared_memory_are_not_tried(heads, kv_heads, dim, fits):
+    """In Triton 3.6 a tile of 256 rows takes 131 kB on an H200, and one of 512 minutes of the compiler."""
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim, "num_hidden_layers": 1}
+    assert fits_kernels(tiny("Llama", **SIZES | sizes)) == fits
+
+
 @pytest.fixture(scope="module")
 def drafter() -> DraftModel:
     torch.manual_seed(0)

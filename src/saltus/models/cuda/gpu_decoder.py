@@ -25,6 +25,8 @@ from saltus.models.packed_decoder import PackedDecoder
 MIXTURES = {"MixtralForCausalLM", "Qwen3MoeForCausalLM"}  # Llama's layers with experts
 KERNEL_DTYPES = {torch.bfloat16, torch.float16}
 DEPTH_MULTIPLE = 64  # of the sizes that products sum over
+MAX_SHARED_HEADS = 16  # query heads of one head of keys: attention's tiles hold them for eight rows, …
+MAX_SHARED_NUMBERS = 2048  # … and that many numbers of theirs: more do not fit into the shared memory of most GPUs
 FIRST_ANGLES = 8192  # positions of the table of angles, at first
 
 
@@ -56,6 +58,7 @@ def fits_kernels(model: Any) -> bool:
         *(each for mlp in dense for each in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)),
     )
     summed = config.hidden_size, config.num_attention_heads * dim, *(config.intermediate_size for _ in dense)
+    shared = config.num_attention_heads // config.num_key_value_heads
     return (
         config.hidden_act == "silu"
         and model.model.rotary_emb.rope_type in STATIC_ROPE_TYPES
@@ -64,6 +67,8 @@ def fits_kernels(model: Any) -> bool:
         and all(size % DEPTH_MULTIPLE == 0 for size in summed)
         and 32 <= dim <= 256
         and dim & (dim - 1) == 0
+        and shared <= MAX_SHARED_HEADS
+        and shared * dim <= MAX_SHARED_NUMBERS
         and all(weight.is_contiguous() and weight.dtype == model.dtype for weight in model.parameters())
     )
 
