@@ -555,6 +555,16 @@ def test_attention_that_overlooks_the_tree_is_found_out(tiny_folder, monkeypatch
         saltus.load(str(tiny_folder()))
 
 
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_memory_that_ends_while_a_model_is_checked_is_no_fault_of_its_attention(tiny_folder, monkeypatch, error):
+    def fail(*_):
+        raise error("Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(target_network, "_logits_in_a_tree", fail)
+    with pytest.raises(error):
+        saltus.load(str(tiny_folder()))
+
+
 def test_a_router_that_takes_another_expert_by_rounding_is_no_wrong_attention(monkeypatch):
     """With these weights one of three rows has another expert in bfloat16, and half of its logits' spread is off."""
     assert isinstance(make_network(tiny("Mixtral", 10).bfloat16(), "tiny"), causal.CausalNetwork)

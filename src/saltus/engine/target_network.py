@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -44,7 +45,8 @@ def make_network(model: Any, name: str, exact: bool = True, max_draft_tokens: in
         return XlnetNetwork(model, exact)
     why = _why_no_layers(model)
     if why is None:
-        with torch.inference_mode(), silence_transformers():
+        on_gpu = torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext()
+        with torch.inference_mode(), silence_transformers(), on_gpu:  # Triton launches on the thread's own GPU
             try:
                 expected = _logits_of_a_branch(model, 0)
                 network = CausalNetwork(model, exact, FixedShapeSettings.for_max_draft_tokens(max_draft_tokens))
@@ -58,6 +60,8 @@ def make_network(model: Any, name: str, exact: bool = True, max_draft_tokens: in
                     text += 1  # another expert was taken at a tie perhaps; what is wrong differs in every text
                     computed = _logits_in_a_tree(network, text, network.new_kv_cache())
                     differs = _differ(_logits_of_a_branch(model, text), computed, bound)
+            except (MemoryError, torch.OutOfMemoryError):
+                raise
             except Exception as error:
                 why = first_line(error)
             else:

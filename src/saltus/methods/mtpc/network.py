@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import Tensor
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.picking import Distribution
 from saltus.core.sampling import float_row
-from saltus.kernels import native
 from saltus.methods.mtpc.circuit_predictions import TINY, CircuitPredictions, StateDistributions
 from saltus.methods.mtpc.circuits import CircuitFilter
 from saltus.methods.mtpc.drawn_window import DrawnWindow, WindowOutputs
@@ -28,6 +26,7 @@ from saltus.methods.shared.context_layers import ContextLayers
 from saltus.methods.shared.context_rows import ContextKVCache, select_hidden_states
 from saltus.methods.shared.draft_tree import DraftOutputs
 from saltus.methods.shared.row_candidates import row_candidates
+from saltus.methods.shared.timed_outputs import running_on
 
 NO_LOGITS = np.empty(0, dtype=np.int64), np.empty((0, 0), dtype=np.float32)
 SMALLEST = np.nextafter(np.float32(0), np.float32(1))  # in place of 0, which has no logarithm
@@ -77,7 +76,7 @@ class HeadNetwork:
     def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[WindowCache]) -> list[ForwardOutputs]:
         """Logits over the drafted tokens for the window's next position, given the window's tokens."""
         started = time.perf_counter()
-        with native.kernel_threads_only() if self.device.type == "cpu" else nullcontext():
+        with running_on(self.device):
             self._start_windows(batch, kv_caches)
             outputs = [self._text_outputs(*pair) for pair in zip(batch, kv_caches, strict=True)]
         seconds = time.perf_counter() - started

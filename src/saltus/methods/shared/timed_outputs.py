@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -13,10 +14,15 @@ from saltus.core.forward import ForwardOutputs
 from saltus.kernels import native
 
 
+def running_on(device: torch.device) -> AbstractContextManager[Any]:
+    """What a draft network runs in: kernel threads alone on the CPU, and the GPU that Triton is to launch on."""
+    return native.kernel_threads_only() if device.type == "cpu" else torch.cuda.device(device)
+
+
 def timed_outputs(run: Callable[[], Sequence[ForwardOutputs]], device: torch.device) -> list[ForwardOutputs]:
     """The outputs of a pass on this device, each with the seconds of the whole pass."""
     started = time.perf_counter()
-    with native.kernel_threads_only() if device.type == "cpu" else nullcontext():
+    with running_on(device):
         outputs = run()
     seconds = time.perf_counter() - started
     return [replace(each, seconds=seconds) for each in outputs]
