@@ -91,6 +91,20 @@ def test_special_tokens_do_not_show_nor_split_characters():
     assert "".join(pieces([first, BYTES.eos_token_id, *rest])) == "é"
 
 
+@pytest.mark.parametrize("unknown", [False, True], ids=["special", "of a padded vocabulary"])
+@pytest.mark.parametrize("tokenizer", [BYTES, SPACES], ids=["bytes", "spaces"])
+def test_tokens_without_text_are_not_decoded_again_and_break_no_character(tokenizer, unknown):
+    detokenizer, decoded = Detokenizer(tokenizer), []
+    decode = detokenizer._text_of
+    detokenizer._text_of = lambda tokens: decoded.append(len(tokens)) or decode(tokens)
+    silent = [len(tokenizer) + 3 if unknown else tokenizer.eos_token_id] * (2 * MAX_PENDING_TOKENS)
+    letters, emoji = (tokenizer(text, add_special_tokens=False).input_ids for text in ("the", "the 😀"))
+    assert "".join(map(detokenizer.add, [*letters, *silent, *emoji[:-2], *silent, *emoji[-2:]])) == tokenizer.decode(
+        letters + emoji
+    )
+    assert max(decoded) < MAX_PENDING_TOKENS
+
+
 def script(stops=(), ends=()) -> TextOutput:
     return TextOutput(Detokenizer(BYTES), frozenset(ends), tuple(stops))
 

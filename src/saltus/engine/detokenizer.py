@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from saltus.engine.token_texts import TokenTexts, token_bytes
+from saltus.engine.token_texts import TokenTexts, has_no_text, token_bytes
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # how tokenizers show a character that is not whole
 CONTEXT_TOKENS = 8  # tokens of the prompt that decide whether a space precedes the continuation
@@ -46,7 +46,7 @@ class Detokenizer:
 
     def add(self, token: int) -> str:
         """The text that this token completes; empty while a character is not whole, and for tokens that are no text."""
-        if token in self.hidden or token in self.shown:
+        if token in self.hidden or token in self.shown or has_no_text(self.tokenizer, token):
             return self.shown.get(token, "")
         self.pending_tokens.append(token)
         text = self._decode(self.context_tokens + self.pending_tokens)

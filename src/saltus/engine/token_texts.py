@@ -88,6 +88,12 @@ def _cut(group: Sequence[TokenText], end: int, num_characters: int) -> list[Toke
     return made
 
 
+def has_no_text(tokenizer: Any, token: int) -> bool:
+    """True for a token that stands for nothing wherever it is: a special one, or one of a padded vocabulary."""
+    known = _vocabulary(tokenizer)
+    return token >= known.size or known.is_special(token)
+
+
 def token_bytes(tokenizer: Any, tokens: Sequence[int]) -> bytes | None:
     """The bytes of tokens, special ones left out; None if the text of one depends on others."""
     known = _vocabulary(tokenizer)
@@ -122,6 +128,7 @@ class _Vocabulary:
     """The bytes of each token, where the tokenizer's decoder tells them."""
 
     tokenizer: Any
+    size: int
     added: Mapping[int, Any]
     byte_level: bool  # a character of a token is a byte
     spaces: bool  # "▁" is a space
@@ -152,8 +159,8 @@ def _vocabulary(tokenizer: Any) -> _Vocabulary:
     kinds = {step.get("type") for step in steps}
     spaces = "Metaspace" in kinds or any(step.get("pattern") == {"String": "▁"} for step in steps)
     return _Vocabulary(
-        tokenizer, tokenizer.added_tokens_decoder, "ByteLevel" in kinds, spaces and "ByteLevel" not in kinds,
-        "ByteFallback" in kinds,
+        tokenizer, len(tokenizer), tokenizer.added_tokens_decoder, "ByteLevel" in kinds,
+        spaces and "ByteLevel" not in kinds, "ByteFallback" in kinds,
     )  # fmt: skip
 
 
