@@ -198,7 +198,7 @@ class GrammarConstraint:
         return fast_forwarded
 
     def _has_ended(self, text: Sequence[int]) -> bool:
-        return any(token in self.end_tokens for token in text)
+        return not self.end_tokens.isdisjoint(text)
 
     def _go_to(self, text: Sequence[int]) -> bool:
         """Read the text; False if the grammar forbids it."""
