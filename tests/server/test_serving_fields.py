@@ -116,7 +116,13 @@ def test_what_clients_send_by_default_changes_nothing(server, engine, route):
 
 
 @ROUTES
-@pytest.mark.parametrize("field", [{"typical_p": 0.5}, {"length_penalty": 2}, {"modalities": ["audio"]}, {"lora": [1]}])
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"typical_p": 0.5}, {"length_penalty": 2}, {"modalities": ["audio"]}, {"lora": [1]}, {"best_of": 2},
+        {"background": True},
+    ],
+)  # fmt: skip
 def test_with_another_value_it_is_refused(server, route, field):
     given = {"messages": MESSAGES, "prompt": PROMPT, "input": PROMPT}
     name = {CHAT: "messages", COMPLETION: "prompt", RESPONSE: "input"}[route]
@@ -283,6 +289,15 @@ def test_null_counts_as_not_given_at_every_depth(server):
     asked = [*MESSAGES, said, call, result, *MESSAGES]
     assert post(server, RESPONSE, input=asked, tools=[tool], prompt_cache_options={"mode": "x"})["object"] == "response"
     assert text_of(post(server, CHAT, stream_options={"include_usage": None}))
+
+
+def test_what_clients_send_for_others_is_ignored_at_every_depth(server):
+    tool = {"type": "function", "function": {"name": "look", "annotations": {"readOnlyHint": True}}, "priority": 1}
+    part = {"type": "text", "text": "a", "user": 5, "service_tier": ["x"]}
+    assert text_of(post(server, CHAT, messages=[{"role": "user", "content": [part]}], tools=[tool], store=["x"]))
+    part["typical_p"] = 0.5
+    answer = httpx.post(server[1] + CHAT, json={"messages": [{"role": "user", "content": [part]}]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages.0.content.0.typical_p")
 
 
 def test_an_answer_has_the_fields_that_the_clients_types_ask_for(server):

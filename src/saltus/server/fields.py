@@ -8,9 +8,9 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from saltus.engine.encoding import require_unicode
+from saltus.server.neutral_fields import without_neutral_fields
 
 MAX_FIELDS = 256  # of an object
-HINTS = frozenset({"phase", "prompt_cache_breakpoint"})  # of parts and messages: they change no text
 
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(fail_fast=True)]  # a million wrong items are one error, not a million
@@ -33,7 +33,7 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_valid_json)]
 
 
 class Fields(BaseModel):
-    """A JSON object that rejects unknown fields, and texts that are not Unicode."""
+    """A JSON object that rejects unknown fields but for neutral ones, and texts that are not Unicode."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -44,8 +44,7 @@ class Fields(BaseModel):
             return given
         if len(given) > MAX_FIELDS:  # each unknown one would be an error of its own
             raise ValueError(f"an object has {len(given):,} fields, but at most {MAX_FIELDS} are read; leave some out")
-        hints = HINTS - cls.model_fields.keys()  # what is null, or only a hint, counts as not given
-        return {name: value for name, value in given.items() if value is not None and name not in hints}
+        return without_neutral_fields(given, cls.model_fields)
 
     @model_validator(mode="after")
     def _is_unicode(self) -> Fields:

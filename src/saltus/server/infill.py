@@ -28,7 +28,6 @@ class ExtraFile(Fields):
 
     text: str
     filename: str = "file"
-    time: Any = None  # ignored
 
 
 class InfillRequest(SamplingFields):

@@ -1,6 +1,6 @@
-"""Fields that clients send whether they matter or not: ignored, or only some values of them.
+"""Fields that clients send whether they matter or not, in a request or a part of it: ignored, or some values of them.
 
-With any other value they are fields that the server does not know.
+With any other value they are fields that the server does not know. Fields that an object reads itself stay.
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ IGNORED = frozenset({
     # llama.cpp: timing, the order of samplers, which is always the same here, and what an answer has besides its text
     "id_slot", "n_indent", "n_keep", "n_discard", "n_probs", "min_keep", "samplers", "t_max_predict_ms",
     "t_max_prompt_ms", "timings_per_token", "return_progress", "return_tokens", "extra_context", "backend_sampling",
-    "post_sampling_probs", "penalize_nl", "sampler_seq",
+    "post_sampling_probs", "penalize_nl", "sampler_seq", "time",
     # what matters only with one of the fields below
     "dynatemp_exponent", "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
     "dry_sequence_breakers", "mirostat_tau", "mirostat_eta",
     # vLLM: names, order, and what its own tokenizers need
     "request_id", "priority", "spaces_between_special_tokens", "guided_decoding_backend",
-    # OpenAI: hints
-    "verbosity", "prompt_cache_retention", "prompt_cache_options",
+    # OpenAI: who asks, what is stored, and hints
+    "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "prompt_cache_options", "prompt_cache_breakpoint", "phase", "verbosity", "summary", "generate_summary",
+    "stream_options", "include_obfuscation", "annotations",
+    # Anthropic's hint, which agents send to any server
+    "cache_control",
 })  # fmt: skip
 """They do nothing here, whatever their value is."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -33,12 +37,13 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (0, -1), "documents": ([],), "mm_processor_kwargs": ({},),
     # OpenAI
     "modalities": (["text"],), "functions": ([],), "web_search_options": ({},), "top_logprobs": (0,),
+    "background": (False,),
 }  # fmt: skip
 """Values with which a field changes nothing."""
 
 
 def without_neutral_fields(given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a request that matter: what is not null, and is known to the route or may be a mistake."""
+    """The fields of an object that matter: what is not null, and is known there or may be a mistake."""
     return {
         name: value
         for name, value in given.items()

@@ -9,7 +9,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from saltus.engine.decoder import MAX_DRAFT_TOKENS
 from saltus.server.fields import Fields, Items, JsonObject
-from saltus.server.neutral_fields import without_neutral_fields
 from saltus.server.structured import (
     MAX_TOOLS,
     AllowedTools,
@@ -76,7 +75,6 @@ class StreamOptions(Fields):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: bool | None = None  # accepted and ignored
 
 
 class Speculative(Fields):
@@ -113,18 +111,6 @@ class SamplingFields(Fields):
     speculative: bool | Speculative = True
     include_metrics: bool = False  # of drafting, in the answer
     cache_prompt: bool = True  # llama.cpp's; false: what was read for other texts is read again
-    # accepted and ignored
-    user: str | None = None
-    store: bool | None = None
-    metadata: JsonObject | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_neutral_fields(cls, given: Any) -> Any:
-        return without_neutral_fields(given, cls.model_fields) if isinstance(given, dict) else given
 
     @property
     def max_draft_tokens(self) -> int | None:
@@ -150,9 +136,6 @@ class ContentPart(Fields):
 
     type: Annotated[TextKind, BeforeValidator(_of_text)]
     text: str
-    # accepted and ignored
-    annotations: list[Any] | None = None
-    cache_control: JsonObject | None = None  # Anthropic's hint, which agents send to any server
 
     @model_validator(mode="before")
     @classmethod
@@ -240,7 +223,6 @@ class CompletionRequest(SharedFields):
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool = False
     suffix: str | None = None  # what follows the answer, for models with fill-in-the-middle tokens
-    best_of: Literal[1] | None = None
     add_special_tokens: bool = True
 
 
@@ -318,7 +300,6 @@ class ResponseReasoning(Fields):
     type: Literal["reasoning"]
     summary: Items[ResponseReasoningText] = Field(default_factory=list)
     content: Items[ResponseReasoningText] | None = None
-    encrypted_content: None = None
     id: str | None = None
     status: str | None = None
 
@@ -327,15 +308,12 @@ class ReasoningSettings(Fields):
     """How much a model thinks before it answers."""
 
     effort: ReasoningEffort | None = None
-    summary: str | None = None  # accepted and ignored, as is the next one
-    generate_summary: str | None = None
 
 
 class ResponseText(Fields):
     """The form of a response's text."""
 
     format: TextFormat | JsonObjectFormat | FlatJsonSchemaFormat | None = Field(None, discriminator="type")
-    verbosity: str | None = None
 
 
 class ResponseTool(Function):
@@ -378,11 +356,9 @@ class ResponsesRequest(SamplingFields, ChatFields):
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningSettings | None = None
     truncation: Literal["auto", "disabled"] | None = None  # auto: as disabled, and an input that is too long an error
-    background: Literal[False] | None = None
     include: Items[str] | None = None  # log-probabilities; others are ignored
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    # accepted and ignored
-    stream_options: StreamOptions | None = None
+    metadata: JsonObject | None = None  # repeated in the answer
 
     @property
     def logprobs(self) -> bool:

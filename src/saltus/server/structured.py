@@ -142,7 +142,6 @@ class Tool(Fields):
 
     type: Literal["function"] = "function"
     function: Function
-    cache_control: JsonObject | None = Field(default=None, exclude=True)  # accepted and ignored, as in messages
 
 
 class FunctionName(Fields):
