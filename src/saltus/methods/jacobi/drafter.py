@@ -32,7 +32,7 @@ class Jacobi:
     verified when the text reaches them. The next iterate consists of the text's own picks, greedy or sampled. A model
     trained by `saltus train jacobi` is decoded like any model; an adapter trained by it corrects the guesses with query
     nodes of its own inside the verification call. Unless `multi_block` is frozen, no guess is frozen, and a new block's
-    first guesses are drawn from the text (docs/methods.md).
+    first guesses are drawn from the text (docs/results/jacobi_forcing.md).
     """
 
     model: str = ""  # a folder with an adapter of `saltus train jacobi`; empty: the target corrects the guesses
