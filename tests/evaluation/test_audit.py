@@ -14,7 +14,7 @@ from test_cli import complaint, lines, saltus_
 from audit_server import FAULTS as ALL_FAULTS
 from audit_server import audited_server, is_changed
 from saltus.core.noise import Noise
-from saltus.evaluation.audit.audit_run import run_checks
+from saltus.evaluation.audit.audit_run import run_checks, summarize
 from saltus.evaluation.audit.checks import CHECKS, seeds
 from saltus.evaluation.audit.client import Side, Token, post
 from saltus.evaluation.audit.context import Audit, AuditSettings, GradedSuite
@@ -22,6 +22,7 @@ from saltus.evaluation.audit.features import connect, find_features
 from saltus.evaluation.audit.prompts import SHARED_PREFIX, default_prompts
 from saltus.evaluation.audit.statistics import exchangeability_test, holm, mcnemar, rate_interval
 from saltus.evaluation.audit.text_comparison import gap_in_reference, rounding_tolerance, token_differences
+from saltus.evaluation.audit.verdicts import FINDING, SAME, Verdict
 from saltus.evaluation.benchmarks.suites import find_grader, load_tasks
 
 SWITCH = '{"speculative": false}'
@@ -234,3 +235,9 @@ def test_a_wrong_command_line_is_refused_with_the_cure():
     assert "--server" in complaint("check", "--off", SWITCH)
     assert "take texts" in complaint("check", "--server", "http://localhost:9", "--off", SWITCH, "--only", "text")
     assert "leave the others out" in complaint("check", "--server", "http://x", "--off", SWITCH, "--method", "lookup")
+
+
+def test_one_check_is_not_called_several():
+    assert summarize([Verdict("texts", SAME, "")]).endswith("in 1 check.")
+    assert summarize([Verdict("texts", SAME, "")] * 2).endswith("in 2 checks.")
+    assert summarize([Verdict("texts", FINDING, "")]) == "1 of 1 checks found something."

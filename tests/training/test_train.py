@@ -499,6 +499,10 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_read(reci
     (tmp_path / "file").touch()
     said = complaint(*training(recipe, folder, teacher, work, "--out", tmp_path / "file" / "out"))
     assert f"{tmp_path / 'file'} is a file; name a folder by --out" in said
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "heads.safetensors").symlink_to("/proc/sys/kernel/ostype")
+    said = complaint(*training(recipe, folder, teacher, work, "--out", tmp_path / "out"))
+    assert f"{tmp_path / 'out' / 'heads.safetensors'} cannot be replaced; make it writable" in said
     assert not work.exists()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +11,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from saltus.storage.cache_files import TEMPORARY
+
+WRITTEN_SUFFIXES = {".json", ".safetensors", ".md", ".jinja", ".model"}  # of files in the folder of a result
 
 
 def check_result_folder(folder: Path, recipe: Any) -> None:
@@ -30,6 +33,9 @@ def check_result_folder(folder: Path, recipe: Any) -> None:
         raise ValueError(
             f"nothing can be written in {existing} ({error.strerror}); make it writable, or name another by --out"
         ) from None
+    for file in sorted(folder.glob("*")):
+        if file.suffix in WRITTEN_SUFFIXES and file.is_file() and not os.access(file, os.W_OK):
+            raise ValueError(f"{file} cannot be replaced; make it writable, or name another folder by --out")
     if (folder / METADATA_FILE).exists():
         is_other = False  # if it is damaged: the cure is to train again
         with suppress(ValueError):

@@ -57,7 +57,7 @@ def summarize(verdicts: Sequence[Verdict]) -> str:
     lacking = f"; {counted['not checked']} could not be checked" if counted["not checked"] else ""
     if counted["finding"]:
         return f"{counted['finding']} of {checked} checks found something{lacking}."
-    return f"No difference that noise or rounding does not explain, in {checked} checks{lacking}."
+    return f"No difference that noise or rounding does not explain, in {checked} check{'s' * (checked != 1)}{lacking}."
 
 
 def describe_side(side: Side) -> dict[str, Any]:

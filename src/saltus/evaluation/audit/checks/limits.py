@@ -54,7 +54,9 @@ def _stop_strings(audit: Audit, side: Side) -> Verdict:
             found.append((ask, f"{stop!r} is in the answer that it should end"))
         elif reply.finish_reason != "stop" and before.text.startswith(reply.text):
             found.append((ask, f"finish_reason is {reply.finish_reason!r} after the stop string {stop!r}"))
-    return _verdict(name, f"{len(chosen)} answers end before their stop string", len(chosen), found, [side])
+    return _verdict(
+        name, f"{len(chosen)} of {len(chosen)} answers end before their stop string", len(chosen), found, [side]
+    )
 
 
 def _limits(side: Side, asks: Sequence[Ask], replies: Sequence[Reply]) -> Verdict:
@@ -73,7 +75,7 @@ def _limits(side: Side, asks: Sequence[Ask], replies: Sequence[Reply]) -> Verdic
         if prompt is not None and total is not None and prompt + count != total:
             found.append((ask, f"total_tokens is {total}, not {prompt} + {count}"))
     name = f"max_tokens and usage {side.name}"
-    return _verdict(name, f"{len(asks)} answers keep their limit", len(asks), found, [side])
+    return _verdict(name, f"{len(asks)} of {len(asks)} answers keep their limit", len(asks), found, [side])
 
 
 def _token_counts(audit: Audit, side: Side) -> Verdict:
@@ -88,12 +90,16 @@ def _token_counts(audit: Audit, side: Side) -> Verdict:
             continue
         slack = 1 if reply.finish_reason == "stop" else 0
         if abs(len(reply.tokens) - reply.completion_tokens) > slack:
-            found.append((ask, f"usage says {reply.completion_tokens} tokens, logprobs have {len(reply.tokens)}"))
+            found.append(
+                (ask, f"completion_tokens is {reply.completion_tokens}, but logprobs have {len(reply.tokens)}")
+            )
         if reply.finish_reason == "stop" and len(reply.tokens) == ask.max_tokens:
             found.append((ask, f"finish_reason is stop at the limit of {ask.max_tokens} tokens"))
     if len([words for _, words in found if words.startswith("finish")]) < len(asks) / 2:
         found = [one for one in found if not one[1].startswith("finish")]  # a text may end just there
-    return _verdict(name, f"{len(asks)} answers have as many tokens as usage says", len(asks), found, [side])
+    return _verdict(
+        name, f"{len(asks)} of {len(asks)} answers have as many tokens as usage says", len(asks), found, [side]
+    )
 
 
 def _counts_across(
@@ -114,7 +120,7 @@ def _counts_across(
             found.append((ask, f"finish_reason of one text is {words}"))
     if not equal:
         return not_checked("counts of both sides", "no text is the same on both sides")
-    good = f"{equal} equal texts have equal counts and ends"
+    good = f"equal texts ({equal}) have equal counts and ends"
     return _verdict("counts of both sides", good, equal, found, audit.sides)
 
 
@@ -123,6 +129,5 @@ def _verdict(name: str, good: str, total: int, found: Sequence[tuple[Ask, str]],
         return Verdict(name, SAME, good)
     words = [words for _, words in found]
     repeat = [curl_line(side, found[0][0]) for side in sides]
-    return Verdict(
-        name, FINDING, f"{len(found)} faults in {total} answers: {words[0]}", examples=words[1:4], repeat=repeat
-    )
+    faults = f"{len(found)} fault{'s' * (len(found) != 1)} in {total} answer{'s' * (total != 1)}: {words[0]}"
+    return Verdict(name, FINDING, faults, examples=words[1:4], repeat=repeat)

@@ -63,7 +63,7 @@ def _distribution(audit: Audit) -> Verdict:
     distances = np.array([[[_distance(one, other) for other in group] for one in group] for group in groups])
     draws = Noise(audit.settings.seed).uniforms("permutations", np.arange(DRAWS * groups.size))
     p_value = energy_test(distances, np.argsort(draws.reshape(DRAWS, *groups.shape), axis=2))
-    line = f"{SAMPLES} short samples of {len(prompts)} prompts a side"
+    line = f"{SAMPLES * len(prompts)} short samples a side"
     return Verdict(
         "sampled distribution", SAME, f"{line}: no clear difference (p = {p_value:.2g})", p_value,
         f"{line} follow different distributions (p = {p_value:.2g})",

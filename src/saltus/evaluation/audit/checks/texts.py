@@ -103,7 +103,7 @@ def _texts_verdict(audit: Audit, condition: Condition, comparison: Comparison, r
         "near_tie_nats": references.tolerance if references.available else None,
     }  # fmt: skip
     if not comparison.parted:
-        return Verdict(name, SAME, f"all {total} texts are equal", comparison.p_value(), figures=figures)
+        return Verdict(name, SAME, f"{total} of {total} texts are equal", comparison.p_value(), figures=figures)
     examples = comparison.examples(lambda number: f"prompt {number}")
     beyond, p_value = comparison.faults, comparison.p_value()
     if beyond:
@@ -131,7 +131,7 @@ def _pooled_verdict(compared: Sequence[Comparison]) -> Verdict:
     name, figures = "texts, all conditions", {"texts": len(groups), "beyond_rounding": faults}
     p_value = exchangeability_test(groups)
     if not faults:
-        return Verdict(name, SAME, f"of {len(groups)} texts none differs by more than rounding", p_value, "", figures)
+        return Verdict(name, SAME, f"0 of {len(groups)} texts differ by more than rounding", p_value, "", figures)
     line = f"{faults} of {len(groups)} texts differ by more than rounding, not clearly more than noise"
     alarm = (
         f"{faults} of {len(groups)} texts differ by more than rounding; repeated by the same side,"
@@ -171,7 +171,7 @@ def _same_side_verdict(
     total, parted = len(comparison.groups), comparison.parted
     figures = {"texts": total, "parted": parted, "beyond_rounding": len(comparison.faults)}
     if not parted:
-        return Verdict(name, SAME, f"all {total} texts are equal", comparison.p_value(), figures=figures)
+        return Verdict(name, SAME, f"{total} of {total} texts are equal", comparison.p_value(), figures=figures)
     how = "rounding" if references.available and not comparison.faults else "not clearly more than noise"
     line = f"{parted} of {total} texts differ: {how}"
     alarm = f"{parted} of {total} texts differ, more than repetition and rounding explain"
