@@ -932,3 +932,19 @@ def test_of_a_prediction_as_much_is_read_as_a_text_can_repeat_and_once(engine, m
     assert not added
     setup.new_drafters(request)
     assert len(added) == 1
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [((None,), "model is None, but must be a text or a Path"), (("x", 5), "method is 5, but must be a text or none")],
+)
+def test_a_model_or_method_of_another_type_is_refused(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        saltus.load(*arguments)
+
+
+@pytest.mark.unchecked
+def test_a_model_that_is_loaded_already_is_no_name(engine):
+    with pytest.raises(ValueError, match=r"model is LlamaForCausalLM\(.*…, but must be a text or a Path"):
+        saltus.load(engine.model)

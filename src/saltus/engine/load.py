@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from saltus import methods
-from saltus.core.value_types import with_checked_types
+from saltus.core.value_types import typed_value, with_checked_types
 from saltus.engine.chat_template import read_chat_template
 from saltus.engine.checkpoints import Checkpoint, load_checkpoint, require_same_vocabulary
 from saltus.engine.corpus_files import load_corpus
@@ -83,7 +83,8 @@ def load(
         progress: called while files are downloaded, and while a corpus is read.
         tuned_settings: use the settings that `saltus tune` saved for jacobi, if no options of jacobi are given.
     """
-    model = str(model)
+    model = str(typed_value(model, str | Path, "model"))  # these two are mostly given by position
+    method = typed_value(method, str | None, "method")
     method, options = with_draft_model(method, options or {}, draft_model, num_draft_tokens)
     check_rule(rule)
     if max_draft_tokens is not None:
