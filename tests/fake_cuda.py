@@ -8,6 +8,7 @@ are the CPU's. A graph's replay runs its calls again; kernels do not run while i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator
@@ -35,9 +36,12 @@ def wait(what: object) -> None:
 
 
 def mapped(function: Any, x: Any) -> Any:
-    """The same structure of lists, tuples and dictionaries, with the function applied to each tensor."""
+    """The same structure of lists, tuples, dictionaries and dataclasses, with the function applied to each tensor."""
     if isinstance(x, Tensor):
         return function(x)
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        fields = [each.name for each in dataclasses.fields(x) if each.init]
+        return dataclasses.replace(x, **{name: mapped(function, getattr(x, name)) for name in fields})
     if isinstance(x, dict):
         return {name: mapped(function, each) for name, each in x.items()}
     if isinstance(x, list | tuple):

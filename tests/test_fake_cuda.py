@@ -1,7 +1,9 @@
 """Decoding on a CUDA device that does not exist: every tensor is where it has to be, and texts are those of plain."""
 
+import contextlib
 import queue
 import shutil
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from models.test_fixed_queries import adapter_folder
 from mtp_checkpoints import write_checkpoint
 from quantised_models import CASES, write_quantised
 from saltus.core import distributions
+from saltus.core.control.controller import Controller
 from saltus.loading.load_model import load_model
 from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
 from saltus.models.cuda import (
@@ -58,27 +61,52 @@ def device(monkeypatch):
         yield state
 
 
-def load(folder, options=None, **settings) -> saltus.Engine:
+def load(folder, options=None, device="cuda", **settings) -> saltus.Engine:
     engine = saltus.load(
-        str(folder), "plain", device="cuda", dtype="float32", options=options, adaptive=False, **settings
+        str(folder), "plain", device=device, dtype="float32", options=options, adaptive=False, **settings
     )
-    assert engine.network.device.type == "cuda"
+    assert engine.network.device.type == device
     return engine
 
 
-def check_texts(engine: saltus.Engine, methods, temperature=0.8, tokens=6, prompts=PROMPTS) -> None:
-    """Texts of two prompts at once, by each method, against plain's."""
+def check_texts(engine: saltus.Engine, methods, temperature=0.8, tokens=6, prompts=PROMPTS, twin=None) -> None:
+    """Texts of two prompts at once, by each method, against plain's; with a twin on the CPU also the drafts."""
     settings = {"raw": True, "max_new_tokens": tokens, "seed": 3, "temperature": temperature, "ignore_eos": True}
     plain = [each.tokens for each in engine.generate(prompts, method="plain", **settings)]
     for method in methods:
-        assert [each.tokens for each in engine.generate(prompts, method=method, **settings)] == plain, method
+        with drafts_of_calls() as found:
+            made = engine.generate(prompts, method=method, **settings)
+        assert [each.tokens for each in made] == plain, method
+        if twin is not None:
+            with drafts_of_calls() as expected:
+                twin.generate(prompts, method=method, **settings)
+            assert sum(map(len, expected)), method
+            assert len(found) == len(expected), method
+            for tokens_there, tokens_here in zip(found, expected, strict=True):  # rounding may change their order
+                assert sorted(tokens_there) == sorted(tokens_here), method
+
+
+@contextlib.contextmanager
+def drafts_of_calls() -> Iterator[list[tuple[int, ...]]]:
+    """The draft tokens that are offered for each call meanwhile."""
+    drafts: list[tuple[int, ...]] = []
+    offered_tree = Controller.offered_tree
+
+    def noted(*given):
+        tree = offered_tree(*given)
+        drafts.append(tuple(tree.tokens))
+        return tree
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Controller, "offered_tree", noted)
+        yield drafts
 
 
 @pytest.mark.parametrize(
     ("method", "temperature"),
     [
         ("lookup", 0.8),
-        ("token_recycling", 0.8),
+        ("token_recycling", 0),
         ("jacobi", 0.8),
         ("small_model", 0.8),
         ("ptp", 0.8),
@@ -88,7 +116,8 @@ def check_texts(engine: saltus.Engine, methods, temperature=0.8, tokens=6, promp
     ],
 )
 def test_every_method_writes_the_text_of_plain_decoding(device, tiny_folder, partners, method, temperature):
-    check_texts(load(tiny_folder(), partners), [method], temperature)
+    twin = load(tiny_folder(), partners, device="cpu")
+    check_texts(load(tiny_folder(), partners), [method], temperature, tokens=10, twin=twin)
     assert device.graphs
 
 
@@ -98,7 +127,7 @@ def test_our_kernels_for_gpus_write_the_texts_of_plain_decoding(device, monkeypa
     options = {"ptp": {"model": str(tiny_drafter(LlamaForCausalLM.from_pretrained(folder), **OWN_DRAFTER))}}
     engine = load(folder, options)
     assert engine.network.compute_path == "native"
-    check_texts(engine, ["ptp+lookup"], tokens=4)
+    check_texts(engine, ["ptp+lookup"], tokens=4, twin=load(folder, options, device="cpu"))
     assert isinstance(engine.decoder.setup("ptp+lookup").networks["ptp"].whole_pass, GPUDraftPass)
 
 
@@ -107,8 +136,9 @@ def test_heads_and_their_adapted_layers_draft_in_graphs(device, monkeypatch, tin
     folder = tiny_folder(**OWN_KERNELS)
     adapted = {"hidden": 64, "layers": 1, "lora_rank": 2, "hidden_state_layers": (1,)}
     heads = tiny_heads(LlamaForCausalLM.from_pretrained(folder), **adapted)
-    engine = load(folder, {"mtpc": {"model": str(heads), "min_probability": 0.0, "draw": "window"}}, rule="reject")
-    check_texts(engine, ["mtpc"], temperature=0, tokens=3, prompts=PROMPTS[1:])
+    options = {"mtpc": {"model": str(heads), "min_probability": 0.0, "draw": "window"}}
+    engine, twin = (load(folder, options, each, rule="reject") for each in ("cuda", "cpu"))
+    check_texts(engine, ["mtpc"], temperature=0, tokens=3, prompts=PROMPTS[1:], twin=twin)
     sampled = engine.generate(PROMPTS, method="mtpc", raw=True, max_new_tokens=3, temperature=1.0, ignore_eos=True)
     assert all(len(each.tokens) == 3 for each in sampled)
     network = engine.decoder.setup("mtpc").networks["mtpc"]
@@ -314,13 +344,15 @@ def test_layers_with_states_are_refused_in_a_line(device, architecture_folder, n
 
 
 def test_heads_of_a_checkpoint_draft(device, tmp_path):
-    check_texts(load(write_checkpoint(tmp_path, "MiMo")), ["mtp"])
+    folder = write_checkpoint(tmp_path, "MiMo")
+    check_texts(load(folder), ["mtp"], twin=load(folder, device="cpu"))
 
 
 def test_heads_of_a_checkpoint_draft_by_our_kernels(device, monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
-    engine = load(write_checkpoint(tmp_path, "MiMo", modules=2, **OWN_KERNELS))
-    check_texts(engine, ["mtp"], temperature=0, tokens=4)
+    folder = write_checkpoint(tmp_path, "MiMo", modules=2, **OWN_KERNELS)
+    engine = load(folder)
+    check_texts(engine, ["mtp"], temperature=0, tokens=4, twin=load(folder, device="cpu"))
     for module in engine.decoder.setup("mtp").networks["mtp"].modules:
         assert module.layers.on_gpu.passes.pool.graphs
 
@@ -332,7 +364,8 @@ def test_published_drafters_draft(device, tiny_folder, tmp_path, kind):
         published_head(tmp_path, {"eagle3": "speculators"}.get(kind, kind), **read)
     else:
         block_drafter(tmp_path, kind, **read)
-    check_texts(load(tiny_folder(num_hidden_layers=layers), {"ptp": {"model": str(tmp_path)}}), ["ptp"], tokens=4)
+    given = tiny_folder(num_hidden_layers=layers), {"ptp": {"model": str(tmp_path)}}
+    check_texts(load(*given), ["ptp"], tokens=4, twin=load(*given, device="cpu"))
 
 
 @pytest.mark.parametrize(
@@ -358,8 +391,9 @@ def test_published_drafters_of_known_sizes_draft_by_our_kernels(
     else:
         layers = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32, "num_attention_heads": 2}
         reference_dflash.block_drafter(tmp_path, kind, {**layers, "num_key_value_heads": 1}, **read)
-    engine = load(tiny_folder(num_hidden_layers=num_layers, **OWN_KERNELS), {"ptp": {"model": str(tmp_path)}})
-    check_texts(engine, ["ptp"], temperature=0, tokens=3)
+    given = tiny_folder(num_hidden_layers=num_layers, **OWN_KERNELS), {"ptp": {"model": str(tmp_path)}}
+    engine = load(*given)
+    check_texts(engine, ["ptp"], temperature=0, tokens=3, twin=load(*given, device="cpu"))
     network = engine.decoder.setup("ptp").networks["ptp"]
     layers = network.layers if "eagle" in kind else network.context_layers
     assert {name for name, *_ in layers.passes.pool.graphs} == passes
