@@ -119,8 +119,9 @@ def rows_likely_tokens(logits: Float[Tensor, "positions vocab"]) -> Sequence[Lik
 
 def likely_on_device(logits: Float[Tensor, "positions vocab"]) -> list[LikelyTokens]:
     """`rows_likely_tokens`, with one copy to the host."""
-    values, columns = torch.topk(logits.float(), min(MAX_CANDIDATES, logits.shape[1]))
-    totals = (logits.float() - values[:, :1]).exp().sum(1, dtype=torch.float64)
+    logits = logits.float()
+    values, columns = torch.topk(logits, min(MAX_CANDIDATES, logits.shape[1]))
+    totals = (logits - values[:, :1]).exp().sum(1, dtype=torch.float64)
     found = torch.cat([values.double(), columns.double(), totals[:, None]], 1).cpu().numpy()
     likely, most = [], values.shape[1]
     for row in found:
