@@ -112,6 +112,16 @@ def test_usage_may_come_with_every_chunk(client):
     assert counts[-1] == 9
 
 
+def test_how_much_of_a_prediction_came_true_is_counted_once(client):
+    asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 9, "prediction": {"type": "content", "content": "a"}}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = [*client.chat.completions.create(**asked, stream=True, extra_body={"stream_options": options})]
+    unfinished = [chunk for chunk in chunks if chunk.choices and not chunk.choices[0].finish_reason]
+    assert unfinished
+    assert not any(chunk.usage.completion_tokens_details for chunk in unfinished), "to count takes long in a long text"
+    assert chunks[-1].usage.completion_tokens_details.rejected_prediction_tokens is not None
+
+
 def test_fields_that_clients_send_and_that_change_nothing(server, engine):
     nulls = dict.fromkeys(("n", "stream", "logprobs", "stop", "tools", "functions", "logit_bias", "temperature"))
     ignored = {"user": "u", "store": True, "metadata": {"a": "b"}, "stream_options": {"include_obfuscation": False}}

@@ -266,12 +266,13 @@ class ChoicesAnswer(Answer):
         }  # fmt: skip
 
     def _usage(self, num_unsent: int = 0) -> dict[str, Any]:
-        """Token counts up to now, without the last tokens if they are not sent yet."""
+        """Token counts up to now, without the last tokens if they are not sent yet; of drafts when all are there."""
         each_prompt = self.choices[:: self.body.n]
+        complete = all(choice.finish_reason is not None for choice in self.choices)
         return usage(
             sum(len(choice.request.request.prompt) for choice in each_prompt),
             sum(len(choice.tokens) for choice in self.choices) - num_unsent,
             sum(choice.served.cached_tokens for choice in each_prompt if choice.served is not None),
-            self.calls if getattr(self.body, "prediction", None) is not None else None,
+            self.calls if complete and getattr(self.body, "prediction", None) is not None else None,
             self.form.reasoning_tokens(self.choices),
         )
