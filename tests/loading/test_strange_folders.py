@@ -279,3 +279,9 @@ def test_a_chat_template_that_is_not_jinja_is_called_so(folder):
     engine = saltus.load(str(folder), "plain")
     with refused("is not Jinja (unexpected end of template"):
         engine.generate("the cat")
+
+
+def test_a_drafter_in_place_of_a_model_is_refused_with_its_option(tiny_drafter):
+    drafter = tiny_drafter()
+    with refused(f"{drafter} holds no model, but what drafts for one (drafter); give it as ptp.model"):
+        saltus.load(str(drafter))

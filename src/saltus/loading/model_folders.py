@@ -50,6 +50,11 @@ def check_folder(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         if ggufs := sorted(file for file in folder.iterdir() if file.suffix.lower() == ".gguf"):
             raise SourceError(f"{folder} holds GGUF files; name the file, such as {ggufs[0]}")
+        from saltus.loading.metadata import METADATA_FILE, OPTIONS  # which import torch
+
+        kind = str(_json_object(folder / METADATA_FILE).get("kind"))
+        if kind != "model" and (option := OPTIONS.get(kind)):
+            raise SourceError(f"{folder} holds no model, but what drafts for one ({kind}); give it as {option}")
         inside = [*sorted(folder.glob("*/config.json")), *sorted(folder.glob("*/*/config.json"))]
         cure = f"there is one in {inside[0].parent}" if inside else "give a folder that save_pretrained wrote"
         raise SourceError(f"{folder} holds no model (config.json is missing): {cure}")
