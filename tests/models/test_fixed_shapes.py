@@ -16,7 +16,7 @@ from saltus.core.forward import ForwardInputs
 from saltus.engine.decoder import MAX_DRAFT_TOKENS
 from saltus.models.causal import CausalNetwork
 from saltus.models.cuda import fixed_shape_attention, fixed_shape_calls
-from saltus.models.cuda.fixed_shape_calls import FixedShape, FixedShapeKVCache, FixedShapeSettings
+from saltus.models.cuda.fixed_shape_calls import FixedShape, FixedShapeKVCache, FixedShapeSettings, KVPagePool
 from saltus.models.cuda.fixed_shapes import CallOutputs, why_not_fixed_shapes
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -216,6 +216,18 @@ def test_a_pool_grows_and_its_texts_keep_what_they_knew(monkeypatch):
     seen = watched(network, monkeypatch)
     assert torch.equal(grown, read(network, tokens, kv_cache=first))
     assert seen[0][-1] == 16, "the first chunk was not read again"
+
+
+def test_a_pool_that_memory_was_too_small_for_asks_for_what_is_free_then(monkeypatch):
+    pool, rows = KVPagePool(1, 16), torch.zeros(2, 1, 4)
+    monkeypatch.setattr(KVPagePool, "_first_pages", lambda *_: 100)
+    with monkeypatch.context() as patch:
+        patch.setattr(KVPagePool, "_zeros", MagicMock(side_effect=MemoryError("full")))
+        with pytest.raises(MemoryError):
+            pool.allocate(rows, rows)
+    monkeypatch.setattr(KVPagePool, "_first_pages", lambda *_: 7)
+    pool.allocate(rows, rows)
+    assert (pool.num_pages, pool.keys.shape[1], sorted(pool.free_pages)) == (7, 7 * 16, list(range(1, 7)))
 
 
 def test_a_failed_call_leaves_a_memory_that_still_tells_the_truth(monkeypatch):

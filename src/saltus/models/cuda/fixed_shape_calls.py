@@ -44,11 +44,12 @@ class KVPagePool:
     def allocate(
         self, key: Float[Tensor, "kv_heads rows dim"], value: Float[Tensor, "kv_heads rows value_dim"]
     ) -> None:
-        """Allocate buffers for layers with such keys and values, unless they exist."""
+        """Allocate buffers for layers with such keys and values, unless they exist. Errors: out of memory."""
         if self.keys is None or self.values is None:
             rows = [x.transpose(0, 1) for x in (key, value)]
-            self._add_pages(max(self.num_pages, self._first_pages(rows)))
-            self.keys, self.values = (self._zeros(x, self.num_pages) for x in rows)
+            num_pages = max(self.num_pages, self._first_pages(rows))
+            self.keys, self.values = (self._zeros(x, num_pages) for x in rows)
+            self._add_pages(num_pages)
 
     def _first_pages(self, rows: Sequence[Tensor]) -> int:
         """How many pages the first buffers on a GPU should have; 0 elsewhere, where nothing holds their addresses."""
