@@ -482,15 +482,15 @@ def test_in_a_batch_all_texts_wait_for_what_one_computes_outside_of_calls():
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_costs_by_rows_of_each_text_follow_the_calls_of_a_batch(batch_size):
     tree = grow_tree([Branch([4, 5], [0.6, 0.6], "a")], 9, 9)
-    shares = CallCost.update_rate / batch_size, CallCost.first_calls * batch_size
-    controller = Controller(9, call_cost=CallCost({1: 1.0, 8: 1.0}, *shares), batch_size=batch_size)
+    controller = Controller(9, call_cost=CallCost({1: 1.0, 8: 1.0}), batch_size=batch_size)
 
     def record(num_rows: int, seconds: float) -> None:
         made = step(tree, 2, [4, 1])
         outputs = replace(made.outputs, context_tokens_read=1, num_rows=num_rows, seconds=seconds)
         controller.record(tree, replace(made, outputs=outputs))
 
-    record(num_rows=1000, seconds=9.0)
+    for _ in range(batch_size):
+        record(num_rows=1000, seconds=9.0)
     assert controller.call_cost.seconds == {1: 1.0, 8: 1.0}, "a prompt of another text was read, too"
     for _ in range(40 * batch_size):
         record(num_rows=3 * batch_size, seconds=1.9)

@@ -105,9 +105,9 @@ def test_a_draft_model_without_finite_logits_drafts_nothing(method, temperature,
 def test_where_hardly_a_draft_could_pay_for_its_row_nobody_looks_for_drafts():
     """As in a full batch, whose texts all wait while one of them drafts."""
 
-    def times_asked(cost_of_two_rows: float) -> int:
+    def times_asked(seconds: dict[int, float]) -> int:
         asked, text = [], continuation([1, 2], 9)
-        controller = Controller(call_cost=CallCost({1: 1.0, 2: cost_of_two_rows}), batch_size=16)
+        controller = Controller(call_cost=CallCost({1: 1.0, **seconds}), batch_size=16)
 
         class Fused:
             def __call__(self, canvas, last, max_depth):
@@ -122,5 +122,6 @@ def test_where_hardly_a_draft_could_pay_for_its_row_nobody_looks_for_drafts():
         run(decoding, {"target": toy_network()})
         return len(asked)
 
-    assert times_asked(1.9) == 0
-    assert times_asked(1.5) == 8 + 9, "for drafts but before the last token, and for queries"
+    assert times_asked({2: 1.9, 16: 12.0}) == 0
+    assert times_asked({2: 1.5}) == 8 + 9, "for drafts but before the last token, and for queries"
+    assert times_asked({2: 1.9, 16: 2.5}) == 8 + 9, "many drafts cost little each"

@@ -39,6 +39,9 @@ class BatchController(Controller):
     def should_draft(self) -> bool:
         return self._current().should_draft()
 
+    def can_pay(self) -> bool:
+        return self._current().can_pay()
+
     def needs_hidden_states(self, max_unread: int) -> bool:
         return self._keeps_states or self._current().needs_hidden_states(max_unread)
 

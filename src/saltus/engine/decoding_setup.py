@@ -117,12 +117,10 @@ class DecodingSetup:
         return self.controllers[batch_size]
 
     def _costs_of_batch(self, batch_size: int) -> CallCost:
-        """Costs by the rows of each text, so batch_size times the rows: at first those that are known of fewer texts.
-
-        Then by the batch's own calls, each of which all its texts record.
+        """Costs by the rows of each text, so batch_size times the rows: at first those that are known of fewer texts,
+        then by the batch's own calls.
         """
-        seconds = {rows: self.call_cost.seconds_for(rows * batch_size) for rows in CALIBRATION_ROWS}
-        return CallCost(seconds, CallCost.update_rate / batch_size, CallCost.first_calls * batch_size)
+        return CallCost({rows: self.call_cost.seconds_for(rows * batch_size) for rows in CALIBRATION_ROWS})
 
 
 def set_max_unread(drafter: Drafter, method: Method, networks: Mapping[str, Network]) -> None:

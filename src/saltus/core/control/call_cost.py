@@ -56,6 +56,11 @@ class CallCost:
         known = sorted(self.seconds.items())
         return min(((high - low) / (more - rows) for (rows, low), (more, high) in pairwise(known)), default=0.0)
 
+    def least_draft_seconds(self) -> float:
+        """Seconds of a draft token in a call of as many as cost least each; 0 if nothing was measured."""
+        (fewest, alone), *more = sorted(self.seconds.items()) or [(1, 0.0)]
+        return min(((seconds - alone) / (rows - fewest) for rows, seconds in more), default=0.0)
+
 
 def never_falling(seconds: Mapping[int, float]) -> dict[int, float]:
     """The times by numbers of rows, none above that of a larger number."""

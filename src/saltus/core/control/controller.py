@@ -12,7 +12,9 @@ from saltus.core.distributions import Step
 from saltus.core.native_tree import best_size, grow_natively
 from saltus.core.tree import Drafts, Tree, grow_tree
 
-MAX_ROW_COST = 0.8  # in tokens: where a row costs more, to look for drafts takes longer than they save
+# In tokens: where a draft token costs more, to look for drafts takes longer than they save. All texts of a batch wait
+# while the host looks for one's, a tenth of a call in all, and drafts that are right nine times in ten are few.
+MAX_DRAFT_COST = 0.55
 EMPTY_TREE = grow_tree((), 0, 0)
 
 
@@ -35,6 +37,7 @@ class Controller:
     # texts that are decoded together, one after another outside of calls; costs are by the rows of each
     batch_size: int = 1
     drafting_switch: DraftingSwitch = field(init=False)
+    num_steps: int = field(default=0, init=False)  # that were recorded, of all texts
 
     def __post_init__(self) -> None:
         self.drafting_switch = DraftingSwitch(batch_size=self.batch_size)
@@ -64,7 +67,8 @@ class Controller:
 
     def can_pay(self) -> bool:
         """False while rows are so dear, as in a full batch, that hardly any draft token could pay for its own."""
-        return self.min_expected_tokens() < MAX_ROW_COST
+        costs = self.call_cost
+        return not self.adaptive or costs.least_draft_seconds() < MAX_DRAFT_COST * costs.seconds_for(1)
 
     def offered_tree(self, drafts: Sequence[Drafts], max_depth: int) -> Tree:
         """The tree of all drafts, at most `max_draft_tokens` nodes, by what their sources' records are worth."""
@@ -120,9 +124,12 @@ class Controller:
         """
         if not self.adaptive:
             return
+        self.num_steps += 1
+        if step.outputs.context_tokens_read == 1 and self.num_steps % self.batch_size == 0:
+            self._record_call(step)  # one for each call of a batch
+        if not tree.tokens and not self.can_pay():
+            return  # nothing was tried
         decided, num_verified = step.tokens.tolist(), step.inputs.num_draft_tokens
-        if step.outputs.context_tokens_read == 1:
-            self._record_call(step)
         depths = self.acceptance.record_tree(tree, decided)
         for source in set(tree.payoff_sources) - {""}:
             nodes = [node for node in range(num_verified) if _same_drafter(tree.sources[node], source)]
@@ -141,7 +148,7 @@ class Controller:
             throughput.record(_tokens_of(tree, step), spent / self.call_cost.seconds_for(1))
 
     def _record_call(self, step: Step) -> None:
-        """Record what a call cost by its rows for each text: all of a batch record it, each by a share.
+        """Record what a call cost by its rows for each text.
 
         Calls in which another text read a prompt, and has more rows than drafts, say nothing of drafts.
         """
