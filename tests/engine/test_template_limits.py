@@ -134,7 +134,8 @@ def test_a_template_that_makes_too_much_is_refused_before_it_has_made_it(templat
 )  # fmt: skip
 def test_any_error_of_a_template_is_one_line(template, said):
     assert said in refusal(template)
-    with pytest.raises(ValueError, match=f"^the chat template of tiny refuses these messages .{re.escape(said)}"):
+    what = "is not Jinja" if template == "{% for" else "refuses these messages"
+    with pytest.raises(ValueError, match=f"^the chat template of tiny {what} .{re.escape(said)}"):
         encode_prompt(tokenizer_with(template), TALK, PromptSettings(), "tiny")
 
 
