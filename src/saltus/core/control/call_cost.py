@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+UPDATE_RATE = 0.1  # weight of the latest call
+
 
 @dataclass
 class CallCost:
@@ -20,14 +22,13 @@ class CallCost:
     """
 
     seconds: dict[int, float] = field(default_factory=dict)  # by rows of a call
-    update_rate: float = 0.1  # weight of the latest call
-    first_calls: int = 40  # calls to come that judge the calibration
+    first_calls: int = field(default=40, init=False)  # calls to come that judge the calibration
 
     def record(self, rows: int | float, seconds: float) -> None:
         """Update by a call, since longer texts cost more and machines drift; an outlier counts as a factor of 2."""
         if self.seconds:
             nearest = min(self.seconds, key=lambda size: abs(math.log(size / rows)))
-            change = self.update_rate * (min(max(seconds / self.seconds_for(rows), 0.5), 2.0) - 1)
+            change = UPDATE_RATE * (min(max(seconds / self.seconds_for(rows), 0.5), 2.0) - 1)
             updated = self.seconds[nearest] * (1 + change)
             share = 1.0 if change < 0 < self.first_calls else 0.5
             self.first_calls -= 1
@@ -57,7 +58,7 @@ class CallCost:
         return min(((high - low) / (more - rows) for (rows, low), (more, high) in pairwise(known)), default=0.0)
 
     def least_draft_seconds(self) -> float:
-        """Seconds of a draft token in a call of as many as cost least each; 0 if nothing was measured."""
+        """Seconds that a draft token adds to a call of the size at which it adds least; 0 if none was measured."""
         (fewest, alone), *more = sorted(self.seconds.items()) or [(1, 0.0)]
         return min(((seconds - alone) / (rows - fewest) for rows, seconds in more), default=0.0)
 

@@ -12,8 +12,8 @@ from saltus.core.distributions import Step
 from saltus.core.native_tree import best_size, grow_natively
 from saltus.core.tree import Drafts, Tree, grow_tree
 
-# In tokens: where a draft token costs more, to look for drafts takes longer than they save. All texts of a batch wait
-# while the host looks for one's, a tenth of a call in all, and drafts that are right nine times in ten are few.
+# Of the time of a plain decoding step: where each draft token takes more, none is looked for. All texts of a batch wait
+# while the host looks for drafts of one, a tenth of a call in all, and drafts that are right nine times in ten are few.
 MAX_DRAFT_COST = 0.55
 EMPTY_TREE = grow_tree((), 0, 0)
 

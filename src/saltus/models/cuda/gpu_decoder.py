@@ -25,8 +25,9 @@ from saltus.models.packed_decoder import PackedDecoder
 MIXTURES = {"MixtralForCausalLM", "Qwen3MoeForCausalLM"}  # Llama's layers with experts
 KERNEL_DTYPES = {torch.bfloat16, torch.float16}
 DEPTH_MULTIPLE = 64  # of the sizes that products sum over
-MAX_SHARED_HEADS = 16  # query heads of one head of keys: attention's tiles hold them for eight rows, …
-MAX_SHARED_NUMBERS = 2048  # … and that many numbers of theirs: more do not fit into the shared memory of most GPUs
+# Query heads of one key head, and their numbers: a tile of attention has them of eight rows, and more do not fit into
+# the shared memory of most GPUs.
+MAX_SHARED_HEADS, MAX_SHARED_NUMBERS = 16, 2048
 FIRST_ANGLES = 8192  # positions of the table of angles, at first
 
 
