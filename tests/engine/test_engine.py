@@ -618,12 +618,14 @@ def test_loading_is_silent(tiny_folder, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_model_without_attention_is_refused_with_the_reason(engine, tmp_path):
+def test_a_model_without_attention_is_refused_with_the_reason_and_a_cure(engine, tmp_path):
     config = MambaConfig(vocab_size=300, hidden_size=16, num_hidden_layers=2, state_size=4)
     MambaForCausalLM(config).save_pretrained(tmp_path)
     engine.tokenizer.save_pretrained(tmp_path)
-    with refused("choose a model with plain attention"):
+    with pytest.raises(ValueError, match="cannot be served") as error:
         saltus.load(str(tmp_path))
+    for part in ("MambaForCausalLM", "keeps a state in", "discard a rejected draft", "such as Llama"):
+        assert part in str(error.value)
 
 
 def test_nan_logits_are_named(tiny_folder, tmp_path):

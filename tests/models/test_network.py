@@ -415,9 +415,16 @@ def test_a_sum_of_scores_that_is_limited_is_left_to_transformers_layers():
 @pytest.mark.parametrize("name", RECURRENT)
 def test_layers_with_states_need_compiled_kernels(name, monkeypatch):
     monkeypatch.setattr(native, "load_kernels", lambda: None)
-    with pytest.raises(ValueError, match=r"keeps a state in .* which only compiled kernels") as error:
+    with pytest.raises(ValueError, match=r"state in .* which only compiled kernels .*; install a C compiler") as error:
         make_network(tiny(name), "mine")
     assert "\n" not in str(error.value)
+
+
+def test_layers_with_states_are_not_those_with_hooks():
+    model = tiny("Mamba2")
+    model.backbone.layers[0].register_forward_hook(lambda *given: None)
+    with pytest.raises(ValueError, match="which only compiled kernels .*; load it without hooks"):
+        make_network(model, "mine")
 
 
 @pytest.mark.parametrize("name", RECURRENT)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
+from saltus.kernels import native
 from saltus.kernels.packed_weight import uses_integers
 from saltus.loading.fetching import first_line
 from saltus.loading.load_model import silence_transformers
@@ -26,6 +27,7 @@ from saltus.models.packed_experts import expert_stacks
 from saltus.models.protocols import TargetNetwork
 from saltus.models.recurrent_layers import OTHER_KEYS, kinds_of_layers, recurrent_layer_types
 
+OTHER_MODEL = "take a model of an architecture that docs/models.md lists, such as Llama, Qwen3 or Gemma 3"
 MAX_OTHER_TEXTS = 3  # on which mixtures of experts are checked where the first one differs
 
 
@@ -43,8 +45,8 @@ def make_network(model: Any, name: str, exact: bool = True, max_draft_tokens: in
         return CausalNetwork(model, exact, FixedShapeSettings.for_max_draft_tokens(max_draft_tokens))
     if model.config.model_type == "xlnet":
         return XlnetNetwork(model, exact)
-    why = _why_no_layers(model)
-    if why is None:
+    why, cure = _why_no_layers(model) or ("", OTHER_MODEL)
+    if not why:
         on_gpu = torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext()
         with torch.inference_mode(), silence_transformers(), on_gpu:  # Triton launches on the thread's own GPU
             try:
@@ -74,7 +76,7 @@ def make_network(model: Any, name: str, exact: bool = True, max_draft_tokens: in
                 else:
                     network.kv_bytes_per_token = kv_cache.bytes_per_token
                     return network
-    raise ValueError(f"{name} ({type(model).__name__}) cannot be served: {why}; choose a model with plain attention")
+    raise ValueError(f"{name} ({type(model).__name__}) cannot be served: {why}; {cure}")
 
 
 def _require_finite_weights(model: Any, name: str) -> None:
@@ -110,16 +112,28 @@ def _differ(expected: Tensor, computed: Tensor, bound: float) -> bool:
     return bool(expected.isfinite().all() and (computed - expected).norm() > bound * spread)
 
 
-def _why_no_layers(model: Any) -> str | None:
-    """Why layers cannot be had, such as Transformers' own that keep a state and read no tree. None: they can."""
+def _why_no_layers(model: Any) -> tuple[str, str] | None:
+    """Why layers cannot be had, such as Transformers' own that keep a state and read no tree, and the cure.
+
+    None: they can.
+    """
     if setting := ignored_setting(model):
-        return f"this version of Transformers ignores its {setting}, and texts would be wrong"
-    if describe_decoder(model) is None and (others := sorted(kinds_of_layers(model) & OTHER_KEYS)):
-        return f"its {others[0]} layers attend to other keys than those of the text"
+        why = f"this version of Transformers ignores its {setting}, and texts would be wrong"
+        return why, f"install a version that reads it, or {OTHER_MODEL}"
+    description = describe_decoder(model)
+    if description is None and (others := sorted(kinds_of_layers(model) & OTHER_KEYS)):
+        return f"its {others[0]} layers attend to other keys than those of the text", OTHER_MODEL
     kinds = recurrent_layer_types(model)
     if not kinds or supports_native_decoder(model):
         return None
     state = f"it keeps a state in {kinds[0]} layers"
     if (what := why_not_described(model)) is not None:
-        return f"{state}, and our kernels do not compute {what}"
-    return state if describe_decoder(model) is None else f"{state}, which only compiled kernels on a CPU can read"
+        return f"{state}, and our kernels do not compute {what}", OTHER_MODEL
+    if description is None:
+        return f"{state}, and Transformers' layers cannot discard a rejected draft from it", OTHER_MODEL
+    cure = "install a C compiler, such as gcc, or the package ziglang"
+    if model.device.type != "cpu":
+        cure = "load it on the CPU (--device cpu, device='cpu')"
+    elif native.kernel("linear", model.dtype, model.device) is not None:
+        cure = "load it without hooks or changed layers, all weights in one type"
+    return f"{state}, which only compiled kernels on a CPU can read", cure
