@@ -35,7 +35,7 @@ class CallList(ToolFormat):
         return frozenset({self.begin})
 
     def is_shown_by(self, template: str) -> bool:
-        return self.begin in template and self.shown.search(template) is not None
+        return super().is_shown_by(template) and self.shown.search(template) is not None
 
     def rules(self, functions: Sequence[Function], several: bool, markers: Markers) -> list[str]:
         more = '(", " item)*' if several else ""

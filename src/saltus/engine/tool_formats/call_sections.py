@@ -40,7 +40,7 @@ class CallSection(ToolFormat):
         return self.shown
 
     def is_shown_by(self, template: str) -> bool:
-        return all(marker in template for marker in self.shown) and not (self.not_shown and self.not_shown in template)
+        return super().is_shown_by(template) and not (self.not_shown and self.not_shown in template)
 
     def rules(self, functions: Sequence[Function], several: bool, markers: Markers) -> list[str]:
         rules = [one_of(functions)]

@@ -37,12 +37,8 @@ class Command(ToolFormat):
     end: str = "<|END_ACTION|>"
     answer_markers: tuple[str, str] = ("<|START_RESPONSE|>", "<|END_RESPONSE|>")
 
-    @property
-    def markers(self) -> frozenset[str]:
-        return frozenset({self.begin, self.end})
-
     def is_shown_by(self, template: str) -> bool:
-        return all(text in template for text in (self.begin, self.end, '"tool_name"'))
+        return super().is_shown_by(template) and '"tool_name"' in template
 
     def rules(self, functions: Sequence[Function], several: bool, markers: Markers) -> list[str]:
         more = '("," gap item)*' if several else ""

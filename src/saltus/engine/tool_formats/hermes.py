@@ -27,13 +27,6 @@ class Hermes(ToolFormat):
     between: str | None = '"\\n"'
     space: str = "\n"  # around the object
 
-    @property
-    def markers(self) -> frozenset[str]:
-        return frozenset({self.begin, self.end})
-
-    def is_shown_by(self, template: str) -> bool:
-        return self.begin in template and self.end in template
-
     def rules(self, functions: Sequence[Function], several: bool, markers: Markers) -> list[str]:
         end = markers(self.end)
         calls = [f"call_{place}: {call_rule(one, space=self.space)} {end}" for place, one in enumerate(functions)]

@@ -37,7 +37,7 @@ class Mistral(ToolFormat):
         return frozenset({self.begin, self.after_name})
 
     def is_shown_by(self, template: str) -> bool:
-        return self.begin in template and self.after_name in template and "[CALL_ID]" not in template
+        return super().is_shown_by(template) and "[CALL_ID]" not in template
 
     def rules(self, functions: Sequence[Function], several: bool, markers: Markers) -> list[str]:
         return [one_of(functions)] + [

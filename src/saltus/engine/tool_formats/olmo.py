@@ -44,13 +44,6 @@ class Olmo(ToolFormat):
     begin: str = "<function_calls>"
     end: str = "</function_calls>"
 
-    @property
-    def markers(self) -> frozenset[str]:
-        return frozenset({self.begin, self.end})
-
-    def is_shown_by(self, template: str) -> bool:
-        return self.begin in template and self.end in template
-
     def rules(self, functions: Sequence[Function], several: bool, markers: Markers) -> list[str]:
         more = '("\\n" item)*' if several else ""
         rules = [

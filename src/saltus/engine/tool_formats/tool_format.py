@@ -120,13 +120,13 @@ class ToolFormat(ABC):
     call_id: str = ""  # as `str.format` writes it of a call's `name` and `number`; empty if any will do
 
     @property
-    @abstractmethod
     def markers(self) -> frozenset[str]:
         """Texts that belong to this format alone, in a template and in a call. They may be special tokens."""
+        return frozenset({self.begin, self.end})
 
-    @abstractmethod
     def is_shown_by(self, template: str) -> bool:
-        """True for a chat template whose calls are of this format."""
+        """True for a chat template whose calls are of this format: for most, one that has all its markers."""
+        return all(marker in template for marker in self.markers)
 
     @abstractmethod
     def rules(self, functions: Sequence[Function], several: bool, markers: Markers) -> list[str]:
