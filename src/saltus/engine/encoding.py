@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateSyntaxError
 
 from saltus.engine.control_tokens import control_tokens
-from saltus.engine.message_parts import template_reads_parts, with_parts
+from saltus.engine.message_parts import template_loses_messages, template_reads_parts, with_parts
 from saltus.engine.results import PromptLike
 from saltus.engine.template_limits import render_chat
 from saltus.engine.text_bounds import require_fits
@@ -159,6 +160,7 @@ def _encode_chat(
             f"{model_name} has no chat template for messages; name one (--chat-template, chat_template=), such as"
             " vicuna, or give the prompt as one str"
         )
+    _report_lost_messages(tokenizer, str(tokenizer.chat_template), model_name)
     for number, message in enumerate(messages, start=1):
         require_unicode(str(message.get("content") or ""), f"message {number}")
     given = _Rendered(messages, list(settings.tools), dict(settings.chat_template_kwargs))
@@ -172,6 +174,17 @@ def _encode_chat(
     else:
         tokens = control.encode(text)
     return _begun_once(tokenizer, [*(begin_tokens(tokenizer) if settings.add_special_tokens else ()), *tokens])
+
+
+@lru_cache(maxsize=8)
+def _report_lost_messages(tokenizer: Any, template: str, model_name: str) -> None:
+    """Log a line, once for a template, if the model would never read what the user writes."""
+    if template_loses_messages(tokenizer, template):
+        log.warning(
+            "the chat template of %s leaves the user's message out, so the model does not read it; name another"
+            " (--chat-template, chat_template=), or continue the text itself (--raw, raw=True)",
+            model_name,
+        )
 
 
 def answer_end_token(tokenizer: Any) -> int | None:

@@ -17,6 +17,13 @@ def template_reads_parts(tokenizer: Any, template: str) -> bool:
     return bool(template) and not writes_probe(tokenizer, PROBE) and writes_probe(tokenizer, _parts(PROBE))
 
 
+@lru_cache(maxsize=8)
+def template_loses_messages(tokenizer: Any, template: str) -> bool:
+    """True if the tokenizer's template takes a user's message and writes it in neither form."""
+    written = _written(tokenizer, PROBE)
+    return written is not None and PROBE not in written and not writes_probe(tokenizer, _parts(PROBE))
+
+
 def with_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages, with contents that are texts as lists of one part."""
     return [
@@ -31,7 +38,13 @@ def _parts(text: str) -> list[dict[str, str]]:
 
 def writes_probe(tokenizer: Any, content: Any, tools: Sequence[Mapping[str, Any]] | None = None) -> bool:
     """True if the chat template takes a message of this content, and PROBE is in what it writes."""
+    return PROBE in (_written(tokenizer, content, tools) or "")
+
+
+def _written(tokenizer: Any, content: Any, tools: Sequence[Mapping[str, Any]] | None = None) -> str | None:
+    """What the chat template writes of a user's message before an answer; None if it refuses that."""
+    messages = [{"role": "user", "content": content}]
     try:
-        return PROBE in render_chat(tokenizer, [{"role": "user", "content": content}], tools=tools)
+        return render_chat(tokenizer, messages, tools=tools, add_generation_prompt=True)
     except ValueError:
-        return False
+        return None
