@@ -447,6 +447,19 @@ def test_the_command_teaches_and_complains_in_a_line(folder, tmp_path):
     assert re.search(r"^saltus: .*no_such_task.*", wrong.stderr, re.MULTILINE)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-m", "my-model"], "lm_eval has no option -m; name the model by --model_args pretrained=my-model"),
+        (["--tasks", "x", "-m"], "lm_eval has no option -m; name the model by --model_args pretrained=NAME"),
+        (["nonsense"], "unrecognized arguments: nonsense; see `saltus lm-eval --help`"),
+        (["--limit", "few"], "argument --limit/-L: invalid float value: 'few'; see `saltus lm-eval run --help`"),
+    ],
+)
+def test_wrong_arguments_are_a_line(arguments, said):
+    assert command(*arguments, code=2).stderr == f"saltus: {said}\n"
+
+
 @pytest.mark.external
 @pytest.mark.model
 @pytest.mark.slow

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -59,6 +60,9 @@ def lm_eval(
 def complete_arguments(arguments: Sequence[str]) -> list[str]:
     """The arguments, completed by the command `run` and the model, and with --chat-template in lm_eval's words."""
     given, template = _without_chat_template(arguments)
+    if "-m" in given:
+        name = "".join(given[given.index("-m") + 1 :][:1]) or "NAME"
+        raise ValueError(f"lm_eval has no option -m; name the model by --model_args pretrained={name}")
     if not given or given[0] not in (*COMMANDS, "-h", "--help"):
         given.insert(0, "run")
     names_one = any(word in ("--model", "-M") or word.startswith("--model=") for word in given)
@@ -93,13 +97,13 @@ def _without_chat_template(arguments: Sequence[str]) -> tuple[list[str], str | N
 
 
 def _run(arguments: list[str]) -> None:
-    """Run lm_eval. Its own errors keep their traceback."""
+    """Run lm_eval. Its own errors keep their traceback. Errors: ValueError for arguments that it does not know."""
     import traceback
 
     from lm_eval.__main__ import cli_evaluate
 
-    before = sys.argv
-    sys.argv = ["lm_eval", *arguments]
+    before, exiting = sys.argv, ArgumentParser.error
+    sys.argv, ArgumentParser.error = ["lm_eval", *arguments], _refuse
     try:
         cli_evaluate()
     except (ValueError, OSError, ModuleNotFoundError, MemoryError):
@@ -108,4 +112,9 @@ def _run(arguments: list[str]) -> None:
         traceback.print_exc()
         raise typer.Exit(1) from error
     finally:
-        sys.argv = before
+        sys.argv, ArgumentParser.error = before, exiting
+
+
+def _refuse(parser: ArgumentParser, message: str) -> NoReturn:
+    """Raise ValueError in the form of the other commands' errors."""
+    raise ValueError(f"{message}; see `saltus {parser.prog} --help`")
