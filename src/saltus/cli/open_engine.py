@@ -14,7 +14,7 @@ from typing import Any
 
 from saltus.cli.options import DEFAULT_METHOD, MethodOptions, ModelOptions, SamplingOptions
 from saltus.engine.target_drafters import is_drafter_spec
-from saltus.loading.progress import ProgressCallback, Stage, no_progress, progress_bars
+from saltus.loading.progress import ProgressCallback, Stage, no_progress, terminal_progress
 from saltus.loading.sources import resolve
 
 
@@ -45,19 +45,17 @@ def open_engine(
     from saltus.cli.answers import print_note
     from saltus.methods import LoadsNetwork, make_methods
 
-    conflicting = [
+    draft_models = [
         where
         for made in make_methods(method, options or {})
         for where in made.draft_models.values()
         if not (is_drafter_spec(where) or isinstance(made, LoadsNetwork))
     ]
-    live = sys.stderr.isatty()
-    with progress_bars() if live else nullcontext(no_progress) as show:
-        for name in (model, *conflicting):
+    with terminal_progress() as show:
+        for name in (model, *draft_models):
             resolve(name, progress=_compiling_meanwhile(show))
-    note = _temporary_note(f"loading {model}") if live else nullcontext()
-    shown = progress_bars() if live and settings.get("ngram_corpus") else nullcontext(no_progress)
-    with note, shown as show:
+    note = _temporary_note(f"loading {model}") if sys.stderr.isatty() else nullcontext()
+    with note, terminal_progress() if settings.get("ngram_corpus") else nullcontext(no_progress) as show:
         _silence_transformers()
         from saltus.engine.load import load
 

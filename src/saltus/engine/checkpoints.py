@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,7 @@ from saltus.models.resized_vocabulary import embedding_rows
 
 SCALED_ROPE_TYPES = ("linear", "dynamic", "yarn")  # whose configurations may give the length before the scaling
 NO_TOKENIZER_FILES = "there are no files of one, such as tokenizer.json"
-DTYPES = {
-    "auto": "auto",
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -84,9 +79,10 @@ def load_checkpoint(
     The folder of an adapter of `saltus train` loads its target with the adapter attached, and that of a LoRA adapter of
     PEFT its base model with the adapter merged into the weights.
     """
-    device, kind = resolve_device(device), _checked_choice("dtype", dtype, DTYPES)
-    _checked_choice("weights", weights, dict.fromkeys(WEIGHTS))
-    _checked_choice("arithmetic", arithmetic, dict.fromkeys(("auto", *ARITHMETICS)))
+    device = resolve_device(device)
+    _check_choice("dtype", dtype, DTYPES)
+    _check_choice("weights", weights, WEIGHTS)
+    _check_choice("arithmetic", arithmetic, ("auto", *ARITHMETICS))
     place = Path(name_or_path).expanduser()
     is_adapter = all((place / file).is_file() for file in (ADAPTER_CONFIG_FILE, METADATA_FILE))
     adapter = place if is_adapter else None
@@ -99,24 +95,10 @@ def load_checkpoint(
                 f"weights are packed as {weights} before an adapter is merged into them; leave out weights"
             )
         kept = weights if peft is None else "bf16"  # nothing can be added to packed weights
-        model = load_model(name_or_path, folder, kind, device, kept, exact and peft is None, arithmetic)
+        model = load_model(name_or_path, folder, DTYPES[dtype], device, kept, exact and peft is None, arithmetic)
         if peft is not None:
             merge_adapter(model, peft, str(adapted_model(peft)))
-        place = folder if peft is None or not has_tokenizer_files(peft) else peft
-        try:
-            tokenizer = load_tokenizer(place)
-            if not tokenizer("a").input_ids and not has_tokenizer_files(place):
-                raise ValueError(NO_TOKENIZER_FILES)
-        except Exception as error:
-            if "trust_remote_code" in str(error):
-                raise ValueError(
-                    f"the tokenizer of {name_or_path} needs Python code from {folder}, which saltus never runs; put a"
-                    " tokenizer.json there, and take auto_map out of tokenizer_config.json"
-                ) from error
-            why = first_line(error) if has_tokenizer_files(place) else NO_TOKENIZER_FILES
-            raise ValueError(
-                f"{name_or_path} has no tokenizer that loads ({why}); put its tokenizer files into {place}"
-            ) from error
+        tokenizer = _load_tokenizer(name_or_path, peft if peft is not None and has_tokenizer_files(peft) else folder)
     place_in_huge_pages(model)
     network = make_network(model, name_or_path, exact, max_draft_tokens)
     if isinstance(network, AnySubsetNetwork | XlnetNetwork):
@@ -126,6 +108,25 @@ def load_checkpoint(
             raise ValueError(f"{base} fills holes anywhere, but adapters are for causal models; load it without")
         network.attach_adapter(load_adapter(adapter, model, base))
     return Checkpoint(name_or_path, network, tokenizer, end_tokens_of(model, tokenizer), context_length_of(model))
+
+
+def _load_tokenizer(name: str, folder: Path) -> Any:
+    """The tokenizer of the model of this name. Errors: ValueError that says what is missing."""
+    try:
+        tokenizer = load_tokenizer(folder)
+        if not tokenizer("a").input_ids and not has_tokenizer_files(folder):
+            raise ValueError(NO_TOKENIZER_FILES)
+        return tokenizer
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"the tokenizer of {name} needs Python code from {folder}, which saltus never runs; put a"
+                " tokenizer.json there, and take auto_map out of tokenizer_config.json"
+            ) from error
+        why = first_line(error) if has_tokenizer_files(folder) else NO_TOKENIZER_FILES
+        raise ValueError(
+            f"{name} has no tokenizer that loads ({why}); put its tokenizer files into {folder}"
+        ) from error
 
 
 def fills_holes(model: Any) -> bool:
@@ -180,7 +181,7 @@ def resolve_device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     kind, colon, number = name.partition(":")
-    _checked_choice("device", kind, {"auto": 0, "cpu": 0, "cuda": 0})
+    _check_choice("device", kind, ("auto", "cpu", "cuda"))
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is cuda, but torch finds no CUDA device; use device='cpu' or a CUDA build of torch")
     count = torch.cuda.device_count() if kind == "cuda" else 0
@@ -190,7 +191,6 @@ def resolve_device(name: str) -> str:
     return name
 
 
-def _checked_choice(option: str, value: str, choices: dict[str, Any]) -> Any:
+def _check_choice(option: str, value: str, choices: Collection[str]) -> None:
     if value not in choices:
         raise ValueError(f"{option} is {value!r}, but must be one of {', '.join(choices)}")
-    return choices[value]

@@ -169,11 +169,10 @@ class Decoder:
         return LoadedDraftNetwork(with_vocabulary_of(self.target, draft_model.network), draft_model.context_length)
 
 
-def check_rule(name: str) -> str:
-    """The name of a verification rule, or a ValueError."""
+def check_rule(name: str) -> None:
+    """Raise ValueError unless it is the name of a verification rule."""
     if name not in RULES:
         raise ValueError(f"rule is {name!r}, but must be one of {', '.join(RULES)}")
-    return name
 
 
 def default_max_draft_tokens(adaptive: bool, rule: str) -> int:
@@ -181,8 +180,7 @@ def default_max_draft_tokens(adaptive: bool, rule: str) -> int:
     return DEFAULT_MAX_DRAFT_TOKENS if adaptive and rule == "match" else DEFAULT_WHOLE_TREE_TOKENS
 
 
-def check_max_draft_tokens(max_draft_tokens: int) -> int:
-    """A number of draft tokens that calls can verify, or a ValueError."""
+def check_max_draft_tokens(max_draft_tokens: int) -> None:
+    """Raise ValueError unless calls can verify so many draft tokens."""
     if not 0 <= max_draft_tokens <= MAX_DRAFT_TOKENS:
         raise ValueError(f"max_draft_tokens is {max_draft_tokens}, but must lie in 0…{MAX_DRAFT_TOKENS}")
-    return max_draft_tokens

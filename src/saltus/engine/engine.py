@@ -12,9 +12,7 @@ from saltus.core.constraint import Constraint
 from saltus.core.noise import Noise
 from saltus.core.value_types import short_repr, with_checked_types
 from saltus.engine.checkpoints import Checkpoint
-from saltus.engine.decoder import (
-    Decoder,
-)
+from saltus.engine.decoder import Decoder
 from saltus.engine.detokenizer import (
     Detokenizer,
     SeparatesReasoning,

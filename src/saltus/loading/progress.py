@@ -1,7 +1,8 @@
 """Show the progress of a long fetch: bars on a terminal, lines in a log, nothing in a library."""
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -52,6 +53,11 @@ def progress_bars(console: Console | None = None) -> Iterator[ProgressCallback]:
     finally:
         if tasks and console.is_terminal:
             shown.stop()
+
+
+def terminal_progress() -> AbstractContextManager[ProgressCallback]:
+    """Bars on stderr if it is a terminal, else nothing."""
+    return progress_bars() if sys.stderr.isatty() else nullcontext(no_progress)
 
 
 class _BytesColumn(ProgressColumn):

@@ -3,7 +3,6 @@
 import difflib
 import os
 import re
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
 from pathlib import Path
@@ -17,7 +16,7 @@ from saltus.loading.fetching import (
 from saltus.loading.hub import fetch_file_from_hub, fetch_from_hub, fetch_tokenizer_from_hub
 from saltus.loading.model_folders import MANIFEST, check_folder
 from saltus.loading.peft_adapters import adapted_model
-from saltus.loading.progress import ProgressCallback, Stage, no_progress, progress_bars
+from saltus.loading.progress import ProgressCallback, Stage, progress_bars, terminal_progress
 from saltus.loading.split_gguf import is_gguf, part_names, parts_of
 from saltus.loading.wheel import SMOLLM2_135M, convert_wheel, has_weights
 from saltus.shipped import SHIPPED
@@ -76,9 +75,7 @@ def _is_offline() -> bool:
 
 def _shown(progress: ProgressCallback | None) -> AbstractContextManager[ProgressCallback]:
     """The progress to report to: bars on a terminal, if none is given."""
-    if progress:
-        return nullcontext(progress)
-    return progress_bars() if sys.stderr.isatty() else nullcontext(no_progress)
+    return nullcontext(progress) if progress else terminal_progress()
 
 
 def pull(name: str, *, offline: bool | None = None) -> Path:
