@@ -1,6 +1,6 @@
 """Batches in fixed shapes: a text's rows have the bits that they have alone, whichever texts share its calls."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from saltus.core.canvas import Canvas, continuation
 from saltus.core.forward import ForwardInputs
 from saltus.models.causal import CausalNetwork
 from saltus.models.cuda import fixed_shape_attention
-from saltus.models.cuda.fixed_shape_calls import FixedShapeKVCache, KVPagePool, make_rows, split_into_calls
+from saltus.models.cuda.fixed_shape_calls import FixedShapeKVCache, KVPagePool, rows_of_texts, split_into_calls
 
 PROMPTS, NEW = (1, 16, 17, 31, 50, 100), 24
 
@@ -163,20 +163,64 @@ def test_a_batch_for_which_there_are_no_pages_can_be_asked_again(monkeypatch):
     assert torch.equal(outputs.logits, read(network, inputs.canvas.decided_prefix))
 
 
+def new_caches(lengths) -> list[FixedShapeKVCache]:
+    """Caches of one pool with pages for so many entries."""
+    pool, kv_caches = KVPagePool(1, SMALL.page_size), []
+    for length in lengths:
+        kv_caches.append(FixedShapeKVCache(pool))
+        kv_caches[-1].reserve(length)
+    return kv_caches
+
+
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(1, 70), st.integers(0, 90)), min_size=1, max_size=12))
 def test_each_row_of_a_batch_is_in_one_call_after_those_before_it(sizes):
-    kv_cache = FixedShapeKVCache(KVPagePool(1, 16))
-    texts = [
-        make_rows(n, ForwardInputs(continuation(text(length), 9), (5,) * nodes, (-1,) * nodes), kv_cache, 0, SMALL)
-        for n, (length, nodes) in enumerate(sizes)
-    ]
+    batch = [ForwardInputs(continuation(text(length), 9), (5,) * nodes, (-1,) * nodes) for length, nodes in sizes]
+    texts = rows_of_texts(batch, new_caches(map(sum, sizes)), [0] * len(sizes), SMALL)
     found: list[list[int]] = [[] for _ in texts]
     for call in split_into_calls(texts, SMALL):
         end = 0
         for start, part in call.placed():
-            assert end <= start <= start + len(part) <= call.shape.num_rows
-            end = start + len(part)
+            assert end <= start <= start + part.num_rows <= call.shape.num_rows
+            end = start + part.num_rows
             found[part.text] += part.entries.tolist()
             assert part.entries[-1] < call.shape.num_pages * SMALL.page_size
     assert found == [list(range(length + nodes)) for length, nodes in sizes]
+
+
+def a_tree(seed: int, nodes: int) -> tuple[int, ...]:
+    """Parents; of seed 0 a path."""
+    random = np.random.default_rng(seed)
+    return tuple(node - 1 if not seed else int(random.integers(max(-1, node - 4), node)) for node in range(nodes))
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.integers(2, 90), st.integers(0, 7), st.integers(0, 3), st.booleans()), min_size=1, max_size=5
+    ),
+    st.booleans(),
+)
+def test_rows_gather_their_own_text_and_ancestors(sizes, varied_rows):
+    """By the definition, a column at a time."""
+    batch = [ForwardInputs(continuation(text(length), 20), tuple(range(50, 50 + nodes)), a_tree(seed, nodes))
+             for length, nodes, seed, _ in sizes]  # fmt: skip
+    kv_caches = new_caches(length + nodes for length, nodes, *_ in sizes)
+    past = [length - 1 if known else 0 for length, *_, known in sizes]
+    depth = SMALL.max_tree_depth
+    rows_by_text = rows_of_texts(batch, kv_caches, past, replace(SMALL, varied_rows=varied_rows))
+    for inputs, kv_cache, rows in zip(batch, kv_caches, rows_by_text, strict=True):
+        base, count = len(inputs.canvas.decided_prefix), len(inputs.tokens)
+        assert rows.output_rows.tolist()[-count - 1 :] == list(range(count + 1))
+        assert (rows.output_rows[: -count - 1] == -1).all()
+        assert rows.tokens.tolist() == [*inputs.canvas.decided_prefix[rows.entries[0] :], *inputs.tokens]
+        for row, (position, entry) in enumerate(zip(rows.positions.tolist(), rows.entries.tolist(), strict=True)):
+            path = inputs.path(entry - base) if entry >= base else []
+            assert position == (base + len(path) - 1 if path else entry)
+            first = max(position // depth * depth - depth, 0)
+            seen = [column if column < base else base + path[column - base] if column <= position else entry
+                    for column in range(first, first + 2 * depth)]  # fmt: skip
+            hidden = [entry] * (first + 2 * depth - 1 - position)
+            seen[position + 1 - first :] = hidden
+            assert rows.recent_slots[row].tolist() == kv_cache.slots(np.array(seen)).tolist()
+        assert rows.slots.tolist() == kv_cache.slots(rows.entries).tolist()

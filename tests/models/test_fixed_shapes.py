@@ -17,7 +17,7 @@ from saltus.engine.decoder import MAX_DRAFT_TOKENS
 from saltus.models.causal import CausalNetwork
 from saltus.models.cuda import fixed_shape_attention, fixed_shape_calls
 from saltus.models.cuda.fixed_shape_calls import FixedShape, FixedShapeKVCache, FixedShapeSettings, KVPagePool
-from saltus.models.cuda.fixed_shapes import CallOutputs, why_not_fixed_shapes
+from saltus.models.cuda.fixed_shapes import CallOutputs, tokens_found, why_not_fixed_shapes
 
 DTYPES = [torch.float32, torch.bfloat16]
 NAMES = ["Llama", "Qwen3", "Mistral", "Gemma2", "Gemma3", "GPT2", "OPT", "Phi", "Cohere2", "GraniteSWA", "Llama4"]
@@ -288,7 +288,7 @@ def test_the_greatest_logits_are_found_in_any_dtype_and_vocabulary():
     logits = torch.zeros(3, 50_000, dtype=torch.bfloat16)
     logits[0, 40_001], logits[0, 40_003], logits[1, 299], logits[2, 7] = 2, 2, 1, torch.nan
     inputs = fixed_shape_attention.StaticInputs(FixedShape(1, 3, 1, 0), 32, torch.device("cpu"))
-    found = CallOutputs.of(logits, logits[:, :4], inputs).likeliest
+    found = tokens_found(CallOutputs.of(logits, logits[:, :4], inputs).found)[0]
     assert found.tolist() == [40_001, 299, -1]
 
 

@@ -127,6 +127,11 @@ class ForwardInputs:
         """Depth of each node: 0 directly after the decided tokens."""
         return tuple(depths(self.parents))
 
+    @property
+    def is_path(self) -> bool:
+        """True if all nodes are draft tokens, each the only child of the one before it."""
+        return not self.kinds and self.parents == tuple(range(-1, len(self.parents) - 1))
+
     def node_rows(self, query_start: QueryStart = "blank") -> NodeRows:
         """What a causal network reads for the nodes. Token queries have tokens and positions of their own."""
         tokens = [token if token != NO_TOKEN else PLACEHOLDER_TOKEN for token in self.tokens]

@@ -13,9 +13,9 @@ from torch import Tensor
 from saltus.methods.published.dflash_model import DFlashModel
 from saltus.methods.shared.context_rows import ContextKVCache, ContextRows, run_in_passes
 from saltus.methods.shared.gpu_context_layers import GPUContextLayers
-from saltus.models.cuda.fixed_shape_calls import FixedShape, split_into_calls
+from saltus.models.cuda.fixed_shape_calls import FixedShape, chains_of_texts, split_into_calls
 from saltus.models.cuda.gpu_decoder import DEPTH_MULTIPLE, supports_gpu_decoder
-from saltus.models.cuda.graphed_passes import READING, PassInputs, chain_rows, write_rows
+from saltus.models.cuda.graphed_passes import READING, SETTINGS, PassInputs, write_rows
 
 
 class GPUBlockLayers:
@@ -51,10 +51,8 @@ class GPUBlockLayers:
     ) -> None:
         """Write the keys and values of new context positions, the last ones before `lengths`, for every layer."""
         starts = [length - len(each) for length, each in zip(lengths, states, strict=True)]
-        texts = [
-            chain_rows(number, cache.kv_cache, start, np.zeros(len(each), dtype=np.int64))
-            for number, (cache, start, each) in enumerate(zip(kv_caches, starts, states, strict=True))
-        ]
+        tokens = [np.zeros(len(each), dtype=np.int64) for each in states]
+        texts = chains_of_texts([cache.kv_cache for cache in kv_caches], starts, tokens, SETTINGS)
         for call in split_into_calls(texts, READING):
             make = partial(_ContextInputs, call.shape, self.drafter)
             inputs, run = self.passes.prepared(("context", call.shape), max(lengths), make, self._write)

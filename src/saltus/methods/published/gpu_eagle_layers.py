@@ -17,9 +17,15 @@ from saltus.methods.published.eagle_model import EagleModel
 from saltus.methods.shared.context_rows import ContextKVCache
 from saltus.models.cpu.torch_decoder import normed
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
-from saltus.models.cuda.fixed_shape_calls import Call, FixedShape, size_class, split_into_calls
+from saltus.models.cuda.fixed_shape_calls import (
+    Call,
+    FixedShape,
+    chains_of_texts,
+    size_class,
+    split_into_calls,
+)
 from saltus.models.cuda.gpu_decoder import GPUDecoder, fits_kernels, has_kernels_for
-from saltus.models.cuda.graphed_passes import READING, SETTINGS, GraphedPasses, PassInputs, chain_rows, write_rows
+from saltus.models.cuda.graphed_passes import READING, SETTINGS, GraphedPasses, PassInputs, write_rows
 
 
 class GPUEagleLayers:
@@ -49,10 +55,7 @@ class GPUEagleLayers:
         self, tokens: Sequence[np.ndarray], states: Sequence[Tensor], kv_caches: Sequence[ContextKVCache],
         starts: Sequence[int],
     ) -> list[Float[Tensor, "_rows hidden"]]:  # fmt: skip
-        texts = [
-            chain_rows(number, cache.kv_cache, start, ids)
-            for number, (ids, cache, start) in enumerate(zip(tokens, kv_caches, starts, strict=True))
-        ]
+        texts = chains_of_texts([cache.kv_cache for cache in kv_caches], starts, tokens, SETTINGS)
         positions, pieces = 1 + max(int(text.positions[-1]) for text in texts), list[list[Tensor]]([] for _ in texts)
         for call in split_into_calls(texts, READING):
             make = partial(_ReadingInputs, call.shape, self.model)
@@ -61,7 +64,7 @@ class GPUEagleLayers:
             inputs.static.fill(call)
             hidden = run()
             for start, part in call.placed():
-                pieces[part.text].append(hidden[start : start + len(part)].clone())
+                pieces[part.text].append(hidden[start : start + part.num_rows].clone())
         return [torch.cat(rows) for rows in pieces]
 
     def chains(
@@ -150,8 +153,8 @@ class _DraftInputs(PassInputs):
     def fill(self, step: int, kv_caches: Sequence[ContextKVCache], ends: Sequence[int]) -> None:
         """Let the rows stand `step` positions after the ends of the texts."""
         token = np.zeros(1, dtype=np.int64)  # the graph itself picks it
-        parts = [chain_rows(number, cache.kv_cache, end + step, token)
-                 for number, (cache, end) in enumerate(zip(kv_caches, ends, strict=True))]  # fmt: skip
+        caches = [cache.kv_cache for cache in kv_caches]
+        parts = chains_of_texts(caches, [end + step for end in ends], [token] * len(ends), SETTINGS)
         self.static.fill(Call(self.static.shape, tuple(parts)))
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from saltus.methods.shared.context_rows import ContextRows
-from saltus.models.cuda.fixed_shape_calls import Call, FixedShape, FixedShapeKVCache
+from saltus.models.cuda.fixed_shape_calls import Call, FixedShape, FixedShapeKVCache, chains_of_texts
 from saltus.models.cuda.gpu_decoder import GPUDecoder
-from saltus.models.cuda.graphed_passes import GraphedPasses, PassInputs, chain_rows, whole_call
+from saltus.models.cuda.graphed_passes import SETTINGS, GraphedPasses, PassInputs, whole_call
 
 
 class GPUContextLayers:
@@ -32,13 +32,13 @@ class GPUContextLayers:
     @torch.inference_mode()
     def __call__(self, texts: Sequence[ContextRows], output_logits: bool = True) -> list[tuple[Tensor, Tensor]]:
         """Logits and last hidden states of the last rows of each text, in one pass."""
-        parts = [
-            chain_rows(
-                number, text.kv_cache.kv_cache, text.past_length, np.zeros(text.num_rows, dtype=np.int64),
-                0 if text.causal else text.num_rows,
-            )
-            for number, text in enumerate(texts)
-        ]  # fmt: skip
+        parts = chains_of_texts(
+            [text.kv_cache.kv_cache for text in texts],
+            [text.past_length for text in texts],
+            [np.zeros(text.num_rows, dtype=np.int64) for text in texts],
+            SETTINGS,
+            [0 if text.causal else text.num_rows for text in texts],
+        )
         call, end = whole_call(parts)
         evaluate = partial(self._evaluate, output_logits=output_logits)
         inputs, run = self.passes.prepared(
@@ -47,7 +47,7 @@ class GPUContextLayers:
         inputs.fill(call, texts)
         logits, states = run()
         rows = [
-            slice(start + len(part) - text.num_outputs, start + len(part))
+            slice(start + part.num_rows - text.num_outputs, start + part.num_rows)
             for (start, part), text in zip(call.placed(), texts, strict=True)
         ]
         return [(logits[part].clone() if output_logits else logits, states[part].clone()) for part in rows]
@@ -84,8 +84,8 @@ class _RowInputs(PassInputs):
         """Write the rows of a call."""
         seen = torch.zeros(call.shape.num_rows, dtype=torch.long, pin_memory=self.last_seen.device.type == "cuda")
         for (start, part), text in zip(call.placed(), texts, strict=True):
-            rows = slice(start, start + len(part))
+            rows = slice(start, start + part.num_rows)
             self.hidden[rows] = text.inputs
-            seen[rows] = torch.from_numpy(part.recent_entries[:, -1])
+            seen[rows] = torch.from_numpy(part.positions if text.causal else part.positions[-1:])
         self.last_seen.copy_(seen, non_blocking=True)
         self.static.fill(call)

@@ -25,6 +25,7 @@ Query rows, which are never verified, read all their keys from the blocks: so th
 from __future__ import annotations
 
 import contextlib
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -54,10 +55,12 @@ class StaticInputs:
     def __init__(self, shape: FixedShape, max_tree_depth: int, device: torch.device) -> None:
         self.shape, self.max_tree_depth = shape, max_tree_depth
         rows, tables = shape.num_rows, shape.num_groups * shape.num_pages
-        self.sizes = [rows, rows, rows, rows, 2 * rows, rows * 2 * max_tree_depth, tables]
-        self.packed = torch.zeros(sum(self.sizes), dtype=torch.long, device=device)
+        sizes = rows, rows, rows, rows, 2 * rows, rows * 2 * max_tree_depth, tables
+        ends = list(accumulate(sizes))
+        self.spans = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        self.packed = torch.zeros(ends[-1], dtype=torch.long, device=device)
         self.tokens, self.positions, self.slots, temperatures, keys, self.recent_slots, block_tables = (
-            self.packed.split(self.sizes)
+            self.packed[span] for span in self.spans
         )
         self.temperatures = temperatures.view(torch.float64)  # of rows that pick a token (`GumbelMax`), 0 of others
         self.keys = keys.view(rows, 2)  # of their noise
@@ -65,25 +68,25 @@ class StaticInputs:
 
     def fill(self, call: Call) -> None:
         """Write the rows of a call in one copy; padding rows are token 0 at position 0 of the padding page."""
-        (groups, by, pages, _), recent = self.shape, 2 * self.max_tree_depth
+        groups, by, pages, _ = self.shape
         source = torch.zeros(len(self.packed), dtype=torch.long, pin_memory=self.packed.device.type == "cuda")
-        num_rows, borders = groups * by, np.cumsum([3 * self.sizes[0], *self.sizes[3:-1]])
-        rows, temperatures, keys, recent_slots, tables = np.split(source.numpy(), borders)
-        rows, keys = rows.reshape(3, num_rows), keys.reshape(num_rows, 2)
-        temperatures = temperatures.view(np.float64)
-        recent_slots, tables = recent_slots.reshape(num_rows, recent), tables.reshape(groups, pages)
+        host = source.numpy()
+        tokens, positions, slots, temperatures, keys, recent_slots, tables = (host[span] for span in self.spans)
+        temperatures, keys = temperatures.view(np.float64), keys.reshape(-1, 2)
+        recent_slots, tables = recent_slots.reshape(self.shape.num_rows, -1), tables.reshape(groups, pages)
         tables[:] = PADDING_PAGE
         for start, part in call.placed():
-            span = slice(start, start + len(part))
-            rows[:, span] = part.tokens, part.positions, part.kv_cache.slots(part.entries)
-            recent_slots[span] = part.kv_cache.slots(part.recent_entries)
+            end = start + part.num_rows
+            tokens[start:end], positions[start:end], slots[start:end] = part.tokens, part.positions, part.slots
+            recent_slots[start:end] = part.recent_slots
             if part.inputs is not None and (gumbel_max := part.inputs.gumbel_max) is not None:
-                picking = np.flatnonzero((part.output_rows >= 0) & (part.output_rows <= part.inputs.num_draft_tokens))
-                depths = np.array((0, *(1 + depth for depth in part.inputs.depths)))[part.output_rows[picking]]
-                temperatures[start + picking] = gumbel_max.temperature
-                keys[start + picking] = gumbel_max.keys(part.inputs.canvas, depths)
+                first, last = np.searchsorted(part.output_rows, (0, part.inputs.num_draft_tokens + 1))
+                depths = np.array((0, *(1 + depth for depth in part.inputs.depths)))[part.output_rows[first:last]]
+                picking = slice(start + first, start + last)
+                temperatures[picking] = gumbel_max.temperature
+                keys[picking] = gumbel_max.keys(part.inputs.canvas, depths)
             table = part.kv_cache.pages[:pages]
-            tables[start // by : -(-span.stop // by), : len(table)] = table
+            tables[start // by : -(-end // by), : len(table)] = table
         self.packed.copy_(source, non_blocking=True)  # torch keeps pinned memory until it is copied
 
     def clear(self) -> None:
@@ -113,12 +116,12 @@ class QueryInputs:
         uniforms, temperatures = np.full(rows, np.nan), np.zeros(rows)
         num_decided, offsets = np.ones(groups, dtype=np.int64), np.zeros(self.node_offsets.shape, dtype=np.int64)
         for start, part in call.placed():
-            inputs, span = part.inputs, slice(start // by, -(-(start + len(part)) // by))
+            inputs, span = part.inputs, slice(start // by, -(-(start + part.num_rows) // by))
             assert inputs is not None, "drafters have no queries of adapters"
             num_decided[span] = len(inputs.canvas.decided_prefix)
             node_rows = inputs.node_rows(adapter.settings.query_start)
             offsets[span, : len(node_rows.offsets)] = node_rows.offsets
-            temperatures[start : start + len(part)] = inputs.temperature
+            temperatures[start : start + part.num_rows] = inputs.temperature
             for row in part.query_rows.tolist():
                 query = int(part.output_rows[row]) - 1
                 number = query - inputs.num_draft_tokens

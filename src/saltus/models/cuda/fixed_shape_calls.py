@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -215,8 +216,7 @@ class FixedShape(NamedTuple):
         return self.num_groups * self.rows_per_group
 
 
-@dataclass(frozen=True)
-class TextRows:
+class TextRows(NamedTuple):
     """The rows of one text, or those of them that share a call. Parents come before children."""
 
     text: int  # its number in the batch
@@ -226,27 +226,32 @@ class TextRows:
     tokens: Int[np.ndarray, "rows"]
     positions: Int[np.ndarray, "rows"]
     entries: Int[np.ndarray, "rows"]  # of the KV cache, that a row writes to
-    recent_entries: Int[np.ndarray, "rows recent"]  # that a row gathers
+    slots: Int[np.ndarray, "rows"]  # of the pool, that hold these entries
+    recent_slots: Int[np.ndarray, "rows recent"]  # that a row gathers
     output_rows: Int[np.ndarray, "rows"]  # row of the outputs: 0 after the decided text, i + 1 of node i; −1: none
 
-    def __len__(self) -> int:
+    @property
+    def num_rows(self) -> int:
         return len(self.tokens)
 
     @property
     def query_rows(self) -> Int[np.ndarray, "queries"]:
         """Which rows are queries; a drafter's rows have none."""
-        return np.flatnonzero(self.output_rows > self.inputs.num_draft_tokens) if self.inputs else np.empty(0, np.int64)
+        if self.inputs is None or not self.inputs.query_nodes:
+            return np.empty(0, dtype=np.int64)
+        return np.flatnonzero(self.output_rows > self.inputs.num_draft_tokens)
 
-    def without_queries(self) -> tuple[TextRows, TextRows]:
-        """The rows that are no queries, then the queries, which are the last ones."""
-        border = len(self) - len(self.query_rows)
-        drafts = replace(self.select(slice(0, border)), num_prompt_rows=self.num_prompt_rows)
-        return drafts, self.select(slice(border, len(self)))
+    def without_queries(self) -> tuple[TextRows, TextRows | None]:
+        """The rows that are no queries, then the queries, which are the last ones, if there are any."""
+        if not (queries := len(self.query_rows)):
+            return self, None
+        border = self.num_rows - queries
+        drafts = self.select(slice(0, border))._replace(num_prompt_rows=self.num_prompt_rows)
+        return drafts, self.select(slice(border, self.num_rows))
 
     def select(self, rows: slice) -> TextRows:
         """Some of the rows, none of which counts as a prompt's."""
-        names = ("tokens", "positions", "entries", "recent_entries", "output_rows")
-        return replace(self, num_prompt_rows=0, **{name: getattr(self, name)[rows] for name in names})
+        return TextRows(self.text, self.inputs, self.kv_cache, 0, *(array[rows] for array in self[4:]))
 
 
 @dataclass(frozen=True)
@@ -261,7 +266,7 @@ class Call:
         group = 0
         for part in self.parts:
             yield group * self.shape.rows_per_group, part
-            group += -(-len(part) // self.shape.rows_per_group)
+            group += -(-part.num_rows // self.shape.rows_per_group)
 
 
 def split_into_calls(texts: Sequence[TextRows], settings: FixedShapeSettings) -> Iterator[Call]:
@@ -271,14 +276,15 @@ def split_into_calls(texts: Sequence[TextRows], settings: FixedShapeSettings) ->
             chunk = text.select(slice(start, min(start + settings.prefill_chunk, text.num_prompt_rows)))
             groups, rows = 1, settings.prefill_chunk
             if settings.varied_rows:
-                groups, rows = size_class(-(-len(chunk) // settings.rows_per_group)), settings.rows_per_group
+                groups, rows = size_class(-(-chunk.num_rows // settings.rows_per_group)), settings.rows_per_group
             yield _call((chunk,), groups, rows, 1, settings)  # no logits are needed
     by, calls, groups_left = _decoding_group(texts, settings), list[list[TextRows]](), list[int]()
     for text in texts:
         call = 0  # rows of one text are evaluated in their order
-        for start in range(text.num_prompt_rows, len(text), settings.rows_per_call):
-            part = text.select(slice(start, start + settings.rows_per_call))
-            groups = -(-len(part) // by)
+        for start in range(text.num_prompt_rows, text.num_rows, settings.rows_per_call):
+            whole = start == 0 and text.num_rows <= settings.rows_per_call
+            part = text if whole else text.select(slice(start, start + settings.rows_per_call))
+            groups = -(-part.num_rows // by)
             while call < len(calls) and groups_left[call] < groups:
                 call += 1
             if call == len(calls):
@@ -293,7 +299,7 @@ def split_into_calls(texts: Sequence[TextRows], settings: FixedShapeSettings) ->
 
 def _decoding_group(texts: Sequence[TextRows], settings: FixedShapeSettings) -> int:
     """The rows of a group: one each where a group for each row is at most twice as many, as in a plain batch."""
-    counts = [len(text) - text.num_prompt_rows for text in texts]
+    counts = [text.num_rows - text.num_prompt_rows for text in texts]
     groups = sum(-(-count // settings.rows_per_group) for count in counts)
     single = settings.varied_rows and len(texts) > 1 and sum(counts) <= MAX_MORE_GROUPS * groups
     return 1 if single else settings.rows_per_group
@@ -312,38 +318,122 @@ def _call(
     return Call(FixedShape(num_groups, rows_per_group, num_pages, num_logits), parts)
 
 
-def make_rows(
-    text: int,
-    inputs: ForwardInputs,
-    kv_cache: FixedShapeKVCache,
-    past_length: int,
+def rows_of_texts(
+    batch: Sequence[ForwardInputs],
+    kv_caches: Sequence[FixedShapeKVCache],
+    past_lengths: Sequence[int],
     settings: FixedShapeSettings,
     query_start: QueryStart = "blank",
-) -> TextRows:
-    """The rows of a forward pass: decided tokens that are not in the cache, then the nodes.
+) -> list[TextRows]:
+    """The rows of a batch: of each text the decided tokens that are not in its cache, then its nodes.
 
-    A prompt is read from the start of a chunk on, unless rows are varied, and its last token in a decoding call.
+    A prompt is read from the start of a chunk on, unless rows are varied, and its last token in a decoding call. Caches
+    have pages for all rows.
     """
-    decided, nodes, depth = inputs.canvas.decided_prefix, len(inputs.tokens), settings.max_tree_depth
-    base, chunk = len(decided), settings.prefill_chunk
-    prompt = int(inputs.canvas.order[0] if len(inputs.canvas.order) else base) - 1
-    start = past_length // chunk * chunk if past_length < prompt and not settings.varied_rows else past_length
-    unread, node_rows = np.arange(start, base), inputs.node_rows(query_start)
-    positions = np.concatenate([unread, base + node_rows.offsets])
-    entries = np.arange(start, base + nodes)
-    ancestors = np.zeros((len(positions), max(inputs.depths, default=-1) + 2), dtype=np.int64)  # entries by depth
-    for node, (parent, at) in enumerate(zip(inputs.parents, inputs.depths, strict=True)):
-        row = len(unread) + node
+    chunk, bases = settings.prefill_chunk, [len(inputs.canvas.decided_prefix) for inputs in batch]
+    prompts = [int(inputs.canvas.order[0] if len(inputs.canvas.order) else base) - 1
+               for inputs, base in zip(batch, bases, strict=True)]  # fmt: skip
+    starts = [past // chunk * chunk if past < prompt and not settings.varied_rows else past
+              for past, prompt in zip(past_lengths, prompts, strict=True)]  # fmt: skip
+    counts = [base + len(inputs.tokens) - start for inputs, base, start in zip(batch, bases, starts, strict=True)]
+    entries, text, spans = _entries_of_texts(starts, counts)
+    tokens, positions = np.empty_like(entries), entries.copy()
+    visible_entries = []  # of the nodes of trees that are no single path: other entries than their positions
+    for inputs, base, start, rows in zip(batch, bases, starts, spans, strict=True):
+        nodes = slice(rows.start + base - start, rows.stop)
+        tokens[rows.start : nodes.start] = inputs.canvas.decided_prefix[start:]
+        if inputs.is_path:
+            tokens[nodes] = inputs.tokens
+        else:
+            node_rows = inputs.node_rows(query_start)
+            tokens[nodes], positions[nodes] = node_rows.tokens, base + node_rows.offsets
+            visible_entries.append((nodes, _visible_entries(inputs, positions[nodes], settings.max_tree_depth)))
+    visible = path_entries(positions, settings.max_tree_depth)
+    for nodes, entries_of_nodes in visible_entries:
+        visible[nodes] = entries_of_nodes
+    slots, recent_slots = slots_of_texts(kv_caches, text, entries, visible)
+    output_rows = (entries - np.array(bases)[text] + 1).clip(-1)
+    return [
+        TextRows(number, inputs, kv_cache, max(prompt - start, 0), tokens[rows], positions[rows], entries[rows],
+                 slots[rows], recent_slots[rows], output_rows[rows])
+        for number, (inputs, kv_cache, prompt, start, rows) in enumerate(
+            zip(batch, kv_caches, prompts, starts, spans, strict=True)
+        )
+    ]  # fmt: skip
+
+
+def chains_of_texts(
+    kv_caches: Sequence[FixedShapeKVCache], past_lengths: Sequence[int], tokens: Sequence[Int[np.ndarray, "_rows"]],
+    settings: FixedShapeSettings, blocks: Sequence[int] | None = None,
+) -> list[TextRows]:  # fmt: skip
+    """Rows of a drafter: of each text some tokens after the positions in its cache, for which pages are taken.
+
+    The last `blocks` rows of a text see each other's keys.
+    """
+    counts = list(map(len, tokens))
+    for kv_cache, past, count in zip(kv_caches, past_lengths, counts, strict=True):
+        kv_cache.reserve(past + count)
+    positions, text, spans = _entries_of_texts(past_lengths, counts)
+    seen = positions.copy()
+    for rows, block in zip(spans, blocks or (), strict=False):
+        seen[rows.stop - block : rows.stop] = positions[rows.stop - 1]
+    slots, recent_slots = slots_of_texts(kv_caches, text, positions, path_entries(seen, settings.max_tree_depth))
+    return [
+        TextRows(number, None, kv_cache, 0, own, positions[rows], positions[rows], slots[rows], recent_slots[rows],
+                 positions[rows])
+        for number, (kv_cache, own, rows) in enumerate(zip(kv_caches, tokens, spans, strict=True))
+    ]  # fmt: skip
+
+
+def _entries_of_texts(
+    starts: Sequence[int], counts: Sequence[int]
+) -> tuple[Int[np.ndarray, "rows"], Int[np.ndarray, "rows"], list[slice]]:
+    """Of rows of several texts, one after another in one array: their entries, their texts, and the rows of each text.
+
+    NumPy takes about as long for the rows of one text as for those of many.
+    """
+    ends = list(accumulate(counts))
+    spans = [slice(end - count, end) for count, end in zip(counts, ends, strict=True)]
+    text = np.repeat(np.arange(len(counts)), counts)
+    shifts = np.array([start - rows.start for start, rows in zip(starts, spans, strict=True)])
+    return np.arange(ends[-1]) + shifts[text], text, spans
+
+
+def path_entries(positions: Int[np.ndarray, "rows"], max_tree_depth: int) -> Int[np.ndarray, "rows recent"]:
+    """The entries that rows gather where each position has an entry of its own; hidden columns are the last one."""
+    recent = first_recent_position(positions, max_tree_depth)[:, None] + np.arange(2 * max_tree_depth)
+    return np.minimum(recent, positions[:, None])
+
+
+def slots_of_texts(
+    kv_caches: Sequence[FixedShapeKVCache], text: Int[np.ndarray, "rows"], entries: Int[np.ndarray, "rows"],
+    recent: Int[np.ndarray, "rows recent"],
+) -> tuple[Int[np.ndarray, "rows"], Int[np.ndarray, "rows recent"]]:  # fmt: skip
+    """The slots of the pool that hold entries of rows, given the number of each row's text."""
+    page = kv_caches[0].pool.page_size
+    first_slots = np.zeros((len(kv_caches), max(len(kv_cache.pages) for kv_cache in kv_caches)), dtype=np.int64)
+    for row, kv_cache in zip(first_slots, kv_caches, strict=True):
+        row[: len(kv_cache.pages)] = kv_cache.pages
+    first_slots *= page
+    own, of_recent = (np.divmod(each, page) for each in (entries, recent))
+    return first_slots[text, own[0]] + own[1], first_slots[text[:, None], of_recent[0]] + of_recent[1]
+
+
+def _visible_entries(
+    inputs: ForwardInputs, positions: Int[np.ndarray, "nodes"], max_tree_depth: int
+) -> Int[np.ndarray, "nodes recent"]:
+    """The entries that the nodes of a tree gather: of the text, and of their ancestors."""
+    base = len(inputs.canvas.decided_prefix)
+    ancestors = np.zeros((len(positions), max(inputs.depths) + 1), dtype=np.int64)  # entries by depth
+    for node, (parent, depth) in enumerate(zip(inputs.parents, inputs.depths, strict=True)):
         if parent >= 0:
-            ancestors[row] = ancestors[len(unread) + parent]
-        ancestors[row, at] = base + node
-    recent = first_recent_position(positions, depth)[:, None] + np.arange(2 * depth)  # as positions
+            ancestors[node] = ancestors[parent]
+        ancestors[node, depth] = base + node
+    recent = first_recent_position(positions, max_tree_depth)[:, None] + np.arange(2 * max_tree_depth)
     visible = np.take_along_axis(ancestors, (recent - base).clip(0, ancestors.shape[1] - 1), 1)
     visible = np.where(recent < base, recent, visible)
-    visible = np.where(recent > positions[:, None], entries[:, None], visible)  # hidden columns
-    output_rows = np.concatenate([np.where(unread == base - 1, 0, -1), 1 + np.arange(nodes)])
-    tokens = np.concatenate([decided[start:], node_rows.tokens]).astype(np.int64)
-    return TextRows(text, inputs, kv_cache, max(prompt - start, 0), tokens, positions, entries, visible, output_rows)
+    own = base + np.arange(len(positions))
+    return np.where(recent > positions[:, None], own[:, None], visible)  # hidden columns
 
 
 def first_recent_position(positions, max_tree_depth: int):

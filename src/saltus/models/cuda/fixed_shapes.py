@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from saltus.core.candidates import NUM_CANDIDATES, Candidates
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.models.cpu import attention
-from saltus.models.cuda.cuda_graphs import GraphCapture
+from saltus.models.cuda.cuda_graphs import GraphCapture, to_host
 from saltus.models.cuda.fixed_shape_attention import MAX_TREE_NODES, FixedShapeAttention, QueryInputs, StaticInputs
 from saltus.models.cuda.fixed_shape_calls import (
     Call,
@@ -41,7 +41,7 @@ from saltus.models.cuda.fixed_shape_calls import (
     FixedShapeSettings,
     KVPagePool,
     TextRows,
-    make_rows,
+    rows_of_texts,
     split_into_calls,
 )
 from saltus.models.cuda.gpu_decoder import GPUDecoder
@@ -80,27 +80,20 @@ class CallOutputs(NamedTuple):
             picked = torch.full_like(greatest, -1)
         return cls(logits, states, torch.stack([tokens.double(), greatest, picked]))
 
-    @classmethod
-    def concatenated(cls, pieces: Sequence[CallOutputs]) -> CallOutputs:
-        if len(pieces) == 1:
-            return pieces[0]
-        logits, _, found = zip(*pieces, strict=True)
-        return cls(torch.cat(logits), None, torch.cat(found, 1))
 
-    def copy_rows(self, rows: slice) -> CallOutputs:
-        """A copy of the logits of rows, and of what was found in them."""
-        return CallOutputs(self.logits[rows].clone(), None, self.found[:, rows].clone())
+def tokens_found(found: Float[Tensor, "3 outputs"]) -> Int[np.ndarray, "2 outputs"]:
+    """The likeliest tokens of rows, −1 where they have none, and those that they picked: a copy to the host."""
+    tokens, greatest, picked = to_host(found)[0].numpy()
+    return np.stack([np.where(np.isfinite(greatest), tokens, -1), picked]).astype(np.int64)
 
-    @property
-    def likeliest(self) -> np.ndarray:
-        """As in ForwardOutputs; `found` must be on the CPU."""
-        tokens, logits, _ = self.found.numpy()
-        return np.where(np.isfinite(logits), tokens, -1).astype(np.int64)
 
-    @property
-    def picked(self) -> np.ndarray:
-        """As in ForwardOutputs; `found` must be on the CPU."""
-        return self.found[2].numpy().astype(np.int64)
+class TextOutputs(NamedTuple):
+    """What a text gets of the calls for its rows; see ForwardOutputs."""
+
+    logits: Float[Tensor, "outputs vocab"]
+    states: Float[Tensor, "rows states"] | None
+    likeliest: Int[np.ndarray, "outputs"]
+    picked: Int[np.ndarray, "outputs"]
 
 
 def find_candidates(batch: Sequence[ForwardInputs], logits: Sequence[Tensor]) -> list[list[Candidates] | None]:
@@ -203,39 +196,54 @@ class FixedShapeRunner:
 
     def _forward(
         self, batch: Sequence[ForwardInputs], kv_caches: Sequence[FixedShapeKVCache], past_lengths: Sequence[int]
-    ) -> list[CallOutputs]:
-        """The output rows of each text, nodes + 1 of them, and the states of all that it read. Waits for the device."""
+    ) -> list[TextOutputs]:
+        """The output rows of each text, nodes + 1 of them, and the states of all that it read. Waits for the device.
+
+        Outputs are copied for all texts of a call at once, before the next call overwrites them.
+        """
         self._copy_accepted_nodes(kv_caches)
         settings, query_start = self.settings, self.adapter.settings.query_start if self.adapter else "blank"
         if self.decoder is not None:  # rows round alike in calls of any size: as few of them as a text needs
             settings = replace(settings, varied_rows=True, rows_per_call=MAX_VARIED_ROWS)
-        texts = [
-            make_rows(number, inputs, kv_cache, past, settings, query_start)
-            for number, (inputs, kv_cache, past) in enumerate(zip(batch, kv_caches, past_lengths, strict=True))
-        ]
-        pieces: list[list[CallOutputs]] = [[] for _ in batch]
+        texts = rows_of_texts(batch, kv_caches, past_lengths, settings, query_start)
+        logits: list[list[Tensor]] = [[] for _ in batch]
         states: list[list[Tensor]] = [[] for _ in batch]
+        found, places, num_found = list[Tensor](), [list[slice]() for _ in batch], 0  # of each text, in `found`
         for call in self._calls(texts, settings):
-            out = self._run_call(call)
-            for start, part in call.placed():  # copied, since the next call overwrites the outputs
-                end, rows = start + len(part), np.flatnonzero(part.output_rows >= 0)
-                if len(rows):  # they are the last rows of a part
-                    pieces[part.text].append(out.copy_rows(slice(start + int(rows[0]), end)))
-                if batch[part.text].output_hidden_states and out.states is not None:
-                    states[part.text].append(out.states[start:end].clone())
-        joined = [CallOutputs.concatenated(text_pieces) for text_pieces in pieces]
-        found = torch.cat([outputs.found for outputs in joined], 1).cpu()
+            out, placed = self._run_call(call), list(call.placed())
+            ends = [start + part.num_rows for start, part in placed]
+            outputs = [
+                (max(start, end - 1 - int(part.output_rows[-1])), end, part.text)
+                for (start, part), end in zip(placed, ends, strict=True)
+                if part.output_rows[-1] >= 0
+            ]
+            if outputs:  # they are the last rows of a part
+                first, last = outputs[0][0], outputs[-1][1]
+                kept = out.logits[first:last].clone()
+                found.append(out.found[:, first:last].clone())
+                for start, end, text in outputs:
+                    logits[text].append(kept[start - first : end - first])
+                    places[text].append(slice(num_found + start - first, num_found + end - first))
+                num_found += last - first
+            if out.states is not None and any(batch[part.text].output_hidden_states for _, part in placed):
+                kept = out.states[: ends[-1]].clone()
+                for (start, part), end in zip(placed, ends, strict=True):
+                    if batch[part.text].output_hidden_states:
+                        states[part.text].append(kept[start:end])
+        tokens = tokens_found(torch.cat(found, 1) if len(found) > 1 else found[0])
         return [
-            outputs._replace(found=part, states=self._new_states(read, inputs, past) if read else None)
-            for outputs, part, read, inputs, past in zip(
-                joined, found.split([len(text.logits) for text in joined], 1), states, batch, past_lengths, strict=True
+            TextOutputs(
+                _joined(text_logits),
+                self._new_states(_joined(read), inputs, past) if read else None,
+                *np.concatenate([tokens[:, place] for place in own], 1),
             )
+            for text_logits, read, own, inputs, past in zip(logits, states, places, batch, past_lengths, strict=True)
         ]
 
     @staticmethod
-    def _new_states(read: Sequence[Tensor], inputs: ForwardInputs, past_length: int) -> Tensor:
+    def _new_states(read: Tensor, inputs: ForwardInputs, past_length: int) -> Tensor:
         """Of the states of all rows those that `ForwardOutputs` has: a prompt's chunk may begin before these."""
-        return torch.cat(list(read))[-(len(inputs.canvas.decided_prefix) - past_length + len(inputs.tokens)) :]
+        return read[-(len(inputs.canvas.decided_prefix) - past_length + len(inputs.tokens)) :]
 
     def _calls(self, texts: Sequence[TextRows], settings: FixedShapeSettings) -> Iterator[Call]:
         """The calls of these rows, in turn."""
@@ -244,7 +252,7 @@ class FixedShapeRunner:
             return
         parts = [text.without_queries() for text in texts]
         yield from split_into_calls([drafts for drafts, _ in parts], settings)
-        yield from split_into_calls([queries for _, queries in parts if len(queries)], self.settings)
+        yield from split_into_calls([queries for _, queries in parts if queries is not None], self.settings)
 
     def _copy_accepted_nodes(self, kv_caches: Sequence[FixedShapeKVCache]) -> None:
         """Copy the entries of accepted nodes to those of their positions."""
@@ -317,6 +325,11 @@ class FixedShapeRunner:
             self.use_cuda_graphs = False
         else:
             self.pool.graphs[inputs.shape, queries is not None] = captured
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    """Pieces of rows, one after another; not copied if there is one."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
 
 
 def why_not_fixed_shapes(model: Any) -> str | None:

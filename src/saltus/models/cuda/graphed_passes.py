@@ -6,9 +6,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from saltus.models.cuda.cuda_graphs import GraphCapture
@@ -20,7 +19,6 @@ from saltus.models.cuda.fixed_shape_calls import (
     FixedShapeSettings,
     KVPagePool,
     TextRows,
-    first_recent_position,
     size_class,
 )
 from saltus.models.cuda.gpu_decoder import GPUDecoder
@@ -89,22 +87,9 @@ class GraphedPasses:
         return inputs, replay
 
 
-def chain_rows(
-    number: int, kv_cache: FixedShapeKVCache, past: int, tokens: Int[np.ndarray, "rows"], block: int = 0
-) -> TextRows:
-    """Rows of a text after the `past` positions in its cache; the last `block` of them see each other's keys."""
-    depth, count = SETTINGS.max_tree_depth, len(tokens)
-    positions = past + np.arange(count)
-    last_seen = np.where(np.arange(count) < count - block, positions, past + count - 1)
-    kv_cache.reserve(past + count)
-    recent = first_recent_position(last_seen, depth)[:, None] + np.arange(2 * depth)
-    recent = np.minimum(recent, last_seen[:, None])  # later columns are hidden
-    return TextRows(number, None, kv_cache, 0, tokens, positions, positions, recent, positions)
-
-
 def whole_call(parts: Sequence[TextRows]) -> tuple[Call, int]:
     """One call of all these rows, whose groups begin with a text each, and the number of positions that it reads."""
-    groups = size_class(sum(-(-len(part) // SETTINGS.rows_per_group) for part in parts))
+    groups = size_class(sum(-(-part.num_rows // SETTINGS.rows_per_group) for part in parts))
     positions = 1 + max(int(part.entries[-1]) for part in parts)
     shape = FixedShape(groups, SETTINGS.rows_per_group, SETTINGS.num_pages(positions), 0)
     return Call(shape, tuple(parts)), positions
@@ -116,4 +101,4 @@ def write_rows(
     """Copy to `out` the rows of a call, of texts whose `rows` begin at the positions `starts`."""
     for start, part in call.placed():
         first = int(part.positions[0]) - starts[part.text]
-        out[start : start + len(part)] = rows[part.text][first : first + len(part)]
+        out[start : start + part.num_rows] = rows[part.text][first : first + part.num_rows]
