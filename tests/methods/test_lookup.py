@@ -1,5 +1,7 @@
 """Prompt lookup: where repeats go on, and how likely that is."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -77,6 +79,19 @@ def test_many_tokens_are_indexed_as_one_by_one(text: list[int], first: int):
             index.read(np.array([*text[first:], 1, 2, 1], dtype=np.int64))
             found.append((index.tokens, index.chains))
     assert found[0] == found[1]
+
+
+def test_a_long_text_is_indexed_in_arrays_and_not_token_by_token():
+    """Dictionaries of its n-grams took 200 bytes a token and four times as long, while all texts of a server waited."""
+    index, text = RepeatIndex(8, 5), np.arange(20_000)
+    tracemalloc.start()
+    try:
+        index.read(text)
+        assert tracemalloc.get_traced_memory()[0] < 100 * len(text)
+    finally:
+        tracemalloc.stop()
+    index.read(np.append(text, [5, 6, 7]))
+    assert index.repeats() == [(8, 3)]
 
 
 def test_a_step_indexes_new_tokens_alone_and_a_bounded_number_of_places_is_used():

@@ -30,7 +30,7 @@ MAX_SURE_MATCHES = 4  # latest sure repeats that are used: the others hardly cha
 LONG_REPEAT = 3  # repeats of so many tokens are indexed apart from single tokens, and so are found further back
 INDEXED = 1, LONG_REPEAT
 TOKEN_BITS = 21  # of a token id in the number of an n-gram: LONG_REPEAT of them in 63 bits
-MANY_TOKENS = 128  # so many at once are sorted, which takes a quarter of the time
+MANY_TOKENS = 128  # so many at once are sorted, which takes a tenth of the time
 LIMITS = SURE_REPEAT, MAX_SURE_MATCHES, MIN_PATH_PROBABILITY  # of the kernel
 
 Repeat = tuple[int, int]
@@ -178,7 +178,9 @@ class RepeatIndex:
         self.tokens = array("q")
         # by size of the n-gram: for each position where the n-gram before it ended before, −1 for nowhere
         self._before = tuple(array("q") for _ in INDEXED)
-        self._latest: tuple[dict[int, int], ...] = tuple({} for _ in INDEXED)  # where each n-gram ended last
+        # where each n-gram ended last: of many tokens that came at once ascending n-grams and their ends, else a dict
+        self._sorted: tuple[list[tuple[np.ndarray, np.ndarray]], ...] = tuple([] for _ in INDEXED)
+        self._latest: tuple[dict[int, int], ...] = tuple({} for _ in INDEXED)
         self.start = 0  # of the text, after the references
 
     def add_reference(self, tokens: Sequence[int]) -> None:
@@ -189,38 +191,58 @@ class RepeatIndex:
 
     def read(self, text: np.ndarray) -> None:
         """Index the new tokens; the text may only grow."""
-        self._append(text[len(self.tokens) - self.start :].tolist())
+        self._append(text[len(self.tokens) - self.start :])
 
-    def _append(self, tokens: Sequence[int]) -> None:
+    def _append(self, tokens: Sequence[int] | np.ndarray) -> None:
         first = len(self.tokens)
-        self.tokens.extend(tokens)
-        for size, before, latest in zip(INDEXED, self._before, self._latest, strict=True):
+        self.tokens.frombytes(np.asarray(tokens, dtype=np.int64).tobytes())
+        for which, size in enumerate(INDEXED):
             if len(tokens) >= MANY_TOKENS:
-                self._index_many(first, size, before, latest)
+                self._index_many(first, which)
                 continue
             for end in range(first, len(self.tokens)):
-                before.append(latest.get(ngram := self._ngram(end, size), -1))
+                ngram = self._ngram(end, size)
+                self._before[which].append(self._last_end(which, ngram))
                 if ngram >= 0:
-                    latest[ngram] = end
+                    self._latest[which][ngram] = end
 
-    def _index_many(self, first: int, size: int, before: array, latest: dict[int, int]) -> None:
+    def _index_many(self, first: int, which: int) -> None:
         """Index the n-grams before position `first` and all after it, by sorting them."""
+        size = INDEXED[which]
         ends = np.arange(max(first, size), len(self.tokens))
         tokens = np.frombuffer(self.tokens, dtype=np.int64)
         ngrams = np.zeros(len(ends), dtype=np.int64)
         for distance in range(size, 0, -1):
             ngrams = ngrams << TOKEN_BITS | tokens[ends - distance] + 1
         order = np.argsort(ngrams, kind="stable")
-        repeated = np.zeros(len(ends), dtype=bool)
-        repeated[1:] = ngrams[order[1:]] == ngrams[order[:-1]]
-        found = np.full(len(ends), -1)
-        found[order[repeated]] = ends[order[np.flatnonzero(repeated) - 1]]
-        if latest:
-            for place in order[~repeated].tolist():
-                found[place] = latest.get(int(ngrams[place]), -1)
-        before.extend([-1] * (int(len(self.tokens) - len(ends)) - first))
-        before.frombytes(found.tobytes())
-        latest.update(zip(ngrams.tolist(), ends.tolist(), strict=True))
+        ascending, begins = ngrams[order], np.ones(len(ends), dtype=bool)
+        begins[1:] = ascending[1:] != ascending[:-1]  # where another n-gram begins
+        found = np.empty_like(ends)
+        found[order[1:]] = ends[order[:-1]]
+        different = ascending[begins]
+        found[order[begins]] = self._last_ends(which, different)
+        self._before[which].extend([-1] * (int(len(self.tokens) - len(ends)) - first))
+        self._before[which].frombytes(found.tobytes())
+        self._sorted[which].append((different, ends[order[np.roll(begins, -1)]]))
+
+    def _last_ends(self, which: int, ngrams: np.ndarray) -> np.ndarray:
+        """Where n-grams, given in ascending order, ended last, −1 for nowhere."""
+        last, latest = np.full(len(ngrams), -1), self._latest[which]
+        few = np.fromiter(latest, np.int64), np.fromiter(latest.values(), np.int64)
+        for known, ends in (*self._sorted[which], few) if len(ngrams) else ():
+            places = np.searchsorted(ngrams, known).clip(max=len(ngrams) - 1)
+            same = ngrams[places] == known
+            last[places[same]] = np.maximum(last[places[same]], ends[same])
+        return last
+
+    def _last_end(self, which: int, ngram: int) -> int:
+        """Where an n-gram ended last, −1 for nowhere."""
+        last = self._latest[which].get(ngram, -1)
+        for ngrams, ends in self._sorted[which]:
+            place = ngrams.searchsorted(ngram)
+            if place < len(ngrams) and ngrams[place] == ngram:
+                last = max(last, int(ends[place]))
+        return last
 
     def _ngram(self, end: int, size: int) -> int:
         """A number of the `size` tokens before a position, −1 if there are fewer."""
@@ -234,8 +256,7 @@ class RepeatIndex:
         """By size of the n-gram: where each position's n-gram ended before, and where that of the text's end did."""
         end = len(self.tokens)
         return [
-            (before, latest.get(self._ngram(end, size), -1))
-            for size, before, latest in zip(INDEXED, self._before, self._latest, strict=True)
+            (self._before[which], self._last_end(which, self._ngram(end, size))) for which, size in enumerate(INDEXED)
         ]
 
     def repeats(self) -> list[Repeat]:
