@@ -12,8 +12,8 @@ from saltus.engine.encoding import answer_end_token, tokens_after_prompt
 from saltus.engine.engine import Engine
 from saltus.engine.text_files import read_jsonl, read_text, separate_texts
 from saltus.loading.model_identity import model_fingerprint
-from saltus.training.data.teacher_texts import METADATA_FILE, read_metadata, save_shard
-from saltus.training.loop.checkpoint import write_atomically
+from saltus.training.data.teacher_texts import METADATA_FILE, read_metadata, save_shard, shard_name
+from saltus.training.loop.checkpoint import write_json
 
 TEMPERATURE = 1.0  # a text of a data set is a sample of a distribution, not its likeliest text
 FORMS = '"prompt" and "completion", "messages" that end with the assistant\'s, or "text"'
@@ -89,8 +89,6 @@ def write_given_texts(
     if (folder / METADATA_FILE).exists() and read_metadata(folder) != metadata:
         raise ValueError(f"{folder} holds other texts; write these into another folder")
     for number, start in enumerate(range(0, len(texts), texts_per_shard)):
-        part = texts[start : start + texts_per_shard]
-        save_shard(folder / f"{number:05d}.jsonl.gz", part)
-    content = (json.dumps(metadata, indent=1) + "\n").encode()
-    write_atomically(folder / METADATA_FILE, lambda out: out.write(content))
+        save_shard(folder / shard_name(number), texts[start : start + texts_per_shard])
+    write_json(folder / METADATA_FILE, metadata)
     return len(texts), cut

@@ -36,6 +36,11 @@ class Sample:
     completion: Sequence[int]
     temperature: float
 
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and completion."""
+        return [*map(int, self.prompt), *map(int, self.completion)]
+
 
 def collect_hidden_states(
     network: Any,
@@ -64,12 +69,9 @@ def collect_hidden_states(
         **truncation_metadata(truncation),
     }
     yield from write_shards(
-        samples,
-        folder,
-        metadata,
-        lambda sample: _read_text(network, sample, temperatures, coupling, truncation),
+        samples, folder, metadata, lambda sample: _read_text(network, sample, temperatures, coupling, truncation),
         processes,
-    )
+    )  # fmt: skip
 
 
 def truncation_metadata(truncation: Truncation | None) -> dict[str, Any]:
@@ -163,12 +165,10 @@ def _read_text(
     for index, temperature in enumerate(temperatures):
         of_tokens = uniform_intervals(rows, completion.to(rows.device), temperature, coupling, truncation)
         intervals[index, len(sample.prompt) :] = torch.stack([of_tokens.low, of_tokens.high], -1).cpu()
-    features = torch.cat(
-        [*states, states[-1][-1:]]
-    ).cpu()  # a placeholder for the last token, whose state is never used
+    features = torch.cat([*states, states[-1][-1:]]).cpu()  # the last token's state is never used: a placeholder
     texts = torch.tensor([[len(sample.prompt), features.shape[0], round(1000 * sample.temperature)]])
     return {
-        "tokens": torch.tensor([*sample.prompt, *sample.completion], dtype=torch.int32),
+        "tokens": torch.tensor(sample.tokens, dtype=torch.int32),
         "features": features.to(torch.bfloat16),
         "intervals": intervals,
         "texts": texts,

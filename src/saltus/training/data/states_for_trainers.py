@@ -18,7 +18,7 @@ from saltus.methods.shared.context_rows import select_hidden_states
 from saltus.training.data.hidden_states import Sample
 from saltus.training.data.state_formats import FORMATS
 from saltus.training.data.state_formats.state_format import StateFormat, TextStates, loss_mask
-from saltus.training.loop.checkpoint import write_atomically
+from saltus.training.loop.checkpoint import write_atomically, write_json
 
 METADATA_FILE = "states.json"
 MIN_COMPLETION = 2  # tokens: SpecForge refuses texts with fewer
@@ -89,11 +89,7 @@ class StateCollection:
     def num_bytes(self, numbers: Sequence[int], hidden: int) -> int:
         """The disk space that the files of these texts need, about."""
         row = (len(self.layers) + 1) * hidden * torch.bfloat16.itemsize + 2 * torch.int64.itemsize
-        return sum(len(_tokens(self.texts[number])) * row + BYTES_PER_FILE for number in numbers)
-
-
-def _tokens(sample: Sample) -> list[int]:
-    return [*map(int, sample.prompt), *map(int, sample.completion)]
+        return sum(len(self.texts[number].tokens) * row + BYTES_PER_FILE for number in numbers)
 
 
 def prepare_folder(folder: Path, plan: StateCollection, metadata: dict[str, Any], hidden: int) -> list[int]:
@@ -116,8 +112,7 @@ def prepare_folder(folder: Path, plan: StateCollection, metadata: dict[str, Any]
             f"the states need {needed / 1e6:,.1f} MB, and the disk of {folder} has {free / 1e6:,.1f} MB left;"
             " give a --limit of texts, a smaller --max-length, fewer --layers, or a folder on another disk"
         )
-    content = (json.dumps(metadata, indent=1) + "\n").encode()
-    write_atomically(known, lambda out: out.write(content))
+    write_json(known, metadata)
     return missing
 
 
@@ -137,7 +132,7 @@ def _is_there(folder: Path, plan: StateCollection, number: int, sample: Sample) 
         tokens = plan.format.read_tokens(file)
     except Exception as error:
         raise ValueError(f"{file} is damaged ({type(error).__name__}); delete it and collect again") from None
-    if tokens != _tokens(sample):
+    if tokens != sample.tokens:
         raise ValueError(f"{file} holds states of another text; collect into another folder")
     return True
 
@@ -164,8 +159,7 @@ def _last_layer(network: Any, plan: StateCollection) -> tuple[int, ...]:
 @torch.inference_mode()
 def read_states(network: Any, plan: StateCollection, sample: Sample) -> TextStates:
     """The states of one text, in bfloat16. Errors: ValueError where they are not finite."""
-    tokens = _tokens(sample)
-    inputs = ForwardInputs(continuation(tokens, 0), output_hidden_states=True)
+    inputs = ForwardInputs(continuation(sample.tokens, 0), output_hidden_states=True)
     states = network.forward([inputs], [network.new_kv_cache()])[0].hidden_states
     wanted = (*plan.layers, *(_last_layer(network, plan) or (None,)))
     states = select_hidden_states(states, network.hidden_state_layers, wanted).cpu().bfloat16()
@@ -173,6 +167,6 @@ def read_states(network: Any, plan: StateCollection, sample: Sample) -> TextStat
         raise ValueError("the model's states of a text are not finite numbers; load it with --dtype float32")
     by_layer = states.unflatten(-1, (len(wanted), -1))
     return TextStates(
-        torch.tensor(tokens), torch.tensor(loss_mask(sample)), by_layer[:, :-1].contiguous(),
+        torch.tensor(sample.tokens), torch.tensor(loss_mask(sample)), by_layer[:, :-1].contiguous(),
         by_layer[:, -1].contiguous(),
     )  # fmt: skip

@@ -20,9 +20,14 @@ from saltus.engine.scheduler import run_requests
 from saltus.loading.model_identity import layers_digest, model_fingerprint
 from saltus.models.protocols import DrafterHost
 from saltus.training.data.hidden_states import Sample
-from saltus.training.loop.checkpoint import write_atomically
+from saltus.training.loop.checkpoint import write_atomically, write_json
 
 METADATA_FILE = "collect.json"
+
+
+def shard_name(number: int) -> str:
+    """The name of the file of a shard."""
+    return f"{number:05d}.jsonl.gz"
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class CollectionPlan:
 
     @property
     def shard_names(self) -> list[str]:
-        return [f"{number:05d}.jsonl.gz" for number in range(-(-self.num_texts // self.texts_per_shard))]
+        return [shard_name(number) for number in range(-(-self.num_texts // self.texts_per_shard))]
 
     def texts_of_shard(self, shard_number: int) -> list[tuple[int, float]]:
         """The texts of a shard: prompt number and temperature of each."""
@@ -141,7 +146,7 @@ def prepare_folder(folder: Path, plan: CollectionPlan, metadata: Mapping[str, An
     other texts, or a damaged shard.
     """
     if not (folder / METADATA_FILE).exists():
-        _write_metadata(folder, metadata)
+        write_json(folder / METADATA_FILE, metadata)
     begun = read_metadata(folder)
     if not begun.get("layers"):  # an older folder, or packed weights
         metadata, begun = (
@@ -154,7 +159,7 @@ def prepare_folder(folder: Path, plan: CollectionPlan, metadata: Mapping[str, An
             if first.num_texts % plan.texts_per_shard:  # its last shard gets more texts
                 (folder / first.shard_names[-1]).unlink(missing_ok=True)
             begun = {**metadata, "model": begun["model"]}
-            _write_metadata(folder, begun)
+            write_json(folder / METADATA_FILE, begun)
     names = [name for name in {**metadata, **begun} if name != "model"]
     differs = next((name for name in names if begun.get(name) != metadata.get(name)), None)
     if differs in ("prompts", "fingerprint", "layers"):
@@ -172,10 +177,6 @@ def prepare_folder(folder: Path, plan: CollectionPlan, metadata: Mapping[str, An
             " give the same again, or collect into another folder"
         )
     return missing_shards(folder, plan)
-
-
-def _write_metadata(folder: Path, metadata: Mapping[str, Any]) -> None:
-    write_atomically(folder / METADATA_FILE, lambda out: out.write((json.dumps(metadata, indent=1) + "\n").encode()))
 
 
 def read_metadata(folder: Path) -> dict[str, Any]:

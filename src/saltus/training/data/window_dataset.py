@@ -20,6 +20,8 @@ from saltus.training.data.similar_lengths import sample_similar_lengths
 from saltus.training.data.uniform_intervals import UniformIntervals, sample_uniforms
 from saltus.training.data.window_packing import gather_windows, valid_prefix
 
+VALIDATION_TEXTS = 8  # of a batch
+
 
 @dataclass(frozen=True)
 class WindowSettings:
@@ -179,20 +181,15 @@ class WindowDataset:
         """The batch of a training step."""
         generator = seeded_generator(self.settings.seed, "batch", step)
         chosen = sample_similar_lengths(self.training_table[:, 2], self.batch_size, generator)
-        return self.make_batch(
-            self.training_table[chosen],
-            generator,
-            self.settings.windows_per_text,
-            self.settings.greedy_fraction,
-        )
+        windows, greedy = self.settings.windows_per_text, self.settings.greedy_fraction
+        return self.make_batch(self.training_table[chosen], generator, windows, greedy)
 
-    def validation_batches(self, greedy: bool, num_windows: int = 8, num_texts: int = 8) -> Iterator[Batch]:
+    def validation_batches(self, greedy: bool, num_windows: int = 8) -> Iterator[Batch]:
         """Windows of held-out texts, either those written greedily or those that were sampled."""
         chosen = self.validation_table[(self.validation_table[:, 3] == 0) == greedy]
-        for number in range(0, len(chosen), num_texts):
-            yield self.make_batch(
-                chosen[number : number + num_texts], seeded_generator(1, "exam", number), num_windows, float(greedy)
-            )
+        for number in range(0, len(chosen), VALIDATION_TEXTS):
+            texts, generator = chosen[number : number + VALIDATION_TEXTS], seeded_generator(1, "exam", number)
+            yield self.make_batch(texts, generator, num_windows, float(greedy))
 
     def make_batch(
         self, text_table: np.ndarray, generator: np.random.Generator, num_windows: int, greedy_fraction: float

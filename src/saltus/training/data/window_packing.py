@@ -96,14 +96,9 @@ def pack_windows(
         tokens[:, :windows] = context_tokens.gather(1, window_starts - 1)
         positions = positions - 1
     return pack_rows(
-        context_tokens,
-        mask,
-        tokens,
-        positions,
-        uniforms.transpose(1, 2).flatten(1),
-        num_windows=windows,
+        context_tokens, mask, tokens, positions, uniforms.transpose(1, 2).flatten(1), num_windows=windows,
         window_size=window,
-    )
+    )  # fmt: skip
 
 
 def slice_rows(packed: PackedBatch, start: int, stop: int) -> PackedBatch:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -35,6 +36,11 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write an object of JSON, atomically."""
+    write_atomically(path, lambda file: file.write((json.dumps(content, indent=1) + "\n").encode()))
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from safetensors import safe_open
@@ -20,7 +20,7 @@ from safetensors.torch import save
 
 from saltus.training.data.hidden_states import Sample
 from saltus.training.data.state_formats.state_format import StateFormat, TextStates, loss_mask
-from saltus.training.loop.checkpoint import write_atomically
+from saltus.training.loop.checkpoint import write_atomically, write_json
 
 ARROW_FILE = "data-00000-of-00001.arrow"
 TEXTS_PER_BATCH = 1000  # of the Arrow file
@@ -57,17 +57,12 @@ def _finish(folder: Path, texts: Sequence[Sample]) -> None:
     write_atomically(folder / "token_freq.pt", lambda out: torch.save(dict(counts), out))
     write_atomically(folder / ARROW_FILE, lambda out: _write_arrow(texts, out))
     digest = blake2b((folder / ARROW_FILE).read_bytes(), digest_size=8).hexdigest()
-    _write_json(
-        folder / "dataset_info.json",
-        {"citation": "", "description": "", "features": FEATURES, "homepage": "", "license": ""},
-    )
-    _write_json(
-        folder / "state.json",
-        {
-            "_data_files": [{"filename": ARROW_FILE}], "_fingerprint": digest, "_format_columns": None,
-            "_format_kwargs": {}, "_format_type": "torch", "_output_all_columns": False, "_split": None,
-        },
-    )  # fmt: skip
+    info = {"citation": "", "description": "", "features": FEATURES, "homepage": "", "license": ""}
+    write_json(folder / "dataset_info.json", info)
+    write_json(folder / "state.json", {
+        "_data_files": [{"filename": ARROW_FILE}], "_fingerprint": digest, "_format_columns": None,
+        "_format_kwargs": {}, "_format_type": "torch", "_output_all_columns": False, "_split": None,
+    })  # fmt: skip
 
 
 def _write_arrow(texts: Sequence[Sample], file: BinaryIO) -> None:
@@ -80,15 +75,11 @@ def _write_arrow(texts: Sequence[Sample], file: BinaryIO) -> None:
         for start in range(0, len(texts), TEXTS_PER_BATCH):
             part = texts[start : start + TEXTS_PER_BATCH]
             columns = {
-                "input_ids": [[*map(int, sample.prompt), *map(int, sample.completion)] for sample in part],
+                "input_ids": [sample.tokens for sample in part],
                 "loss_mask": [loss_mask(sample) for sample in part],
-                "seq_len": [len(sample.prompt) + len(sample.completion) for sample in part],
+                "seq_len": [len(sample.tokens) for sample in part],
             }
             stream.write_batch(pyarrow.RecordBatch.from_pydict(columns, schema))
-
-
-def _write_json(file: Path, content: dict[str, Any]) -> None:
-    write_atomically(file, lambda out: out.write((json.dumps(content, indent=2) + "\n").encode()))
 
 
 SPECULATORS = StateFormat(False, _file_name, _write, _read_tokens, _finish, _name_layers, _check_installed)
