@@ -169,6 +169,21 @@ class Reasoning:
         return grammar if self.tokens is None else AfterReasoning(grammar, self)
 
 
+class ReasoningCounter:
+    """Counts the tokens of a text that are reasoning, as they arrive."""
+
+    def __init__(self, reasoning: Reasoning | None, prompt: Sequence[int]) -> None:
+        self.reasoning, self.prompt = reasoning, prompt
+        self.num_reasoning = self.num_read = 0
+
+    def count(self, text: Sequence[int]) -> int:
+        """How many of the text's tokens are reasoning by now; 0 for a model without."""
+        if self.reasoning is not None and self.num_reasoning in (0, self.num_read):  # else the answer has begun
+            self.num_reasoning = self.reasoning.count(self.prompt, text, self.num_reasoning)
+        self.num_read = len(text)
+        return self.num_reasoning
+
+
 class ReasoningReader:
     """Separates the reasoning from the answer as a text arrives. Space around either is dropped."""
 

@@ -19,6 +19,7 @@ from saltus.server.errors import ApiError
 from saltus.server.metrics import ServerMetrics
 from saltus.server.protocol import SamplingFields
 from saltus.server.served_request import Delta, ServedRequest, serve_text
+from saltus.server.translation import speculation_metrics
 
 
 @dataclass
@@ -132,3 +133,7 @@ class Answer:
     def calls(self) -> list[CallRecord]:
         """The calls of all texts."""
         return [call for choice in self.choices for call in choice.calls]
+
+    def metrics(self, calls: Sequence[CallRecord]) -> dict[str, Any]:
+        """The field with what drafting did in these calls, if the request asks for it."""
+        return {"metrics": {"speculative_decoding": speculation_metrics(calls)}} if self.body.include_metrics else {}

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from saltus.engine.channel_reader import ChannelReader
 from saltus.engine.engine import TextRequest
-from saltus.engine.reasoning import Reasoning, ReasoningReader
+from saltus.engine.reasoning import Reasoning, ReasoningCounter, ReasoningReader
 from saltus.engine.request import CallRecord
 from saltus.engine.token_texts import token_name
 from saltus.engine.tool_calls import ToolCallReader
@@ -22,7 +22,7 @@ from saltus.server.protocol import ChatCompletionRequest, CompletionRequest
 from saltus.server.served_request import Delta
 from saltus.server.structured import Tools, call_object
 from saltus.server.token_entries import token_entries
-from saltus.server.translation import speculation_metrics, usage
+from saltus.server.translation import usage
 
 AnyText = TypeVar("AnyText", Choice, Delta)
 
@@ -58,8 +58,7 @@ class ChatForm(_Form):
         self.tools, self.reasoning, self.shows_reasoning = tools, reasoning, shows_reasoning
         self.readers: dict[int, tuple[ReasoningReader | ChannelReader | None, ToolCallReader | None]] = {}  # by choice
         self.num_calls: Counter[int] = Counter()  # by choice
-        self.num_reasoning_tokens: dict[int, int] = {}  # by choice, as far as is known
-        self.has_answer: set[int] = set()  # choices whose reasoning has ended
+        self.counters: dict[int, ReasoningCounter] = {}  # by choice
 
     def choice(self, choice: Choice) -> dict[str, Any]:
         thought, text, calls = self._read(choice, choice.text, last=True)
@@ -108,15 +107,9 @@ class ChatForm(_Form):
 
     def _num_reasoning_tokens(self, choice: Choice) -> int:
         """How many tokens of a choice are reasoning by now."""
-        if self.reasoning is None:
-            return 0
-        known = self.num_reasoning_tokens.get(choice.index, 0)
-        if choice.index not in self.has_answer:  # what is known is not counted again, since texts are long
-            known = self.reasoning.count(choice.request.request.prompt, choice.tokens, known)
-            self.num_reasoning_tokens[choice.index] = known
-            if 0 < known < len(choice.tokens):
-                self.has_answer.add(choice.index)
-        return known
+        if choice.index not in self.counters:
+            self.counters[choice.index] = ReasoningCounter(self.reasoning, choice.request.request.prompt)
+        return self.counters[choice.index].count(choice.tokens)
 
     def _num_hidden_tokens(self, choice: Choice) -> int:
         """How many tokens of a choice are reasoning that is not shown."""
@@ -220,10 +213,7 @@ class ChoicesAnswer(Answer):
         async for _ in self.arriving():
             pass
         answer = self._object(self.form.object, [self.form.choice(choice) for choice in self.choices])
-        answer["usage"] = self._usage()
-        if self.body.include_metrics:
-            answer["metrics"] = {"speculative_decoding": speculation_metrics(self.calls)}
-        return answer
+        return answer | {"usage": self._usage()} | self.metrics(self.calls)
 
     async def stream(self) -> AsyncIterator[str]:
         """The answer as server-sent events."""
@@ -236,8 +226,8 @@ class ChoicesAnswer(Answer):
             choices: list[dict[str, Any]], counts: dict[str, Any] | None, calls: Sequence[CallRecord] | None = None
         ) -> str:
             chunk = self._object(self.form.chunk_object, choices)
-            if calls is not None and self.body.include_metrics:
-                chunk["metrics"] = {"speculative_decoding": speculation_metrics(calls)}
+            if calls is not None:
+                chunk |= self.metrics(calls)
             if counts is not None:
                 chunk["usage"] = counts
             return event_text(chunk)

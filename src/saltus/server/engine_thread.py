@@ -74,13 +74,17 @@ class EngineThread:
         with self.lock:  # until they are queued, so that a server that closes answers them
             if self.closed or not (self.thread.ident is None or self.thread.is_alive()):
                 raise ApiError(503, "the server is shutting down; try another one")
-            if self.num_open + len(requests) > self.limits.max_batch + self.limits.max_queue:
-                raise ApiError(429, "the queue is full; try again later", headers={"Retry-After": "1"})
+            self.check_queue(len(requests))
             self.num_open += len(requests)
             number = next(self.request_numbers)
             for served in requests:
                 served.request_number = number
                 self.incoming.put(served)
+
+    def check_queue(self, num_texts: int) -> None:
+        """Refuse texts that find no place. Errors: ApiError 429."""
+        if self.num_open + num_texts > self.limits.max_texts:
+            raise ApiError(429, "the queue is full; try again later", headers={"Retry-After": "1"})
 
     def cancel(self, served: ServedRequest) -> None:
         """Drop a text; its memory is free after the call that runs now."""

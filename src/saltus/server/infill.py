@@ -17,7 +17,6 @@ from saltus.server.errors import ApiError
 from saltus.server.events import event_text
 from saltus.server.fields import Fields, Items
 from saltus.server.protocol import SamplingFields
-from saltus.server.translation import speculation_metrics
 
 DEFAULT_TEMPERATURE = 0.8  # llama.cpp's, as are the next two
 DEFAULT_TOP_K, DEFAULT_TOP_P, DEFAULT_MIN_P = 40, 0.95, 0.05
@@ -37,14 +36,12 @@ class InfillRequest(SamplingFields):
     input_suffix: str = ""
     prompt: str = ""  # what follows the prefix
     parts: Items[str] | None = Field(None, min_length=2, max_length=257)  # the texts around holes, in place of the two
-    hole_lengths: Items[int | None] | None = Field(
-        None, max_length=256
-    )  # of the holes between parts, in tokens; null: the model ends it
+    # of the holes between parts, in tokens; null: the model ends it
+    hole_lengths: Items[int | None] | None = Field(None, max_length=256)
     input_extra: Items[ExtraFile] = Field(default_factory=list, max_length=1024)
     n_predict: int = Field(128, ge=-1)  # −1: as many tokens as the context holds
-    response_fields: Items[str] | None = Field(
-        None, max_length=1024
-    )  # which fields the answer has; "timings/prompt_n" is a field in a field
+    # which fields the answer has; "timings/prompt_n" is a field in a field
+    response_fields: Items[str] | None = Field(None, max_length=1024)
 
     @model_validator(mode="after")
     def _of_one_form(self) -> InfillRequest:
@@ -105,8 +102,7 @@ class InfillAnswer(Answer):
             "index": 0, "content": content, "tokens": [], "id_slot": -1, "stop": stop,
             "tokens_predicted": len(choice.tokens), "tokens_evaluated": len(request.prompt),
         }  # fmt: skip
-        if self.body.include_metrics:
-            fields["metrics"] = {"speculative_decoding": speculation_metrics(new_calls)}
+        fields |= self.metrics(new_calls)
         if not stop:
             return fields
         read = calls[0].context_tokens_read if calls else 0

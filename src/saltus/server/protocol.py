@@ -81,9 +81,8 @@ class Speculative(Fields):
     """How a text is drafted; it cannot change the text."""
 
     method: str | None = Field(None, max_length=MAX_METHOD_LENGTH)
-    max_draft_tokens: int | None = Field(
-        None, ge=0, le=MAX_DRAFT_TOKENS
-    )  # draft tokens of a call, at most; the server's is a limit, too
+    # draft tokens of a call, at most; the server's is a limit, too
+    max_draft_tokens: int | None = Field(None, ge=0, le=MAX_DRAFT_TOKENS)
 
 
 class SamplingFields(Fields):

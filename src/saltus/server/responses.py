@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from saltus.engine.engine import TextRequest
-from saltus.engine.reasoning import Reasoning
+from saltus.engine.reasoning import Reasoning, ReasoningCounter
 from saltus.engine.tool_calls import ToolCall
 from saltus.server.answers import Answer, Backend, Choice
 from saltus.server.errors import ApiError
@@ -23,7 +23,7 @@ from saltus.server.protocol import (
 from saltus.server.served_request import Delta
 from saltus.server.structured import Tools
 from saltus.server.token_entries import token_entries
-from saltus.server.translation import ROLES, joined_text, speculation_metrics
+from saltus.server.translation import ROLES, joined_text
 
 REASONING_PLACE = {"output_index": 0, "content_index": 0}
 
@@ -91,15 +91,15 @@ class ResponseAnswer(Answer):
         reasoning: Reasoning | None,
     ) -> None:
         super().__init__(backend, requests, method, body)
-        self.tools, self.reader, self.reasoning = tools, tools.reader(), reasoning
-        self.reasoning_reader = reasoning and reasoning.reader(requests[0].request.prompt)
+        prompt = requests[0].request.prompt
+        self.reader, self.counter = tools.reader(), ReasoningCounter(reasoning, prompt)
+        self.reasoning_reader = reasoning and reasoning.reader(prompt)
         self.items: list[dict[str, Any]] = []  # of the output
         self.thought: dict[str, Any] | None = None  # the reasoning among them
         self.message: dict[str, Any] | None = None  # the one that is being written, the last of them
         self.unscored = ""  # text whose tokens have not come
         self.entries: list[dict[str, Any]] = []  # of tokens whose text has not come to a message
         self.num_scored = 0
-        self.num_reasoning_tokens = self.num_counted = 0  # of as many tokens
 
     async def whole(self) -> dict[str, Any]:
         async for _ in self.arriving():
@@ -262,17 +262,11 @@ class ResponseAnswer(Answer):
             "truncation": body.truncation or "disabled",
             "usage": self._usage() if finished else None,
         }
-        if finished and body.include_metrics:
-            response["metrics"] = {"speculative_decoding": speculation_metrics(self.calls)}
-        return response
+        return response | (self.metrics(self.calls) if finished else {})
 
     def _num_reasoning_tokens(self) -> int:
         """How many tokens are reasoning by now."""
-        choice, known = self.choices[0], self.num_reasoning_tokens
-        if self.reasoning is not None and known in (0, self.num_counted):
-            known = self.reasoning.count(choice.request.request.prompt, choice.tokens, known)
-        self.num_counted, self.num_reasoning_tokens = len(choice.tokens), known
-        return known
+        return self.counter.count(self.choices[0].tokens)
 
     def _usage(self) -> dict[str, Any]:
         choice = self.choices[0]

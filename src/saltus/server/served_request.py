@@ -23,6 +23,11 @@ class Limits:
     max_queue: int = 256  # texts that wait
     max_cached_bytes: int = 4 * 2**30  # of the running texts' keys and values; a quarter more is for texts to come
 
+    @property
+    def max_texts(self) -> int:
+        """Texts that are decoded or wait."""
+        return self.max_batch + self.max_queue
+
 
 @dataclass(frozen=True)
 class Delta:

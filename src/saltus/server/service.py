@@ -240,13 +240,11 @@ class Service:
 
     def _check_capacity(self, num_texts: int) -> None:
         """Refuse more texts than can be queued, before they are prepared. Errors: ApiError 400 or 429."""
-        limits = self.engine_thread.limits
-        capacity = limits.max_batch + limits.max_queue
+        capacity = self.engine_thread.limits.max_texts
         if num_texts > capacity:
             message = f"the request is for {num_texts:,} texts, but the server takes {capacity:,}; split it"
             raise ApiError(400, message, "n")
-        if self.engine_thread.num_open + num_texts > capacity:
-            raise ApiError(429, "the queue is full; try again later", headers={"Retry-After": "1"})
+        self.engine_thread.check_queue(num_texts)
 
     def _check_scores_prompts(self, body: CompletionRequest) -> None:
         """Refuse log-probabilities of an echoed prompt where there are none. Errors: ApiError 400."""
