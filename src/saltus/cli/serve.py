@@ -10,7 +10,6 @@ import signal
 import socket
 from collections.abc import Sequence
 from functools import partial
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -84,8 +83,8 @@ def serve(
         _server_option(
             "--learn-share",
             metavar="X",
-            help="With --learn: share of the time that training may take while texts are decoded. Default: 0.08;"
-            " 0: idle time only.",
+            help="With --learn: share of the time that training may take while texts are decoded. Default:"
+            f" {LEARN_SHARE}; 0: idle time only.",
         ),
     ] = None,
     learn_reset: Annotated[
@@ -136,111 +135,122 @@ def serve(
     /detokenize, /health, /version, /load, /metrics (Prometheus, with vLLM's names), /docs.
     """
     try:
-        import uvicorn
-
         from saltus.server.app import make_app
-        from saltus.server.connections import server_config
+        from saltus.server.connections import Server, server_config
         from saltus.server.guard import checked_keys
         from saltus.server.hosts import allowed_hosts
+        from saltus.server.served_request import Limits
     except ImportError as error:
         raise ValueError(
             f"the server needs {error.name}, which is not installed; run: pip install '.[serve]' in the clone"
         ) from error
     from saltus.cli.answers import print_note
-    from saltus.engine.tuned_settings import memory_bytes
 
     keys = checked_keys(api_key or _keys_of_environment())
     if (replicas > 1 or replica_cpus is not None) and not ray:
         raise ValueError("--replicas and --replica-cpus need --ray")
     ngram_cache_bytes = _num_bytes("--ngram-cache", ngram_cache) if ngram_cache else 0
-    kv_cache_bytes = _num_bytes("--kv-cache-memory-bytes", kv_cache_memory_bytes)
-    if kv_cache_bytes < MIN_KV_CACHE_BYTES:
-        raise ValueError(f"--kv-cache-memory-bytes is {kv_cache_memory_bytes!r}, but must be 1MB or more")
-    default = _num_bytes("", DEFAULT_KV_CACHE)  # which small machines have, too: they serve short texts
-    machine = max(memory_bytes() or kv_cache_bytes, default)
-    if kv_cache_bytes > machine and not _uses_gpu(model_options.device):
-        raise ValueError(
-            f"--kv-cache-memory-bytes is {kv_cache_memory_bytes}, but this machine has {machine / 1e9:.0f} GB; lower it"
-        )
+    limits = Limits(max_num_seqs, max_queue, _kv_cache_bytes(kv_cache_memory_bytes, model_options.device))
     if served_model_name == "":
         raise ValueError("--served-model-name is empty; give a name, or leave it out")
     if not learn and (learn_share is not None or learn_reset or learn_across_keys):
         raise ValueError("--learn-share, --learn-reset and --learn-across-keys need --learn")
     if learn and ray:
         raise ValueError("--learn is for a single server; leave out --ray, or --learn")
-    plan = _learning_plan(learn_share, keys, learn_across_keys, learn_reset) if learn else None
+    plan = None
+    if learn:
+        from saltus.server.learning import LearningPlan, group_of
 
-    def make_service() -> Any:
-        from saltus.cli.open_engine import open_with_options
-        from saltus.server.allocator import return_freed_buffers
-        from saltus.server.log_lines import LogLines
-        from saltus.server.served_request import Limits
-        from saltus.server.service import Service
-
-        return_freed_buffers()
-        engine, _ = open_with_options(model_options, method_options, o.SamplingOptions())
-        engine.generate("Are you there?", max_new_tokens=8)  # what is loaded late is loaded before the first request
-        if max_model_len is not None:
-            engine.limit_context(max_model_len)
-        limits = Limits(max_num_seqs, max_queue, kv_cache_bytes)
-        learner = None if plan is None else _new_learner(engine, plan)
-        service = Service(engine, served_model_name or model_options.model, limits, ngram_cache_bytes, learner)
-        service.engine_thread.on_failure = lambda: os.kill(
-            os.getpid(), signal.SIGTERM
-        )  # nothing would be decoded any more
-        context, fitting = engine.target.context_length, service.engine_thread.longest_text
-        # else texts without max_tokens are refused
-        if max_model_len is None and (context is None or context > fitting):
-            why = "which fit into --kv-cache-memory-bytes"
-            if context is None and fitting > DEFAULT_CONTEXT:
-                fitting, why = DEFAULT_CONTEXT, "since the model names no limit; more by --max-model-len"
-            engine.limit_context(fitting)
-            print_note(f"prompt and answer have at most {fitting:,} tokens, {why}")
-        logging.basicConfig(format="%(message)s", handlers=[LogLines()])
-        logging.getLogger("saltus.server").setLevel(logging.INFO)
-        return service
+        share = LEARN_SHARE if learn_share is None else learn_share
+        plan = LearningPlan(share, group_of(keys, learn_across_keys), learn_reset)
+    name = served_model_name or model_options.model
+    new_service = partial(
+        _new_service, model_options, method_options, name, limits, max_model_len, ngram_cache_bytes, plan
+    )
 
     def app(service: Any) -> Any:
         return make_app(service, keys, log_requests, allowed_hosts(host, allowed_host or ()))
 
-    class Server(uvicorn.Server):
-        note = ""
+    if ray:
+        from saltus.server.replicas import Replicas, start_replicas, stop_replicas, wait_for_signal
 
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            if self.started:  # else nobody could use the address
-                own_port = self.servers[0].sockets[0].getsockname()[1]
-                print_note(f"{self.note} on http://{host}:{own_port}/v1")
-
-        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            if self.should_exit:  # uvicorn goes on waiting for streams after a second SIGTERM
-                signal.signal(sig, signal.SIG_DFL)
-                signal.raise_signal(sig)
-            super().handle_exit(sig, frame)
-
-    if not ray:
-        _check_free(host, port)  # before a model is loaded
-        service = make_service()
-        server = Server(server_config(app(service), host, port, max_num_seqs + max_queue, shutdown_timeout))
-        server.note = f"{model_options.model} with {service.engine.method}"
-        with contextlib.suppress(KeyboardInterrupt):  # uvicorn sends itself the signal again when it has stopped
-            server.run()
-        if not server.started:
-            raise typer.Exit(3)
+        gpus = 1.0 if _uses_gpu(model_options.device) else 0.0
+        each = Replicas(replicas, limits.max_texts, shutdown_timeout, replica_cpus, gpus)
+        start_replicas(lambda: app(new_service()), each, host, port)
+        print_note(f"{replicas} replicas of {model_options.model} on http://{host}:{port}/v1")
+        wait_for_signal()
+        print_note("finishing what runs")
+        stop_replicas()
         return
-    from saltus.server.replicas import Replicas, start_replicas, stop_replicas, wait_for_signal
-
-    gpus = 1.0 if _uses_gpu(model_options.device) else 0.0
-    start_replicas(
-        lambda: app(make_service()),
-        Replicas(replicas, max_num_seqs + max_queue, shutdown_timeout, replica_cpus, gpus),
-        host,
-        port,
+    _check_free(host, port)  # before a model is loaded
+    service = new_service()
+    what = f"{model_options.model} with {service.engine.method}"
+    server = Server(
+        server_config(app(service), host, port, limits.max_texts, shutdown_timeout),
+        lambda own_port: print_note(f"{what} on http://{host}:{own_port}/v1"),
     )
-    print_note(f"{replicas} replicas of {model_options.model} on http://{host}:{port}/v1")
-    wait_for_signal()
-    print_note("finishing what runs")
-    stop_replicas()
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn sends itself the signal again when it has stopped
+        server.run()
+    if not server.started:
+        raise typer.Exit(3)
+
+
+def _new_service(
+    model_options: o.ModelOptions,
+    method_options: o.MethodOptions,
+    name: str,
+    limits: Any,
+    max_model_len: int | None,
+    ngram_cache_bytes: int,
+    plan: Any,
+) -> Any:
+    """The service of a loaded model, in this process or in that of a replica."""
+    from saltus.cli.open_engine import open_with_options
+    from saltus.server.allocator import return_freed_buffers
+    from saltus.server.log_lines import LogLines
+    from saltus.server.service import Service
+
+    return_freed_buffers()
+    engine, _ = open_with_options(model_options, method_options, o.SamplingOptions())
+    engine.generate("Are you there?", max_new_tokens=8)  # what is loaded late is loaded before the first request
+    if max_model_len is not None:
+        engine.limit_context(max_model_len)
+    learner = None if plan is None else _new_learner(engine, plan)
+    service = Service(engine, name, limits, ngram_cache_bytes, learner)
+    # nothing would be decoded any more
+    service.engine_thread.on_failure = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    if max_model_len is None:
+        _limit_context(engine, service.engine_thread.longest_text)
+    logging.basicConfig(format="%(message)s", handlers=[LogLines()])
+    logging.getLogger("saltus.server").setLevel(logging.INFO)
+    return service
+
+
+def _limit_context(engine: Any, fitting: int) -> None:
+    """Let texts have as many tokens as fit into the memory: longer ones, as those without max_tokens, are refused."""
+    from saltus.cli.answers import print_note
+
+    context, why = engine.target.context_length, "which fit into --kv-cache-memory-bytes"
+    if context is not None and context <= fitting:
+        return
+    if context is None and fitting > DEFAULT_CONTEXT:
+        fitting, why = DEFAULT_CONTEXT, "since the model names no limit; more by --max-model-len"
+    engine.limit_context(fitting)
+    print_note(f"prompt and answer have at most {fitting:,} tokens, {why}")
+
+
+def _kv_cache_bytes(size: str, device: str) -> int:
+    """The bytes of --kv-cache-memory-bytes. Errors: ValueError for a size that no text fits into, or no machine has."""
+    from saltus.engine.tuned_settings import memory_bytes
+
+    wanted = _num_bytes("--kv-cache-memory-bytes", size)
+    if wanted < MIN_KV_CACHE_BYTES:
+        raise ValueError(f"--kv-cache-memory-bytes is {size!r}, but must be 1MB or more")
+    default = _num_bytes("", DEFAULT_KV_CACHE)  # which small machines have, too: they serve short texts
+    machine = max(memory_bytes() or wanted, default)
+    if wanted > machine and not _uses_gpu(device):
+        raise ValueError(f"--kv-cache-memory-bytes is {size}, but this machine has {machine / 1e9:.0f} GB; lower it")
+    return wanted
 
 
 def _check_free(host: str, port: int) -> None:
@@ -263,13 +273,6 @@ def _keys_of_environment() -> Sequence[str]:
     if key is not None and not key.strip():
         raise ValueError(f"{o.KEY_VARIABLE} is set, but has no key; unset it, or give one")
     return () if key is None else (key,)
-
-
-def _learning_plan(share: float | None, api_keys: Sequence[str], across_keys: bool, reset: bool) -> Any:
-    from saltus.server.learning import LearningPlan, group_of
-
-    group = group_of(api_keys, across_keys)
-    return LearningPlan(LEARN_SHARE if share is None else share, group, reset)
 
 
 def _new_learner(engine: Any, plan: Any) -> Any:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import signal
+import socket
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -42,6 +46,25 @@ def server_config(
         backlog=BACKLOG, timeout_graceful_shutdown=math.ceil(shutdown_seconds), log_config=None, log_level="warning",
         access_log=False,
     )  # fmt: skip
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which tells its port once it listens, and ends at once at a second signal."""
+
+    def __init__(self, config: uvicorn.Config, on_start: Callable[[int], None]) -> None:
+        super().__init__(config)
+        self.on_start = on_start
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:  # else nobody could use the address
+            self.on_start(self.servers[0].sockets[0].getsockname()[1])
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:  # uvicorn goes on waiting for streams after a second SIGTERM
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        super().handle_exit(sig, frame)
 
 
 def _num_descriptors(wanted: int) -> int:
