@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 import saltus
 from conftest import TEMPLATE
+from saltus.engine import prefix_tree
 from saltus.engine.engine import Engine
-from saltus.engine.prefix_tree import PrefixTree
+from saltus.engine.prefix_tree import MAX_NODE_TOKENS, PrefixTree
 from saltus.methods.shared.hidden_state_drafter import MAX_UNREAD
 from saltus.models.cpu.kv_cache import KVCache
 from saltus.server.engine_thread import EngineThread
@@ -32,9 +33,15 @@ def cache_of(tokens: list[int]) -> KVCache:
 texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=12)
 
 
-@given(texts, st.lists(st.integers(0, 2), max_size=9), st.integers(0, 40))
-@settings(max_examples=200)
-def test_what_is_taken_is_the_longest_known_prefix(put, asked, max_tokens):
+@given(texts, st.lists(st.integers(0, 2), max_size=9), st.integers(0, 40), st.sampled_from([1, 3, 512]))
+@settings(max_examples=300)
+def test_what_is_taken_is_the_longest_known_prefix(put, asked, max_tokens, node_tokens):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_tree, "MAX_NODE_TOKENS", node_tokens)
+        check_what_is_taken(put, asked, max_tokens)
+
+
+def check_what_is_taken(put, asked, max_tokens):
     tree = PrefixTree(max_tokens * BYTES_PER_TOKEN)
     whole = PrefixTree()
     for text in put:
@@ -53,6 +60,24 @@ def test_what_is_taken_is_the_longest_known_prefix(put, asked, max_tokens):
             assert found.tokens.tolist() == asked[:length]
             assert torch.equal(found.keys[:, :, :length], expected.keys[:, :, :length])
             assert torch.equal(found.values[:, :, :length], expected.values[:, :, :length])
+
+
+def test_of_a_text_too_long_for_the_tree_the_beginning_is_kept():
+    text = [number % 90 for number in range(2000)]
+    tree = PrefixTree(1200 * BYTES_PER_TOKEN)
+    tree.put(text, {"target": cache_of(text)})
+    assert len(tree.take(text)["target"].tokens) == 1200
+
+
+def test_no_more_than_a_node_is_copied_where_a_text_leaves_another(monkeypatch):
+    text, tree, copied = [number % 90 for number in range(2000)], PrefixTree(), []
+    tree.put(text, {"target": cache_of(text)})
+    split = prefix_tree._split
+    monkeypatch.setattr(prefix_tree, "_split", lambda node, at: copied.append(len(node.tokens)) or split(node, at))
+    other = [*text[:700], 5]
+    tree.put(other, {"target": cache_of(other)})
+    assert copied == [MAX_NODE_TOKENS]
+    assert tree.take(text)["target"].tokens.tolist() == text
 
 
 def test_what_was_not_used_for_longest_is_dropped_first():

@@ -34,3 +34,24 @@ def test_a_drafter_gets_the_states_of_the_prompts_last_tokens(tiny_folder, partn
         assert max(prefill) <= max(chunk, 1 + MAX_UNREAD)
         if method == "ptp":
             assert prefill[-1] >= min(length, 1 + MAX_UNREAD)
+
+
+def test_what_was_read_is_kept_chunk_by_chunk(tiny_folder, monkeypatch):
+    """All texts wait while keys and values are copied."""
+    engine = saltus.load(str(tiny_folder()), "plain")
+    tree, put, copied = PrefixTree(), PrefixTree.put, []
+
+    def counted(self, *given):
+        before = self.num_bytes
+        put(self, *given)
+        copied.append((self.num_bytes - before) // engine.network.kv_bytes_per_token)
+
+    monkeypatch.setattr(PrefixTree, "put", counted)
+    prompt = [40 + number % 30 for number in range(200)]
+    request = engine.text_request(prompt, max_new_tokens=3, ignore_eos=True).request
+    scheduler = Scheduler(engine.decoder, prefix_tree=tree, prefill_chunk_tokens=16)
+    scheduler.add(ScheduledRequest(request, "plain"))
+    while scheduler.requests:
+        scheduler.step()
+    assert max(copied) == 16
+    assert sum(copied) == 202

@@ -16,6 +16,7 @@ from saltus.models.cuda.fixed_shape_calls import FixedShapeKVCache, KVPagePool
 from saltus.models.protocols import TargetNetwork
 
 MAX_WHOLE_CACHES = 4
+MAX_NODE_TOKENS = 512  # where a text leaves another one inside a node, the node is copied, and all texts wait meanwhile
 
 
 def supports_prefix_tree(network: TargetNetwork) -> bool:
@@ -54,7 +55,7 @@ class _State:
 class _Node:
     """A run of tokens after its parent's, with the keys and values of exactly these tokens."""
 
-    tokens: np.ndarray
+    tokens: np.ndarray  # at most MAX_NODE_TOKENS
     keys: Tensor  # [layers, kv_heads, tokens, dim]
     values: Tensor
     parent: _Node | None
@@ -65,13 +66,19 @@ class _Node:
     def num_bytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
 
+    @property
+    def bytes_per_token(self) -> int:
+        layers, heads, _, dim = self.keys.shape
+        return layers * heads * (dim + self.values.shape[-1]) * self.keys.element_size()
+
 
 @dataclass
 class PrefixTree:
     """A radix tree over the tokens that networks have read, at most `max_bytes` of keys and values in all.
 
     A text takes a copy of the longest prefix that the tree has, so any number of texts may share it. The ends of the
-    tree that were not used for longest are dropped first. For networks for which `supports_prefix_tree` is true.
+    tree that were not used for longest are dropped first, and of a text too long for it the beginning is kept. For
+    networks for which `supports_prefix_tree` is true.
 
     Where recurrent layers keep states, a text takes the prefix up to a snapshot of these. They take half of the memory
     at most, without copies of their own: they are never written to.
@@ -219,21 +226,25 @@ class PrefixTree:
         self.num_bytes -= state.states.nbytes
 
     def _add(self, name: str, tokens: np.ndarray, read: Reader) -> None:
-        """Add tokens, whose keys and values `read` copies."""
+        """Add tokens, whose keys and values `read` copies; not those that there is no room for even alone."""
         if name not in self._roots:
             self._roots[name] = _Node(tokens[:0].copy(), *read(slice(0, 0)), None)
-        path = self._path(self._roots[name], tokens)
-        node, known = self._roots[name], sum(shared for _, shared in path)
-        if known < len(tokens):
-            if path:
-                node, shared = path[-1]
-                if shared < len(node.tokens):
-                    self._by_use[_split(node, shared)] = None
-            new = slice(known, len(tokens))
+        node = self._roots[name]
+        tokens = tokens[: (self.max_bytes - self._state_bytes) // max(node.bytes_per_token, 1)]
+        path = self._path(node, tokens)
+        known, added = sum(shared for _, shared in path), []
+        if known < len(tokens) and path:
+            node, shared = path[-1]
+            if shared < len(node.tokens):
+                self._by_use[_split(node, shared)] = None
+        for begin in range(known, len(tokens), MAX_NODE_TOKENS):
+            new = slice(begin, min(begin + MAX_NODE_TOKENS, len(tokens)))
             end = _Node(tokens[new].copy(), *read(new), node)
-            node.children[int(tokens[known])] = end
+            node.children[int(tokens[begin])] = end
             self.num_bytes += end.num_bytes
-            self._by_use[end] = None
+            added.append(end)
+            node = end
+        self._by_use |= dict.fromkeys(reversed(added))
         self._touch(path)
 
     def _touch(self, path: Sequence[tuple[_Node, int]]) -> None:

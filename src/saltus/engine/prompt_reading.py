@@ -12,6 +12,7 @@ from saltus.core.forward import TARGET, ForwardInputs
 from saltus.engine.prefix_tree import PrefixTree
 from saltus.engine.prompt_scores import PromptScores
 from saltus.engine.scheduled_request import ScheduledRequest, is_out_of_memory
+from saltus.models.cpu.hybrid_kv_cache import HybridKVCache
 from saltus.models.protocols import TargetNetwork
 
 log = logging.getLogger("saltus")
@@ -63,6 +64,8 @@ class PromptReader:
         end = min(end, len(prompt) - 1 - _num_unread_states(scheduled))
         self.target.forward([ForwardInputs(continuation(prompt[:end], 1))], [kv_caches[TARGET]])
         scheduled.num_unread_tokens = len(prompt) - end
+        if not isinstance(kv_caches[TARGET], HybridKVCache):  # which has snapshots at the end of each chunk
+            self.keep(scheduled)  # other texts would wait for a copy of the whole prompt at its end
 
     def _score_chunk(self, scheduled: ScheduledRequest, scores: PromptScores) -> None:
         """Read and score the next tokens of a prompt; what the tree of prefixes has of it is of no use."""
