@@ -26,13 +26,27 @@ CUDA, aten = torch.device("cuda", 0), torch.ops.aten
 INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
 MAY_MIX = {aten.copy_.default, aten._to_copy.default, *INDEXED}
 WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default}
-STATE = SimpleNamespace(capturing=False, launches=True, graphs=0)
+STATE = SimpleNamespace(capturing=False, launches=True, graphs=0, in_graph=0, operations=0)
 
 
 def wait(what: object) -> None:
     """To be called by what waits for the device."""
     if STATE.capturing:
         raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
+
+
+def count_operation() -> None:
+    """Of what the host starts on the device, one after another: a graph is one, and views are none."""
+    STATE.operations += not STATE.in_graph
+
+
+@contextlib.contextmanager
+def inside_graph() -> Iterator[None]:
+    STATE.in_graph += 1
+    try:
+        yield
+    finally:
+        STATE.in_graph -= 1
 
 
 def mapped(function: Any, x: Any) -> Any:
@@ -63,6 +77,10 @@ def written_arguments(func: Any) -> tuple[list[int], list[str], int]:
     returned = func._schema.returns
     gives_them = returned and returned[0].alias_info and returned[0].alias_info.is_write
     return [i for i, _ in written], [a.name for _, a in written if a.kwarg_only], len(returned) if gives_them else 0
+
+
+def is_view(func: Any) -> bool:
+    return getattr(func, "is_view", False) or func is aten.detach.default
 
 
 def wrap(x: Tensor) -> Tensor:
@@ -135,6 +153,8 @@ class FakeTensor(Tensor):
             wait(func)
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("cpu")
+        if not is_view(func):
+            count_operation()
         real = [mapped(unwrap, x) for x in args]
         if func is aten.histc.default:
             real[0] = real[0].float()  # on a GPU of integers, too
@@ -147,7 +167,7 @@ class FakeTensor(Tensor):
         if func in (aten._local_scalar_dense.default, aten.equal.default):
             return out
         wrapped = mapped(wrap, out)
-        if getattr(func, "is_view", False) or func is aten.detach.default:
+        if is_view(func):
             return return_and_correct_aliasing(func, args, kwargs, wrapped)
         return wrapped
 
@@ -156,6 +176,7 @@ def to_device(x: Tensor) -> Tensor:
     if isinstance(x, FakeTensor):
         return x
     wait("a copy to the device")
+    count_operation()
     return FakeTensor(Tensor(x.detach()).clone() if type(x) is nn.Parameter else x.detach().clone())
 
 
@@ -163,6 +184,7 @@ def to_cpu(x: Tensor) -> Tensor:
     if not isinstance(x, FakeTensor):
         return x
     wait("a copy to the host")
+    count_operation()
     return x.inner.detach().clone()
 
 
@@ -269,19 +291,22 @@ class Graph:
         self.run, self.outputs = run, outputs
 
     def replay(self) -> None:
-        for old, new in zip(tensors_in(self.outputs), tensors_in(self.run()), strict=True):
-            old.copy_(new)
+        count_operation()
+        with inside_graph():
+            for old, new in zip(tensors_in(self.outputs), tensors_in(self.run()), strict=True):
+                old.copy_(new)
 
 
 def capture(_: Any, run: Any, others_exist: bool) -> tuple[Graph, Any]:
     """GraphCapture.capture. What the kernels of its first call would compute, replays do."""
     STATE.launches = False
-    try:
-        run()
-        STATE.capturing = True
-        outputs = run()
-    finally:
-        STATE.capturing, STATE.launches = False, True
+    with inside_graph():
+        try:
+            run()
+            STATE.capturing = True
+            outputs = run()
+        finally:
+            STATE.capturing, STATE.launches = False, True
     STATE.graphs += 1
     return Graph(run, outputs), outputs
 
@@ -336,6 +361,6 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             begin(self)
 
     monkeypatch.setattr(threading.Thread, "run", run_with_device)
-    STATE.capturing, STATE.launches, STATE.graphs = False, True, 0
+    vars(STATE).update(capturing=False, launches=True, graphs=0, in_graph=0, operations=0)
     with FakeCuda():
         yield STATE

@@ -22,9 +22,12 @@ from mtp_checkpoints import write_checkpoint
 from quantised_models import CASES, write_quantised
 from saltus.core import distributions
 from saltus.core.control.controller import Controller
+from saltus.engine.scheduler import Scheduler
 from saltus.loading.load_model import load_model
 from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
+from saltus.methods.shared import autoregressive
 from saltus.models.cuda import (
+    device_candidates,
     expert_kernels,
     fixed_shapes,
     gpu_decoder,
@@ -115,7 +118,10 @@ def drafts_of_calls() -> Iterator[list[tuple[int, ...]]]:
         ("auto", 0),
     ],
 )
-def test_every_method_writes_the_text_of_plain_decoding(device, tiny_folder, partners, method, temperature):
+def test_every_method_writes_the_text_of_plain_decoding(
+    device, tiny_folder, partners, monkeypatch, method, temperature
+):
+    monkeypatch.setattr(device_candidates, "NUM_CANDIDATES", 512)  # of 280: the twin weighs all of them
     twin = load(tiny_folder(), partners, device="cpu")
     check_texts(load(tiny_folder(), partners), [method], temperature, tokens=10, twin=twin)
     assert device.graphs
@@ -129,6 +135,42 @@ def test_our_kernels_for_gpus_write_the_texts_of_plain_decoding(device, monkeypa
     assert engine.network.compute_path == "native"
     check_texts(engine, ["ptp+lookup"], tokens=4, twin=load(folder, options, device="cpu"))
     assert isinstance(engine.decoder.setup("ptp+lookup").networks["ptp"].whole_pass, GPUDraftPass)
+
+
+@pytest.mark.parametrize(
+    ("method", "temperature", "most"),
+    [
+        ("plain", 0, 5),
+        ("plain", 0.8, 5),
+        ("lookup", 0.8, 9),
+        ("token_recycling", 0, 20),
+        ("small_model", 0, 23),
+        ("mtpc", 0, 18),
+        ("ptp", 0, 18),
+    ],
+)
+def test_a_step_of_many_texts_starts_no_more_operations_than_one_of_a_text(
+    device, monkeypatch, tiny_folder, tiny_drafter, partners, method, temperature, most
+):
+    """Each takes the host some microseconds, for which all texts wait."""
+    folder, options = tiny_folder(), partners
+    if method == "ptp":
+        monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
+        folder = tiny_folder(**OWN_KERNELS)
+        options = {"ptp": {"model": str(tiny_drafter(LlamaForCausalLM.from_pretrained(folder), **OWN_DRAFTER))}}
+    engine, steps, call = load(folder, options, batch_size=8), [], Scheduler._call
+
+    def counted(scheduler, scheduled):
+        before = device.operations
+        call(scheduler, scheduled)
+        steps.append(device.operations - before)
+
+    monkeypatch.setattr(Scheduler, "_call", counted)
+    prompts = [f"one {number} one" for number in range(3 if method == "ptp" else 8)]  # the interpreter is slow
+    for _ in range(2):  # the second time graphs are there
+        steps.clear()
+        engine.generate(prompts, method=method, raw=True, max_new_tokens=5, temperature=temperature, ignore_eos=True)
+    assert 0 < max(steps[2:]) <= most  # the first ones read prompts
 
 
 def test_heads_and_their_adapted_layers_draft_in_graphs(device, monkeypatch, tiny_folder, tiny_heads):
@@ -168,6 +210,20 @@ def test_truncated_sampling_needs_the_likeliest_tokens_alone_and_writes_the_same
         found = [each.tokens for each in load(tiny_folder()).generate(PROMPTS, method=method, **settings)]
     monkeypatch.setattr(fixed_shapes, "find_candidates", lambda batch, logits: [None] * len(batch))
     assert [each.tokens for each in load(tiny_folder()).generate(PROMPTS, method=method, **settings)] == found
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_k": 20}], ids=str)
+def test_no_row_of_a_draft_model_on_the_device_is_read_by_the_host(
+    device, tiny_folder, partners, monkeypatch, sampling
+):
+    monkeypatch.setattr(device_candidates, "NUM_CANDIDATES", 512)  # of 280: the tiny model finds all tokens likely
+    for module, name in ((autoregressive, "most_likely"), (autoregressive, "float_row"),
+                         (distributions, "token_distribution"), (distributions, "greedy_tokens")):  # fmt: skip
+        monkeypatch.setattr(module, name, None)
+    made = load(tiny_folder(), partners).generate(
+        PROMPTS, method="small_model", raw=True, max_new_tokens=6, ignore_eos=True, **{"temperature": 0} | sampling
+    )
+    assert all(each.statistics.nodes_per_call > 0 for each in made)
 
 
 @pytest.mark.parametrize("two_calls", [False, True])

@@ -173,12 +173,19 @@ def new_caches(lengths) -> list[FixedShapeKVCache]:
 
 
 @settings(max_examples=40)
-@given(st.lists(st.tuples(st.integers(1, 70), st.integers(0, 90)), min_size=1, max_size=12))
-def test_each_row_of_a_batch_is_in_one_call_after_those_before_it(sizes):
+@given(st.lists(st.tuples(st.integers(1, 70), st.integers(0, 90)), min_size=1, max_size=12), st.booleans())
+def test_each_row_of_a_batch_is_in_one_call_after_those_before_it(sizes, varied_rows):
     batch = [ForwardInputs(continuation(text(length), 9), (5,) * nodes, (-1,) * nodes) for length, nodes in sizes]
-    texts = rows_of_texts(batch, new_caches(map(sum, sizes)), [0] * len(sizes), SMALL)
+    chosen = replace(SMALL, varied_rows=varied_rows)
+    texts = rows_of_texts(batch, new_caches(map(sum, sizes)), [0] * len(sizes), chosen)
     found: list[list[int]] = [[] for _ in texts]
-    for call in split_into_calls(texts, SMALL):
+    calls = list(split_into_calls(texts, chosen))
+    reading = [call for call in calls if call.shape.num_logits]
+    assert all((part.output_rows < 0).all() for call in reading for part in call.parts)
+    if varied_rows:
+        groups = [-(-(length - 1) // chosen.rows_per_group) for length, _ in sizes]
+        assert sum(groups) * chosen.rows_per_group > (len(reading) - 1) * chosen.prefill_chunk / 2
+    for call in calls:
         end = 0
         for start, part in call.placed():
             assert end <= start <= start + part.num_rows <= call.shape.num_rows

@@ -60,6 +60,13 @@ class UsesHiddenStates(Protocol):
 
 
 @runtime_checkable
+class UsesCandidates(Protocol):
+    """A drafter that reads the likeliest tokens after each node: a GPU finds those of all texts of a call at once."""
+
+    uses_candidates: bool
+
+
+@runtime_checkable
 class UsesReferences(Protocol):
     """A drafter that can copy from other texts than its own."""
 

@@ -14,7 +14,7 @@ from saltus.core.control.controller import Controller
 from saltus.core.distributions import DecodeGenerator, Step, TargetDistributions
 from saltus.core.forward import ForwardInputs, ForwardOutputs, GumbelMax
 from saltus.core.noise import Noise
-from saltus.core.protocols import Drafter, FusedDrafter, StopCondition, UsesHiddenStates
+from saltus.core.protocols import Drafter, FusedDrafter, StopCondition, UsesCandidates, UsesHiddenStates
 from saltus.core.rules import Rule, match
 from saltus.core.sampling import Sampling
 from saltus.core.tree import Drafts
@@ -65,6 +65,7 @@ def speculate(
     if rule is match and sampling.plain_gumbel_max and constraint is None:
         gumbel_max = GumbelMax(noise, sampling.temperature)
     candidate_temperature = sampling.temperature if sampling.needs_candidates and constraint is None else 0.0
+    drafts_candidates = any(isinstance(drafter, UsesCandidates) for drafter in drafters)
     last: Step | None = None
     while len(canvas.open_positions):
         # The distribution after the last accepted node decides one hole more than the tree is deep.
@@ -89,7 +90,8 @@ def speculate(
         draft_distributions = tree.distributions if any(tree.distributions) else None
         inputs = ForwardInputs(
             canvas, tree.tokens, tree.parents, hidden_states, draft_distributions=draft_distributions,
-            gumbel_max=gumbel_max, candidate_temperature=candidate_temperature,
+            gumbel_max=gumbel_max,
+            candidate_temperature=candidate_temperature or float(drafts_candidates and should_draft),
         )  # fmt: skip
         for drafter in fused if should_draft else ():
             probabilities = list(map(controller.calibrated_probability, tree.sources, tree.acceptance_probabilities))

@@ -53,6 +53,7 @@ class TokenRecyclingDrafter:
     sampling: Sampling
     rule: Rule
     learned: CandidateTable = field(default_factory=CandidateTable)
+    uses_candidates: bool = field(default=True, init=False)
 
     def __call__(self, canvas: Canvas, last: Step | None, max_depth: int) -> DraftResult:
         """A generator without forward passes: to record and to draft takes a while, so it can be switched off."""

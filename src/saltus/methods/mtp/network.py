@@ -14,6 +14,7 @@ from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.methods.mtp.module import MtpModule
 from saltus.methods.shared.context_rows import MAX_ROWS_PER_CALL, ContextKVCache, ContextRows, unread_states
 from saltus.methods.shared.timed_outputs import timed_outputs
+from saltus.models.cuda.device_candidates import find_candidates
 
 UNREAD_STATES = 1024  # hidden states that are read at once
 LAST_STATES = (None,)  # of the target
@@ -82,10 +83,11 @@ class MtpNetwork:
         logits |= {id(cache): row for (_, cache), row in zip(drafting, self._draft(drafting), strict=True)}
         read = {id(cache): 0 if inputs.hidden_states is None else len(inputs.hidden_states) for inputs, cache in pairs}
         rows = sum(count or 1 for count in read.values())
-        tokens = self.modules[0].tokens
+        tokens, by_text = self.modules[0].tokens, [logits[id(cache)] for cache in kv_caches]
+        candidates = [None] * len(batch) if self.device.type == "cpu" else find_candidates(batch, by_text)
         return [
-            ForwardOutputs(logits[id(cache)], context_tokens_read=read[id(cache)], num_rows=rows, token_ids=tokens)
-            for cache in kv_caches
+            ForwardOutputs(row, context_tokens_read=read[id(cache)], num_rows=rows, token_ids=tokens, candidates=found)
+            for row, found, cache in zip(by_text, candidates, kv_caches, strict=True)
         ]
 
     def _read(self, texts: Sequence[tuple[ForwardInputs, MtpKVCache]]) -> list[Tensor]:

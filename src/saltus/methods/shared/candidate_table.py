@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from saltus.core.candidates import Candidates
 from saltus.core.distributions import Step
 from saltus.core.tree import DraftNodes
 from saltus.kernels import native
-from saltus.methods.shared.draft_tree import Chooser, draft_nodes, grown_nodes
+from saltus.methods.shared.draft_tree import MAX_GAP, Chooser, LikelyTokens, draft_nodes, grown_nodes, most_likely
 from saltus.methods.shared.row_candidates import RowCandidates, grow_arrays, knows_chooser, rows_likely_tokens
 
 MAX_TOKENS = 16384  # after which a table keeps candidates: 9 MB
@@ -53,6 +54,10 @@ class CandidateTable:
             read[int(prefix[-1])] = 0
         read |= {inputs.tokens[node]: node + 1 for node in inputs.path(step.last_node)}
         places = {self._row_of(token): row for token, row in read.items() if token < len(self.rows)}
+        if step.outputs.candidates is not None:
+            for place, row in places.items():
+                self.candidates[place] = _likely(step.outputs.candidates[row], inputs.candidate_temperature)
+            return
         if (kernel := self._kernel(logits)) is None:
             for place, likely in zip(places, rows_likely_tokens(logits[list(places.values())]), strict=True):
                 self.candidates[place] = likely
@@ -112,6 +117,15 @@ class CandidateTable:
                 return [DraftNodes(tokens, parents, chances.astype(np.float64), source)] if len(tokens) else []
         nodes = grown_nodes(_PathPredictions(self, max_depth), [last], _confident(choose), max_nodes)
         return draft_nodes(nodes, source)
+
+
+def _likely(candidates: Candidates, temperature: float) -> LikelyTokens:
+    """Of what a GPU has found; the weight of all other tokens is known at the temperature 1."""
+    order = np.argsort(candidates.tokens)
+    tokens, gaps = candidates.tokens[order], candidates.logits[order] - candidates.logits.max()
+    near = gaps > -MAX_GAP
+    total = candidates.total if temperature == 1 else float(np.exp(gaps).sum(dtype=np.float64))
+    return most_likely(tokens[near], gaps[near], total)
 
 
 @dataclass(frozen=True, eq=False)

@@ -67,10 +67,10 @@ def state_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
     """Some rows of a tensor, ascending. On the CPU not by torch, whose threads would go on spinning."""
     if len(rows) == len(x):
         return x
-    has_no_gaps = bool(rows) and rows[-1] - rows[0] == len(rows) - 1
-    if has_no_gaps and 2 * len(rows) >= len(x):  # a view, which keeps all of the tensor
+    has_no_gaps, on_cpu = bool(rows) and rows[-1] - rows[0] == len(rows) - 1, x.device.type == "cpu"
+    if has_no_gaps and (2 * len(rows) >= len(x) or not on_cpu):  # a view, which keeps all of the tensor
         return x[rows[0] : rows[-1] + 1]
-    if x.device.type != "cpu":
+    if not on_cpu:
         return x[torch.tensor(rows)]
     bits = x.view(torch.int16) if x.element_size() == 2 else x
     return torch.from_numpy(bits.numpy()[rows]).view(x.dtype)

@@ -270,31 +270,44 @@ class Call:
 
 
 def split_into_calls(texts: Sequence[TextRows], settings: FixedShapeSettings) -> Iterator[Call]:
-    """Prompts by chunks, one text a call; then all other rows in as few decoding calls as first fit finds."""
+    """The rows of prompts, of which no logits are needed, by chunks; then all other rows.
+
+    A chunk is of one text, unless rows are varied.
+    """
+    chunk, by = settings.prefill_chunk, settings.rows_per_group
+    prompts = [text.select(slice(0, text.num_prompt_rows)) for text in texts if text.num_prompt_rows]
+    if settings.varied_rows:
+        for parts, groups in _packed(prompts, by, chunk):
+            yield _call(parts, size_class(groups), by, 1, settings)
+    else:
+        for prompt in prompts:
+            for start in range(0, prompt.num_rows, chunk):
+                yield _call((prompt.select(slice(start, start + chunk)),), 1, chunk, 1, settings)
+    by = _decoding_group(texts, settings)
+    others = [text.select(slice(text.num_prompt_rows, text.num_rows)) if text.num_prompt_rows else text
+              for text in texts]  # fmt: skip
+    for parts, groups in _packed(others, by, settings.rows_per_call):
+        yield _call(
+            parts, size_class(groups) if settings.varied_rows else settings.rows_per_call // by, by, 0, settings
+        )
+
+
+def _packed(texts: Sequence[TextRows], by: int, rows_per_call: int) -> list[tuple[tuple[TextRows, ...], int]]:
+    """Rows of texts in as few calls as first fit finds, those of a text in their order, and the groups of each call."""
+    calls, groups_of_calls = list[list[TextRows]](), list[int]()
     for text in texts:
-        for start in range(0, text.num_prompt_rows, settings.prefill_chunk):
-            chunk = text.select(slice(start, min(start + settings.prefill_chunk, text.num_prompt_rows)))
-            groups, rows = 1, settings.prefill_chunk
-            if settings.varied_rows:
-                groups, rows = size_class(-(-chunk.num_rows // settings.rows_per_group)), settings.rows_per_group
-            yield _call((chunk,), groups, rows, 1, settings)  # no logits are needed
-    by, calls, groups_left = _decoding_group(texts, settings), list[list[TextRows]](), list[int]()
-    for text in texts:
-        call = 0  # rows of one text are evaluated in their order
-        for start in range(text.num_prompt_rows, text.num_rows, settings.rows_per_call):
-            whole = start == 0 and text.num_rows <= settings.rows_per_call
-            part = text if whole else text.select(slice(start, start + settings.rows_per_call))
+        call = 0
+        for start in range(0, text.num_rows, rows_per_call):
+            part = text if text.num_rows <= rows_per_call else text.select(slice(start, start + rows_per_call))
             groups = -(-part.num_rows // by)
-            while call < len(calls) and groups_left[call] < groups:
+            while call < len(calls) and groups_of_calls[call] + groups > rows_per_call // by:
                 call += 1
             if call == len(calls):
                 calls.append([])
-                groups_left.append(settings.rows_per_call // by)
+                groups_of_calls.append(0)
             calls[call].append(part)
-            groups_left[call] -= groups
-    for parts, rest in zip(calls, groups_left, strict=True):
-        groups = settings.rows_per_call // by
-        yield _call(tuple(parts), size_class(groups - rest) if settings.varied_rows else groups, by, 0, settings)
+            groups_of_calls[call] += groups
+    return [(tuple(parts), groups) for parts, groups in zip(calls, groups_of_calls, strict=True)]
 
 
 def _decoding_group(texts: Sequence[TextRows], settings: FixedShapeSettings) -> int:

@@ -29,10 +29,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from saltus.core.candidates import NUM_CANDIDATES, Candidates
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.models.cpu import attention
 from saltus.models.cuda.cuda_graphs import GraphCapture, to_host
+from saltus.models.cuda.device_candidates import find_candidates
 from saltus.models.cuda.fixed_shape_attention import MAX_TREE_NODES, FixedShapeAttention, QueryInputs, StaticInputs
 from saltus.models.cuda.fixed_shape_calls import (
     Call,
@@ -94,29 +94,6 @@ class TextOutputs(NamedTuple):
     states: Float[Tensor, "rows states"] | None
     likeliest: Int[np.ndarray, "outputs"]
     picked: Int[np.ndarray, "outputs"]
-
-
-def find_candidates(batch: Sequence[ForwardInputs], logits: Sequence[Tensor]) -> list[list[Candidates] | None]:
-    """The likeliest tokens of the rows of texts that ask for them, found on the device and copied at once."""
-    asking = [number for number, inputs in enumerate(batch) if inputs.candidate_temperature]
-    found: list[list[Candidates] | None] = [None] * len(batch)
-    if not asking:
-        return found
-    counts = [1 + batch[number].num_draft_tokens for number in asking]
-    rows = torch.cat([logits[number][:count] for number, count in zip(asking, counts, strict=True)]).float()
-    best, tokens = rows.topk(min(NUM_CANDIDATES, rows.shape[1]))
-    temperatures = np.repeat([batch[number].candidate_temperature for number in asking], counts).astype(np.float32)
-    scores = rows / torch.from_numpy(temperatures).to(rows.device)[:, None]
-    totals = (scores - scores.amax(-1, keepdim=True)).exp().sum(-1, keepdim=True, dtype=torch.float64)
-    host = torch.cat([tokens.double(), best.double(), totals], -1).cpu().numpy()
-    likely, row = best.shape[1], 0
-    for number, count in zip(asking, counts, strict=True):
-        found[number] = [
-            Candidates(one[:likely].astype(np.int64), one[likely:-1].astype(np.float32), float(one[-1]), rows.shape[1])
-            for one in host[row : row + count]
-        ]
-        row += count
-    return found
 
 
 @dataclass
