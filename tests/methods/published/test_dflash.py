@@ -16,6 +16,7 @@ from conftest import tiny_llama
 from saltus.engine import target_drafters
 from saltus.engine.target_drafters import load_drafter_for_target
 from saltus.loading.metadata import DrafterMetadata, write_metadata
+from saltus.methods.published import dflash_model as dflash_module
 from saltus.methods.published.dflash_files import load_dflash
 from saltus.methods.published.dflash_model import DFlashModel, DFlashShape
 from saltus.methods.published.dflash_network import DFlashNetwork
@@ -555,3 +556,14 @@ def test_an_export_replaces_its_own_drafter_and_nothing_else(name, tiny_folder, 
     (other / name).write_text('{"architectures": ["LlamaForCausalLM"]}')
     assert f"{other} holds another model, whose files would be replaced" in complaint(*again, other)
     assert (other / "model.safetensors").read_bytes() == b"weights"
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "as on a GPU"])
+def test_the_targets_output_layer_is_not_copied(monkeypatch, kernels):
+    if not kernels:
+        monkeypatch.setattr(dflash_module.native, "kernel", lambda *_: None)
+    embeddings, unembedding = torch.randn(2, 40, 64)
+    shape = DFlashShape(64, 64, (1,), mask_token=4, layers=1, heads=1, kv_heads=1, head_dim=64)
+    for tokens, shared in ((torch.arange(40), True), (torch.arange(3, 40), False)):
+        weight = DFlashModel(shape, tokens, embeddings, unembedding, trainable=False).lm_head.weight
+        assert (weight.data_ptr() == unembedding.data_ptr()) is shared

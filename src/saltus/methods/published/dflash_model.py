@@ -107,14 +107,14 @@ class DFlashModel(nn.Module):
     ) -> None:
         super().__init__()
         self.shape, tokens = shape, tokens.to(unembedding.device)
-        trainable = trainable or native.kernel("linear", unembedding.dtype, unembedding.device) is None
+        on_kernels = not trainable and native.kernel("linear", unembedding.dtype, unembedding.device) is not None
         config = shape.decoder_config | {"vocab_size": 1, "max_position_embeddings": shape.max_positions}
         self.decoder: Any = (
-            _qwen3(config)
-            if trainable
-            else PackedDecoder(DecoderConfig(model_type="qwen3", **config), lambda: _qwen3(config))
+            PackedDecoder(DecoderConfig(model_type="qwen3", **config), lambda: _qwen3(config))
+            if on_kernels
+            else _qwen3(config)
         )
-        if not trainable:
+        if on_kernels:
             self.decoder.model.rotary_emb = rotary_embedding(self.decoder.config)
         unread = torch.zeros(1, shape.hidden, dtype=unembedding.dtype, device=unembedding.device)
         self.decoder.model.embed_tokens.weight = nn.Parameter(unread, requires_grad=False)  # inputs are embeddings
