@@ -87,6 +87,17 @@ def test_a_machine_under_load_slows_calls_of_all_sizes_and_their_ratio_is_learne
     assert costs.seconds_for(8) == pytest.approx(4.0, rel=0.1)
 
 
+def test_a_machine_under_load_does_not_make_draft_tokens_cheap():
+    """For 60 calls everything takes twice the time, then for 60 what it took before; a draft costs 0.7 tokens."""
+    costs = CallCost({rows: 0.3 + 0.7 * rows for rows in (1, 2, 4, 8)})
+    controller, wrong = Controller(call_cost=costs), 0
+    for number in range(1200):
+        load, rows = (1.0, 2.0)[number // 60 % 2], (1, 1, 1, 1, 1, 2)[number % 6]
+        costs.record(rows, load * (0.3 + 0.7 * rows))
+        wrong += controller.can_pay()
+    assert wrong < 100
+
+
 # -------------------------------------------------------------------------------------------------------------- sizes
 
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 UPDATE_RATE = 0.1  # weight of the latest call
+LEVEL_SHARE = 0.75  # of a change that sizes share: in simulations with noise, drift and steps a third of 0.5's loss
 
 
 @dataclass
 class CallCost:
     """Seconds of a call by its number of rows: calibrated once, updated by calls, linear between known row counts.
 
-    A call updates the nearest known row count, and all others by half as much: a machine under load slows calls of all
+    A call updates the nearest known row count, and all others by most of that: a machine under load slows calls of all
     sizes, also those that are not used at present. More rows never cost less: a size that seems to cost more than a
     larger one was measured in a disturbed moment. If the first calls take less than at the calibration, all of it was
     disturbed, and all sizes fall alike.
@@ -30,7 +31,7 @@ class CallCost:
             nearest = min(self.seconds, key=lambda size: abs(math.log(size / rows)))
             change = UPDATE_RATE * (min(max(seconds / self.seconds_for(rows), 0.5), 2.0) - 1)
             updated = self.seconds[nearest] * (1 + change)
-            share = 1.0 if change < 0 < self.first_calls else 0.5
+            share = 1.0 if change < 0 < self.first_calls else LEVEL_SHARE
             self.first_calls -= 1
             for size, known in self.seconds.items():
                 moved = known * (1 + change * share)
