@@ -144,7 +144,6 @@ def run(
     from saltus.core.sampling import Sampling
     from saltus.evaluation.benchmarks.benchmark_run import Benchmark, open_records
     from saltus.evaluation.reports.environment import run_info
-    from saltus.kernels.packed_weight import describe_weights, is_packed
     from saltus.methods import AUTO
 
     engine = open_engine(
@@ -168,20 +167,11 @@ def run(
         "raw": raw,
         "options": option or [],
     }
-    if ngram_corpus:
-        settings["ngram_corpus"] = list(map(str, ngram_corpus))
-    given = {"chat_template": model_options.chat_template, "assistant": assistant, "endpoints": endpoint}
-    settings |= {name: value for name, value in given.items() if value}
-    ours = engine.network.model
-    if is_packed(ours) and any(system.name.startswith("transformers") for system in systems):
-        settings["transformers_weights"] = str(ours.dtype).removeprefix("torch.")
-        print_note(
-            f"Transformers reads the weights as {settings['transformers_weights']}, and the methods as"
-            f" {describe_weights(ours)}; --weights bf16 compares alike"
-        )
-    if AUTO in names:
-        settings[AUTO] = engine.decoder.chosen_method(AUTO)
-        print_note(f"auto is {settings[AUTO]} here")
+    given = {
+        "ngram_corpus": list(map(str, ngram_corpus or ())), "chat_template": model_options.chat_template,
+        "assistant": assistant, "endpoints": endpoint,
+    }  # fmt: skip
+    settings |= {name: value for name, value in given.items() if value} | _settings_of_machine(engine, names, systems)
     records = open_records(out, _run_plan(engine, suite, run, settings), tasks, run_info(engine, settings), fresh)
     if out and fresh:
         _remove_results(out)
@@ -264,6 +254,25 @@ def _systems_under_test(
         *baselines_under_test(chosen, engine, assistant),
         *servers_under_test(endpoints, engine),
     ]
+
+
+def _settings_of_machine(engine: Any, names: Sequence[str], systems: Sequence[Any]) -> dict[str, str]:
+    """What is chosen for this model and machine: how Transformers reads packed weights, and what `auto` is."""
+    from saltus.cli.answers import print_note
+    from saltus.kernels.packed_weight import describe_weights, is_packed
+    from saltus.methods import AUTO
+
+    settings, model = {}, engine.network.model
+    if is_packed(model) and any(system.name.startswith("transformers") for system in systems):
+        settings["transformers_weights"] = dtype = str(model.dtype).removeprefix("torch.")
+        methods = describe_weights(model)
+        print_note(
+            f"Transformers reads the weights as {dtype}, and the methods as {methods}; --weights bf16 compares alike"
+        )
+    if AUTO in names:
+        settings[AUTO] = engine.decoder.chosen_method(AUTO)
+        print_note(f"auto is {settings[AUTO]} here")
+    return settings
 
 
 def _run_plan(engine: Any, suite: str, run: Any, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from saltus.cli.coloured_text import new_table, terminal
 from saltus.cli.report import number_of
 from saltus.evaluation.reports.markdown import format_number
 
+MAX_LISTED = 5  # tasks that were skipped, and problems of a system
+
 
 def print_tables(results: Mapping[str, Any]) -> None:
     """Print both tables, skipped tasks and problems."""
@@ -40,7 +42,7 @@ def _systems_table(systems: Mapping[str, Any], wide: bool) -> Table:
     table = new_table()
     table.add_column("", style="bold cyan", overflow="fold")
     graded = next((system["accuracy_of"] for system in systems.values() if system["accuracy_of"]), None)
-    width_left = {
+    cells = {
         "tokens\na second": lambda system: format_number(system["tokens_per_second"], 1),
         "speed-up\n(95 %)": _speedup,
         "prefill\napart": lambda system: format_number(system["decode_speedup"]) if wide else None,
@@ -50,7 +52,7 @@ def _systems_table(systems: Mapping[str, Any], wide: bool) -> Table:
         (graded or ""): lambda system: _percent(system["accuracy"]) if graded else None,
     }
     plain = next(iter(systems.values()))
-    shown = {name: cell for name, cell in width_left.items() if cell(plain) is not None}
+    shown = {name: cell for name, cell in cells.items() if cell(plain) is not None}
     for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
     for name, system in systems.items():
@@ -103,18 +105,18 @@ def _name_lines(name: str) -> list[str]:
     return re.findall(r"[^-+]+[-+]?", name)
 
 
-def _print_skipped(console: Console, skipped: Sequence[str], limit: int = 5) -> None:
+def _print_skipped(console: Console, skipped: Sequence[str]) -> None:
     if skipped:
         console.print(Text(f"\n{number_of(len(skipped), 'task')} skipped for all systems:", "yellow"))
-    for line in skipped[:limit]:
+    for line in skipped[:MAX_LISTED]:
         console.print(Text(line, "yellow"))
-    if len(skipped) > limit:
-        console.print(Text(f"… and {number_of(len(skipped) - limit, 'more task')}", "yellow"))
+    if len(skipped) > MAX_LISTED:
+        console.print(Text(f"… and {number_of(len(skipped) - MAX_LISTED, 'more task')}", "yellow"))
 
 
-def _print_problems(console: Console, systems: Mapping[str, Any], limit: int = 5) -> None:
+def _print_problems(console: Console, systems: Mapping[str, Any]) -> None:
     for name, system in systems.items():
-        for problem in system["problems"][:limit]:
+        for problem in system["problems"][:MAX_LISTED]:
             console.print(Text(f"{name}: {problem}", "red"))
-        if len(system["problems"]) > limit:
-            console.print(Text(f"{name}: … and {len(system['problems']) - limit} more problems", "red"))
+        if len(system["problems"]) > MAX_LISTED:
+            console.print(Text(f"{name}: … and {len(system['problems']) - MAX_LISTED} more problems", "red"))

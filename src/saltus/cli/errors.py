@@ -10,12 +10,8 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-BAD_INPUT, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = (
-    2,
-    70,
-    130,
-    141,
-)  # 141: as a shell reports SIGPIPE
+BAD_INPUT, INTERNAL_ERROR = 2, 70
+INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
 
 
 @contextmanager

@@ -11,6 +11,8 @@ import typer
 from saltus.cli import options as o
 from saltus.engine.prompts import Conversation, Prompt, read_prompts
 
+MAX_SHOWN = 72  # characters of a prompt above its answer
+
 
 @o.with_options()
 def generate(
@@ -74,13 +76,9 @@ def generate(
     grammar = grammar_options.read()
     engine, sampling = open_with_options(model_options, method_options, sampling_options)
     settings = {
-        **sampling,
-        "max_new_tokens": max_new_tokens,
-        "stop": stop or (),
-        "ignore_eos": ignore_eos,
-        "raw": raw,
+        **sampling, "max_new_tokens": max_new_tokens, "stop": stop or (), "ignore_eos": ignore_eos, "raw": raw,
         "grammar": grammar,
-    }
+    }  # fmt: skip
     if json:
         _print_records(engine, inputs, system, engine.method, settings)
     else:
@@ -131,9 +129,8 @@ def _print_answers(
             if several:
                 print("" if first else "\n", end="", flush=True)
                 if sys.stderr.isatty():
-                    print_note(
-                        f"› {_shorten(ask.shown_prompt if isinstance(ask.shown_prompt, str) else prompt.preview)}"
-                    )
+                    shown = ask.shown_prompt if isinstance(ask.shown_prompt, str) else prompt.preview
+                    print_note(f"› {_shorten(shown)}")
             if compare and first:
                 warm_up(engine, ask.prompt, (method, "plain"), settings)
             first = False
@@ -147,6 +144,6 @@ def _print_answers(
             conversation.add_answer(generation.text)
 
 
-def _shorten(text: str, width: int = 72) -> str:
+def _shorten(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= width else line[: width - 1] + "…"
+    return line if len(line) <= MAX_SHOWN else line[: MAX_SHOWN - 1] + "…"

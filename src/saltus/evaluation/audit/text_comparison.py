@@ -160,9 +160,7 @@ class Comparison:
 
     def within(self, side: int) -> int:
         """Groups in which a side (0 or 1) differs from itself."""
-        half = len(self.groups[0]) // 2 if self.groups else 0
-        part = slice(0, half) if side == 0 else slice(half, None)
-        return sum(bool(group[part, part].any()) for group in self.unequal)
+        return sum(differs_within(group, side) for group in self.unequal)
 
     def p_value(self) -> float:
         """Of "what rounding does not explain is on both sides alike"."""
@@ -177,6 +175,13 @@ class Comparison:
         """The request of a largest difference, whole. There is one."""
         largest = max(self.across, key=lambda pair: (not self.is_rounding(pair[1]), pair[1].gap or 0.0))
         return replace(self.asks[largest[0]], stream=False)
+
+
+def differs_within(group: Differences, side: int) -> bool:
+    """True if a side (0 or 1) differs from itself in a group."""
+    half = len(group) // 2
+    part = slice(0, half) if side == 0 else slice(half, None)
+    return bool(group[part, part].any())
 
 
 def rounding_tolerance(noise: Sequence[float]) -> float:

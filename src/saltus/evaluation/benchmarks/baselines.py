@@ -68,11 +68,7 @@ class TransformersBaseline:
         prompt = torch.tensor([request.prompt_tokens], device=model.device)
         settings: dict[str, Any] = {"do_sample": not sampling.greedy, "max_new_tokens": request.max_new_tokens}
         if not sampling.greedy:
-            settings |= {
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-            }
+            settings |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
             set_seed(request.seed)
         if request.ignore_eos:
             settings["min_new_tokens"] = request.max_new_tokens
@@ -105,22 +101,15 @@ class TransformersBaseline:
         seconds = [end - begin for begin, end in pairwise(clock)]
         reported = len(given) == len(widths) and sum(given) == len(tokens)
         reads = [min(width, len(request.prompt_tokens)) if number == 0 else 1 for number, width in enumerate(widths)]
-        calls = [TimedCall(*call) for call in zip(given, _subtract(widths, reads), seconds, reads, strict=False)]
-        wrong = (
-            []
-            if not reported or all(call.decided <= call.nodes + 1 for call in calls)
-            else ["more tokens than checked"]
-        )
+        nodes = [width - read for width, read in zip(widths, reads, strict=True)]
+        calls = [TimedCall(*call) for call in zip(given, nodes, seconds, reads, strict=False)]
+        unchecked = reported and any(call.decided > call.nodes + 1 for call in calls)
         stopped = tokens and (tokens[-1] in self.engine.target.end_tokens or len(tokens) < request.max_new_tokens)
         return MeasuredAnswer(
             tokens, split_text_by_call(self.engine, tokens, given if reported else [len(tokens)]),
             "stop" if stopped else "length", calls if reported else None, seconds[0] if seconds else 0.0,
-            problems=wrong,
+            problems=["more tokens than checked"] if unchecked else [],
         )  # fmt: skip
-
-
-def _subtract(widths: list[int], reads: list[int]) -> list[int]:
-    return [width - read for width, read in zip(widths, reads, strict=True)]
 
 
 def baselines_under_test(
@@ -178,10 +167,7 @@ class OpenAIServerBaseline:
         prompt = self.engine.tokenizer.decode(request.prompt_tokens)
         body = self.endpoint.completion_body(prompt, request.max_new_tokens, request.sampling, request.seed)
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        body |= {
-            "cache_prompt": False,
-            "cache_salt": uuid4().hex,
-        }  # no prefix cache: llama.cpp's word, vLLM's and SGLang's
+        body |= {"cache_prompt": False, "cache_salt": uuid4().hex}  # no prefix cache: llama.cpp; vLLM and SGLang
         if request.stop:
             body["stop"] = list(request.stop)
         if request.ignore_eos:

@@ -220,11 +220,9 @@ def open_records(
     if before is not None and before != plan:
         key = next(key for key in [*plan, *before] if plan.get(key) != before.get(key))
         was, now = (_abbreviate(each.get(key)) for each in (before, plan))
-        what = (
-            "other tasks or references than those of this --suite and --limit"
-            if key == "tasks"
-            else f"{key}: {was}, now {now}"
-        )
+        what = f"{key}: {was}, now {now}"
+        if key == "tasks":
+            what = "other tasks or references than those of this --suite and --limit"
         raise ValueError(f"{folder} holds another run ({what}); give another --out, or --fresh to measure anew")
     if before is None:
         file.unlink(missing_ok=True)
@@ -245,14 +243,8 @@ def _conditions(begun: Mapping[str, Any], run_info: Mapping[str, Any]) -> Iterat
     """What one run's seconds have in common, as it was begun with and now."""
     yield "at commit", begun["commit"], run_info["commit"]
     machines = [info.get("machine") or {} for info in (begun, run_info)]
-    for what, name in (
-        ("on", "processor"),
-        ("with a number of cores of", "cores"),
-        ("on", "gpu"),
-        ("with torch", "torch"),
-        ("with transformers", "transformers"),
-        ("with saltus", "saltus"),
-    ):
+    libraries = ((f"with {name}", name) for name in ("torch", "transformers", "saltus"))
+    for what, name in (("on", "processor"), ("with a number of cores of", "cores"), ("on", "gpu"), *libraries):
         was, now = (machine.get(name) for machine in machines)
         yield what, was, now
 

@@ -90,14 +90,9 @@ class SaltusLMBase:
         self.batch_size = _parse_batch_size(batch_size, max_batch_size)
         source = pretrained if pretrained is not None else model
         settings = {
-            "dtype": dtype,
-            "weights": weights,
-            "arithmetic": arithmetic,
-            "rule": rule,
-            "max_draft_tokens": max_draft_tokens,
-            "options": chosen,
-        }
-        settings |= {"device": device or "auto", "chat_template": chat_template}
+            "dtype": dtype, "weights": weights, "arithmetic": arithmetic, "rule": rule, "options": chosen,
+            "max_draft_tokens": max_draft_tokens, "device": device or "auto", "chat_template": chat_template,
+        }  # fmt: skip
         named = {} if source is None else {"model": str(source)}
         self.engine = (
             source if isinstance(source, Engine) else load(method=method, **named, **settings, tuned_settings=False)
@@ -155,7 +150,7 @@ class SaltusLMBase:
         """Facts about the model for lm_eval's results file."""
         import saltus
 
-        model = self.engine.network.model
+        model, tokens, calls = self.engine.network.model, self.num_generated_tokens, self.num_target_calls
         return {
             "model_num_parameters": sum(weight.numel() for weight in model.parameters()),
             "model_dtype": str(model.dtype),
@@ -164,10 +159,8 @@ class SaltusLMBase:
             "saltus_rule": self.engine.decoder.rule,
             "saltus_seed": self.seed,
             "saltus_coupling": self.coupling,
-            "saltus_calls": self.num_target_calls,
-            "saltus_tokens_per_call": self.num_generated_tokens / self.num_target_calls
-            if self.num_target_calls
-            else None,
+            "saltus_calls": calls,
+            "saltus_tokens_per_call": tokens / calls if calls else None,
         }
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
@@ -178,11 +171,8 @@ class SaltusLMBase:
         return self._encode(string, add_special_tokens)
 
     def _encode(self, string: str, add_special_tokens: bool | None) -> list[int]:
-        return list(
-            self.tokenizer.encode(
-                string, **({} if add_special_tokens is None else {"add_special_tokens": add_special_tokens})
-            )
-        )
+        settings = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        return list(self.tokenizer.encode(string, **settings))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as one text; without a system message if the template has no system role."""
@@ -287,10 +277,8 @@ class SaltusLMBase:
                 bar.update()
         tokens = sum(len(job.request.tokens) for job in jobs)
         calls = sum(len(job.request.calls) for job in jobs)
-        self.num_generated_tokens, self.num_target_calls = (
-            self.num_generated_tokens + tokens,
-            self.num_target_calls + calls,
-        )
+        self.num_generated_tokens += tokens
+        self.num_target_calls += calls
         if calls:
             logger.info("%s: %d tokens in %d calls, %.2f a call", self.engine.method, tokens, calls, tokens / calls)
         return [job.answer for job in jobs]

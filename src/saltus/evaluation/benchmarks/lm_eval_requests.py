@@ -30,9 +30,8 @@ class EndCondition:
     end_tokens: frozenset[int]
     stop_strings: tuple[str, ...]
     tokens: list[int] = field(default_factory=list)
-    window_tokens: int = field(
-        init=False
-    )  # tokens that a stop string can span; a few more, since other tokens may spell it
+    # tokens that a stop string can span; a few more, since other tokens may spell it
+    window_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         spelt = (self.tokenizer.encode(stop, add_special_tokens=False) for stop in self.stop_strings)

@@ -37,9 +37,8 @@ class ContinuationTree:
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     children: dict[tuple[int, int], int] = field(default_factory=dict)  # node by parent and token
-    continuations: list[tuple[int, list[int], list[int]]] = field(
-        default_factory=list
-    )  # (continuation, rows of logits, tokens)
+    # (continuation, rows of logits, tokens)
+    continuations: list[tuple[int, list[int], list[int]]] = field(default_factory=list)
 
     def add_continuation(self, index: int, tokens: Sequence[int]) -> None:
         """Add a continuation. Its last token is scored but needs no node, since nothing follows it."""

@@ -15,6 +15,7 @@ from typing import Any
 from saltus.engine.prompts import Prompt, read_prompts_file
 from saltus.engine.text_files import parse_jsonl, read_jsonl, read_text
 from saltus.evaluation.benchmarks.graders import GRADERS, Grader
+from saltus.loading.fetching import first_line
 
 Row = dict[str, Any]
 
@@ -257,7 +258,7 @@ def _load_dataset(suite: Suite, source: str) -> Iterator[tuple[str, Any]]:
             name, _, configuration = name.partition(":")
             rows = datasets.load_dataset(name, configuration or None, split=split or "test")
     except Exception as error:  # of many kinds: no network, no such name, no such split
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{source} cannot be had ({reason:.160}); give a file: --suite {suite.name}:FILE") from None
+        reason = first_line(error)
+        raise ValueError(f"{source} cannot be had ({reason}); give a file: --suite {suite.name}:FILE") from None
     for number, row in enumerate(rows):
         yield f"{source}, row {number}", dict(row)

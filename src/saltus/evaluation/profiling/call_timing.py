@@ -81,12 +81,8 @@ class CallGrid:
     @property
     def num_calls(self) -> int:
         """How many calls are made, warm-up and prefill included."""
-        texts = len(self.lengths) + max(self.batches) - 1
-        return (
-            texts
-            + (self.rounds + 1) * len(self.call_shapes)
-            + (min(self.rounds, PREFILL_ROUNDS) + 1) * len(self.lengths)
-        )
+        texts, prefills = len(self.lengths) + max(self.batches) - 1, min(self.rounds, PREFILL_ROUNDS) + 1
+        return texts + (self.rounds + 1) * len(self.call_shapes) + prefills * len(self.lengths)
 
 
 def default_lengths(context: int | None) -> tuple[int, ...]:

@@ -164,8 +164,8 @@ def _abbreviate(name: str) -> str:
     return name if len(name) <= 28 else name[:27] + "…"
 
 
-def _format_interval(bounds: Sequence[float | int] | None, form: str = ".2f") -> str:
-    return f"  [{bounds[0]:{form}}, {bounds[1]:{form}}]" if bounds else ""
+def _format_interval(bounds: Sequence[float | int] | None) -> str:
+    return f"  [{bounds[0]:.2f}, {bounds[1]:.2f}]" if bounds else ""
 
 
 def _draw_problem_notes(figure: Any, results: Mapping[str, Any], height: float | int) -> None:

@@ -20,11 +20,9 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any, NoReturn
 
-WRITES_FILE, STARTS_PROCESS, OPENS_SOCKET = (
-    "tried to write a file",
-    "tried to start a process",
-    "tried to open a socket",
-)
+WRITES_FILE = "tried to write a file"
+STARTS_PROCESS = "tried to start a process"
+OPENS_SOCKET = "tried to open a socket"
 ACCESSES_LAUNCHER = "tried to reach into its launcher"
 READABLE_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom", "/proc/cpuinfo", "/proc/meminfo")
 PROGRAM_LOST = b"?"  # what the tests report if the program's process has ended
@@ -233,9 +231,8 @@ def install_audit_hook(end_process: Callable[[str], None]) -> None:
     checks: dict[str, Callable[[tuple], str | None]] = {
         "open": opened,
         "os.kill": lambda arguments: None if arguments[0] == itself else "tried to signal another process",
-        "socket.__new__": lambda arguments: (
-            None if arguments[1] == family else OPENS_SOCKET
-        ),  # asyncio's pair for itself
+        # of this family: asyncio's pair for itself
+        "socket.__new__": lambda arguments: None if arguments[1] == family else OPENS_SOCKET,
         "sqlite3.connect": lambda arguments: None if arguments[0] == ":memory:" else WRITES_FILE,
         "sqlite3.connect/handle": lambda arguments: None,
     }

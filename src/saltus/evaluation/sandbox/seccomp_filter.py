@@ -49,10 +49,8 @@ sethostname 170 161, setdomainname 171 162, acct 163 89, quotactl 179 60, syslog
 kcmp 312 272
 """
 
-ARCHITECTURES = {
-    "x86_64": (1, 0xC000003E),
-    "aarch64": (2, 0xC00000B7),
-}  # column above, name of the architecture in the kernel
+# column above, name of the architecture in the kernel
+ARCHITECTURES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}
 
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of the classic BPF
 ALLOW, KILL, RETURN_ERRNO = 0x7FFF0000, 0x80000000, 0x00050000  # SECCOMP_RET_ALLOW, _KILL_PROCESS, _ERRNO
@@ -60,23 +58,10 @@ NUMBER_OFFSET, ARCHITECTURE_OFFSET, ARGUMENTS_OFFSET = 0, 4, 16  # where struct 
 
 OPEN_WRITE_FLAGS = 0o3 | 0o100 | 0o1000  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC
 CLONE_THREAD, CLONE_NAMESPACES = 0x00010000, 0x7E020000  # CLONE_THREAD; CLONE_NEWNS, _NEWUSER, _NEWNET …
-ALLOWED_IOCTLS = (
-    0x5401,
-    0x802C542A,
-    0x5413,
-    0x541B,
-    0x5421,
-    0x5450,
-    0x5451,
-)  # TCGETS, TCGETS2, TIOCGWINSZ, FIONREAD, FIO…
-ALLOWED_FCNTLS = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    1030,
-)  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC: no locks, no owners
+# TCGETS, TCGETS2, TIOCGWINSZ, FIONREAD, FIO…
+ALLOWED_IOCTLS = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+# F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC: no locks, no owners
+ALLOWED_FCNTLS = (0, 1, 2, 3, 4, 1030)
 ALLOWED_PRCTLS = (15, 16, 0x53564D41)  # PR_SET_NAME, PR_GET_NAME, PR_SET_VMA
 FIRST_HARDWARE_MADVISE = 100  # MADV_HWPOISON and MADV_SOFT_OFFLINE would take memory away from the whole machine
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from saltus.evaluation.audit.client import Ask, Reply, Side, curl_line
 from saltus.evaluation.audit.context import Audit
@@ -28,35 +29,25 @@ def run(audit: Audit) -> Iterator[Verdict]:
 def _stop_strings(audit: Audit, side: Side) -> Verdict:
     """Strings out of the middle of a side's own answers, so that they occur; some cross the border of words."""
     asks = [Ask(prompt, audit.settings.max_tokens) for prompt in audit.prompts]
-    plain, chosen = audit.answers(side, asks, audit.settings.clients), []
-    for number, (ask, reply) in enumerate(zip(asks, plain, strict=True)):
+    streams, chosen = audit.features.has("streams"), []
+    for number, (ask, reply) in enumerate(zip(asks, audit.answers(side, asks, audit.settings.clients), strict=True)):
         middle = len(reply.text) // 2
         stop = reply.text[middle : middle + 5 - number % 3].strip()
         if len(stop) >= 2:
-            more = {"stop": [stop]}
-            chosen.append(
-                (
-                    Ask(
-                        ask.prompt, ask.max_tokens, stream=bool(number % 2 and audit.features.has("streams")), more=more
-                    ),
-                    reply,
-                )
-            )
+            chosen.append((replace(ask, stream=streams and number % 2 > 0, more={"stop": [stop]}), reply))
     name = f"stop strings {side.name}"
     if not chosen:
         return not_checked(name, "the texts are too short to stop")
     found = []
-    for (ask, before), reply in zip(
-        chosen, audit.answers(side, [a for a, _ in chosen], audit.settings.clients), strict=True
-    ):
+    stopped = audit.answers(side, [ask for ask, _ in chosen], audit.settings.clients)
+    for (ask, before), reply in zip(chosen, stopped, strict=True):
         stop = ask.more["stop"][0]
         if stop in reply.text:
             found.append((ask, f"{stop!r} is in the answer that it should end"))
         elif reply.finish_reason != "stop" and before.text.startswith(reply.text):
             found.append((ask, f"finish_reason is {reply.finish_reason!r} after the stop string {stop!r}"))
-    return _verdict(
-        name, f"{len(chosen)} of {len(chosen)} answers end before their stop string", len(chosen), found, [side]
-    )
+    good = f"{len(chosen)} of {len(chosen)} answers end before their stop string"
+    return _verdict(name, good, len(chosen), found, [side])
 
 
 def _limits(side: Side, asks: Sequence[Ask], replies: Sequence[Reply]) -> Verdict:
@@ -90,16 +81,14 @@ def _token_counts(audit: Audit, side: Side) -> Verdict:
             continue
         slack = 1 if reply.finish_reason == "stop" else 0
         if abs(len(reply.tokens) - reply.completion_tokens) > slack:
-            found.append(
-                (ask, f"completion_tokens is {reply.completion_tokens}, but logprobs have {len(reply.tokens)}")
-            )
+            words = f"completion_tokens is {reply.completion_tokens}, but logprobs have {len(reply.tokens)}"
+            found.append((ask, words))
         if reply.finish_reason == "stop" and len(reply.tokens) == ask.max_tokens:
             found.append((ask, f"finish_reason is stop at the limit of {ask.max_tokens} tokens"))
     if len([words for _, words in found if words.startswith("finish")]) < len(asks) / 2:
         found = [one for one in found if not one[1].startswith("finish")]  # a text may end just there
-    return _verdict(
-        name, f"{len(asks)} of {len(asks)} answers have as many tokens as usage says", len(asks), found, [side]
-    )
+    good = f"{len(asks)} of {len(asks)} answers have as many tokens as usage says"
+    return _verdict(name, good, len(asks), found, [side])
 
 
 def _counts_across(

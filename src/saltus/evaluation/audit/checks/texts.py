@@ -8,8 +8,14 @@ from dataclasses import dataclass
 from saltus.evaluation.audit.client import Ask, Reply, Token, curl_line
 from saltus.evaluation.audit.context import Audit
 from saltus.evaluation.audit.prompts import SHARED_PREFIX
-from saltus.evaluation.audit.statistics import Differences, exchangeability_test
-from saltus.evaluation.audit.text_comparison import Comparison, References, rounding_tolerance, token_differences
+from saltus.evaluation.audit.statistics import exchangeability_test
+from saltus.evaluation.audit.text_comparison import (
+    Comparison,
+    References,
+    differs_within,
+    rounding_tolerance,
+    token_differences,
+)
 from saltus.evaluation.audit.verdicts import NOTE, SAME, Verdict, not_checked
 
 CONFIRMED_GROUPS = 3  # differences that are asked for anew
@@ -127,7 +133,7 @@ def _pooled_verdict(compared: Sequence[Comparison]) -> Verdict:
     """All conditions in one test, which rare faults need."""
     groups = [group for comparison in compared for group in comparison.beyond_rounding]
     faults = sum(len(comparison.faults) for comparison in compared)
-    own = [sum(_differs_within(group, side) for group in groups) for side in (0, 1)]
+    own = [sum(differs_within(group, side) for group in groups) for side in (0, 1)]
     name, figures = "texts, all conditions", {"texts": len(groups), "beyond_rounding": faults}
     p_value = exchangeability_test(groups)
     if not faults:
@@ -138,12 +144,6 @@ def _pooled_verdict(compared: Sequence[Comparison]) -> Verdict:
         f" {own[0]} differ with speculation and {own[1]} without"
     )
     return Verdict(name, NOTE, line, p_value, alarm, figures)
-
-
-def _differs_within(group: Differences, side: int) -> bool:
-    half = len(group) // 2
-    part = slice(0, half) if side == 0 else slice(half, None)
-    return bool(group[part, part].any())
 
 
 def _noise_words(audit: Audit, noise: Sequence[int], total: int) -> str:
