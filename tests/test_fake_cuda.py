@@ -22,6 +22,8 @@ from mtp_checkpoints import write_checkpoint
 from quantised_models import CASES, write_quantised
 from saltus.core import distributions
 from saltus.core.control.controller import Controller
+from saltus.engine.prefix_tree import PrefixTree
+from saltus.engine.scheduled_request import ScheduledRequest
 from saltus.engine.scheduler import Scheduler
 from saltus.loading.load_model import load_model
 from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
@@ -453,6 +455,19 @@ def test_published_drafters_of_known_sizes_draft_by_our_kernels(
     network = engine.decoder.setup("ptp").networks["ptp"]
     layers = network.layers if "eagle" in kind else network.context_layers
     assert {name for name, *_ in layers.passes.pool.graphs} == passes
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("cpu", [1, 2, 3, 4, 5, 6]), ("cuda", [3, 4, 5, 6])],  # 12 + 10 + 10; 5, since 5 + 30 are more; 30; 3
+)
+def test_texts_join_one_by_one_on_a_cpu_and_by_chunks_on_a_gpu(device, tiny_folder, name, expected):
+    engine = load(tiny_folder(), device=name)
+    scheduler = Scheduler(engine.decoder, prefix_tree=PrefixTree(), prefill_chunk_tokens=32)
+    for length in (12, 10, 10, 5, 30, 3):
+        request = engine.text_request([50 + length] * length, max_new_tokens=9, ignore_eos=True).request
+        scheduler.add(ScheduledRequest(request, "plain"))
+    assert [len(scheduler.step()) for _ in expected] == expected
 
 
 def test_the_scheduler_of_the_server_gives_each_request_its_own_text(device, tiny_folder, partners):
