@@ -211,6 +211,15 @@ def test_a_text_that_is_not_plain_s_is_not_counted_as_the_same(engine):
     assert aggregate_records(records)["jacobi"]["identical"] == 3
 
 
+def test_what_a_method_learns_of_a_text_another_does_not_draft(engine):
+    names = ["token_recycling", "token_recycling+lookup"]
+    systems = methods_under_test(engine, names)
+    request = bench(engine, systems)._new_request(TASKS[0].prompt.turns[0], False, ())
+    calls = [len(system.generate(request)[2]) for system in systems]
+    alone = methods_under_test(engine, names[1:])[0]
+    assert calls[1] == len(alone.generate(request)[2])
+
+
 # How certain it is
 
 

@@ -18,7 +18,7 @@ from saltus.kernels import native
 from saltus.methods.shared.candidate_table import CandidateTable
 from saltus.methods.shared.draft_tree import Chooser, Likeliest, SharedNoise, likely_tokens
 from saltus.methods.shared.row_candidates import likely_on_device
-from saltus.methods.token_recycling import TokenRecycling
+from saltus.methods.token_recycling import TokenRecycling, TokenRecyclingDrafter
 from saltus.testing import toy_decoding, toy_network
 from tiny_server import MESSAGES, serving
 
@@ -164,6 +164,18 @@ def test_a_text_begins_with_what_earlier_ones_taught_unless_that_could_change_it
     first, again = (rejecting.generate("abcabc", max_new_tokens=30, temperature=1.0, seed=3) for _ in range(2))
     assert again.tokens == first.tokens
     assert [call.tokens for call in again.calls] == [call.tokens for call in first.calls]
+
+
+def test_setups_of_a_model_learn_together_and_copies_apart(engine):
+    def learned(engine: saltus.Engine, method: str) -> CandidateTable:
+        drafters = engine.decoder.setup(method).new_drafters(engine.text_request("abc").request)
+        return next(each.learned for each in drafters if isinstance(each, TokenRecyclingDrafter))
+
+    one, *others = (
+        learned(engine, method) for method in ("token_recycling", "token_recycling+lookup", "lookup+token_recycling")
+    )
+    assert all(other is one for other in others)
+    assert learned(engine.copy_with(), "token_recycling") is not one
 
 
 def test_groups_learn_apart_and_the_oldest_is_forgotten(engine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -62,15 +63,17 @@ class Decoder:
     call_cost: CallCost = field(default_factory=CallCost, repr=False)
     prefix_tree: PrefixTree = field(default_factory=PrefixTree, repr=False)
     setups: dict[str, DecodingSetup] = field(default_factory=dict, repr=False)  # by method, made at first use
+    learned: OrderedDict[str, Any] = field(default_factory=OrderedDict, repr=False)  # of all setups, see there
     draft_networks: dict[tuple[str, str], LoadedDraftNetwork] = field(default_factory=dict, repr=False)  # by name, spec
 
     def copy_with(self, **changes: Any) -> Decoder:
-        """The same decoder with some fields changed: new setups and prefix tree, shared call costs.
+        """The same decoder with some fields changed: new setups and prefix tree, nothing learned, shared call costs.
 
         Draft networks are shared, too, unless they are for another target.
         """
         loaded = dict(self.draft_networks) if changes.get("target", self.target) is self.target else {}
-        return replace(self, **{"setups": {}, "prefix_tree": PrefixTree(), "draft_networks": loaded} | changes)
+        new = {"setups": {}, "learned": OrderedDict(), "prefix_tree": PrefixTree(), "draft_networks": loaded}
+        return replace(self, **new | changes)
 
     def setup(self, method: str) -> DecodingSetup:
         """Methods (joined by +) with their networks, loaded at first use. Errors: ValueError of one line.
@@ -142,8 +145,9 @@ class Decoder:
         made, max_draft_tokens = self._made_methods(method)
         networks, lengths = self._load_networks(made)
         return DecodingSetup(
-            made, networks, self.rule, max_draft_tokens, self.adaptive, lengths, self.call_cost, self.corpus
-        )
+            made, networks, self.rule, max_draft_tokens, self.adaptive, lengths, self.call_cost, self.corpus,
+            learned=self.learned,
+        )  # fmt: skip
 
     def _load_networks(self, methods: Sequence[Method]) -> tuple[dict[str, Network], dict[str, int | None]]:
         """The networks of methods by name, "target" first, and the context lengths of draft models."""

@@ -48,8 +48,8 @@ class DecodingSetup:
     corpus: NgramCorpus | None = None  # that drafters may copy from
     acceptance: Acceptance = field(default_factory=Acceptance)
     controllers: dict[int, Controller] = field(default_factory=dict)  # by batch size
-    # what drafters learned, by the request's group, the least recently used first, and by the method's number
-    learned: OrderedDict[str, dict[int, Any]] = field(default_factory=OrderedDict)
+    # what drafters learned, by the request's group, the least recently used first, and by the method
+    learned: OrderedDict[str, dict[type[Any], Any]] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
         """Raise ValueError if a method needs an any-subset target and the target decodes left to right."""
@@ -64,7 +64,7 @@ class DecodingSetup:
         """The methods' drafters for one request; some methods have none (plain)."""
         made = []
         learned = self._learned_of(request.group)
-        for number, method in enumerate(self.methods):
+        for method in self.methods:
             drafter = self._new_drafter(method, request)
             limits = [limit for name in method.draft_models if (limit := self.context_lengths.get(name)) is not None]
             if drafter is not None:
@@ -76,11 +76,11 @@ class DecodingSetup:
                 if self.corpus is not None and isinstance(drafter, UsesCorpus):
                     drafter.corpus = self.corpus
                 if isinstance(drafter, LearnsFromTexts) and self.rule == "match":  # under others drafts change the text
-                    drafter.learned = learned.setdefault(number, drafter.learned)
+                    drafter.learned = learned.setdefault(type(method), drafter.learned)
                 made.append(_limit_to_context(min(limits), drafter) if limits else drafter)
         return made
 
-    def _learned_of(self, group: str) -> dict[int, Any]:
+    def _learned_of(self, group: str) -> dict[type[Any], Any]:
         """What drafters learned from the texts of a group; of too many groups the least recently used is forgotten."""
         learned = self.learned.setdefault(group, {})
         self.learned.move_to_end(group)

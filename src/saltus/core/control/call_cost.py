@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 UPDATE_RATE = 0.1  # weight of the latest call
-LEVEL_SHARE = 0.75  # of a change that sizes share: in simulations with noise, drift and steps a third of 0.5's loss
+LEVEL_SHARE = 0.75  # of a change that sizes share: in simulations with noise, drift and steps half the loss of 0.5
 
 
 @dataclass

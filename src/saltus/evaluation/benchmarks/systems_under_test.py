@@ -148,13 +148,17 @@ class MethodUnderTest:
 
 
 def methods_under_test(engine: Engine, methods: Sequence[str]) -> list[MethodUnderTest]:
-    """A system for each method; they share the engine's model, its call costs, and one CallRecorder."""
+    """A system for each method; they share the engine's model, its call costs, and one CallRecorder.
+
+    What one learns of a text, another does not know.
+    """
     recorder = record_calls(engine.network)
     assert isinstance(recorder, TargetNetwork)
     recorded = engine.copy_with(network=recorder)
     for name in methods:
         recorded.decoder.setup(name)  # load draft models now
-    return [MethodUnderTest(name, recorded, recorder) for name in methods]
+    tree = recorded.decoder.prefix_tree
+    return [MethodUnderTest(name, recorded.copy_with(prefix_tree=tree), recorder) for name in methods]
 
 
 def split_text_by_call(engine: Engine, tokens: Sequence[int], tokens_per_call: Sequence[int]) -> list[str]:
