@@ -63,18 +63,8 @@ SUPPORTED_SETTINGS = (
 )
 BEFORE_WARPERS = ("repetition_penalty", "no_repeat_ngram_size", "min_new_tokens", "end_tokens", "banned")
 
-CACHES = (
-    "cache",
-    "past_key_values",
-)  # how generate names the KV cache: from Transformers 5.24, before
-IGNORED_ARGUMENTS = {
-    *CACHES,
-    "attention_mask",
-    "position_ids",
-    "use_cache",
-    "logits_to_keep",
-    "cache_position",
-}
+CACHES = ("cache", "past_key_values")  # how generate names the KV cache: from Transformers 5.24, before
+IGNORED_ARGUMENTS = {*CACHES, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position"}
 UNSUPPORTED_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 

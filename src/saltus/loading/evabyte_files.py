@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch.nn import Parameter
 
 from saltus.loading.fetching import SourceError, first_line
-from saltus.loading.model_folders import weight_files
+from saltus.loading.model_folders import read_json_object, weight_files
 from saltus.models.evabyte_decoder import EvaByteDecoder
 from saltus.models.packed_decoder import ROPE_TYPES, DecoderConfig, make_decoder_config
 
@@ -30,7 +29,7 @@ def is_evabyte(folder: Path) -> bool:
     """True if the folder's configuration names an EvaByte model; a damaged one names none."""
     try:
         return _read_json(folder / "config.json").get("model_type") == EVABYTE
-    except (SourceError, ValueError):
+    except SourceError:
         return False
 
 
@@ -105,12 +104,4 @@ def _read_config(folder: Path) -> DecoderConfig:
 
 def _read_json(file: Path) -> dict[str, Any]:
     """The object of a JSON file; empty if there is no such file. Errors: SourceError."""
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise SourceError(f"{file} is not JSON ({error}); fetch the model again") from None
-    if not isinstance(content, dict):
-        raise SourceError(f"{file} holds no JSON object; fetch the model again")
-    return content
+    return read_json_object(file) if file.is_file() else {}

@@ -16,7 +16,7 @@ from saltus.loading.fetching import SourceError, first_line
 from saltus.loading.gguf_header import BIG_ENDIAN, GgufHeader, TensorInfo, UnknownFormatError, read_gguf_header
 from saltus.loading.gguf_index import GgufTensor, write_index
 from saltus.loading.gguf_tokenizers import end_tokens, make_tokenizer
-from saltus.loading.model_folders import is_lfs_pointer
+from saltus.loading.model_folders import refuse_lfs_pointer
 from saltus.loading.split_gguf import parts_of
 from saltus.models.architectures import gguf_architectures
 from saltus.models.gguf_architecture import (
@@ -74,8 +74,7 @@ def write_gguf_folder(file: Path, folder: Path, stored_as: str) -> None:
 
 
 def _read_header(file: Path) -> GgufHeader:
-    if is_lfs_pointer(file):
-        raise SourceError(f"{file} is a pointer of git-lfs, not the file itself; run git lfs pull in its folder")
+    refuse_lfs_pointer(file)
     try:
         return read_gguf_header(file)
     except UnknownFormatError as error:

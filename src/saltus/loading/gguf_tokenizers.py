@@ -15,6 +15,7 @@ CONTROL_TOKEN_TYPE, USER_TOKEN_TYPE = 3, 4  # of GGUF
 SPECIAL_TOKENS = ("bos", "eos", "eot", "unknown", "padding")  # whose ids GGUF files have
 MAX_TOKEN_LENGTH = 1024  # characters; merges of SentencePiece's tokens are found in the square of it
 SPACE = "▁"  # what SentencePiece writes for a space
+DECODING = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
 
 # What ends a turn of a conversation, also where a file names another token or none for that; by llama.cpp's list.
 TURN_ENDS = {
@@ -148,9 +149,7 @@ def _check_metadata(metadata: dict[str, Any], kind: str, file: str) -> None:
     tokens = metadata["tokenizer.ggml.tokens"]
     needed = ["tokens", *(["scores"] if kind == "llama" else [])]
     for name, types in {"tokens": str, "merges": str, "scores": int | float, "token_type": int}.items():
-        values = (
-            metadata.get(f"tokenizer.ggml.{name}") if name in needed else metadata.get(f"tokenizer.ggml.{name}", [])
-        )
+        values = metadata.get(f"tokenizer.ggml.{name}", None if name in needed else [])
         if not isinstance(values, list) or not all(isinstance(value, types) for value in values):
             raise SourceError(f"{file}: its tokenizer's {name} are missing or of another type; fetch it again")
         if name != "merges" and (values or name in needed) and len(values) != len(tokens):
@@ -194,9 +193,9 @@ def _add_special_tokens(tokenizer: Tokenizer, metadata: dict[str, Any], adds_bos
              for token, type in zip(tokens, types, strict=True) if type == wanted])  # fmt: skip
     bos = metadata.get("tokenizer.ggml.bos_token_id")
     if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", adds_bos):
-        bos_token = (tokens[bos], bos)
+        name = tokens[bos]
         tokenizer.post_processor = processors.TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
-            single=f"{bos_token[0]} $A", pair=f"{bos_token[0]} $A {bos_token[0]} $B", special_tokens=[bos_token]
+            single=f"{name} $A", pair=f"{name} $A {name} $B", special_tokens=[(name, bos)]
         )
 
 
@@ -226,15 +225,19 @@ def _byte_level(metadata: dict[str, Any], file: str) -> tuple[Tokenizer, bool]:
 
 def _gemma4(metadata: dict[str, Any], file: str) -> tuple[Tokenizer, bool]:
     """Byte-pair encoding of a whole text, in which spaces are visible; unknown characters fall back to bytes."""
+    tokenizer = _with_byte_fallback(metadata, _merges(metadata))
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer.decoder = decoders.Sequence(DECODING)
+    return tokenizer, True
+
+
+def _with_byte_fallback(metadata: dict[str, Any], merges: list[Any]) -> Any:
+    """Byte-pair encoding by these merges; unknown characters fall back to bytes."""
     tokens = metadata["tokenizer.ggml.tokens"]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     unknown = metadata.get("tokenizer.ggml.unknown_token_id")
     unknown_token = None if unknown is None else tokens[unknown]
-    model = BPE(vocabulary, _merges(metadata), unk_token=unknown_token, fuse_unk=True, byte_fallback=True)
-    tokenizer: Any = Tokenizer(model)
-    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
-    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
-    return tokenizer, True
+    return Tokenizer(BPE(vocabulary, merges, unk_token=unknown_token, fuse_unk=True, byte_fallback=True))
 
 
 def _sentencepiece(metadata: dict[str, Any], file: str) -> tuple[Tokenizer, bool]:
@@ -248,13 +251,8 @@ def _sentencepiece(metadata: dict[str, Any], file: str) -> tuple[Tokenizer, bool
             if left in vocabulary and right in vocabulary:
                 merges.append((-score, vocabulary[left], vocabulary[right], left, right))
     pairs = [(left, right) for *_, left, right in sorted(merges)]
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
-    model = BPE(
-        vocabulary, pairs, unk_token=None if unknown is None else tokens[unknown], fuse_unk=True, byte_fallback=True
-    )
-    tokenizer: Any = Tokenizer(model)
+    tokenizer = _with_byte_fallback(metadata, pairs)
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, "first" if prefix else "never", split=False)
-    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
+    tokenizer.decoder = decoders.Sequence([*DECODING, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
     return tokenizer, True

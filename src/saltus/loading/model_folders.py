@@ -34,11 +34,7 @@ MODELOPT_FILE = "hf_quant_config.json"  # how NVIDIA's ModelOpt quantised the we
 INDEX_FILE = "gguf.json"  # beside config.json: the weights are in a GGUF file, and where
 MANIFEST = "source.json"  # of a folder in the cache: where it is from, and the digests of its files
 PAIRWISE_CORRECTION_FILE = "pairwise.safetensors"  # beside the weights of an any-subset model
-MASK_FILE = (
-    "mask_embedding.pt"  # beside those of some DFlash drafters: what queries start with, if no token's embedding
-)
-
-
+MASK_FILE = "mask_embedding.pt"  # of some DFlash drafters: what queries start with, if no token's embedding
 SIDE_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}  # of settings and tokenizers
 LFS_POINTER = b"version https://git-lfs"
 
@@ -65,8 +61,8 @@ def check_folder(folder: Path) -> None:
             raise SourceError(
                 f"{file} is a link to {file.readlink()}, which is not there; copy the files themselves (cp -rL)"
             )
-        if file.is_file() and is_lfs_pointer(file):
-            raise SourceError(f"{file} is a pointer of git-lfs, not the file itself; run git lfs pull in its folder")
+        if file.is_file():
+            refuse_lfs_pointer(file)
     _check_generation_config(folder / "generation_config.json")
     if (folder / INDEX_FILE).is_file():
         return
@@ -95,10 +91,11 @@ def _check_generation_config(file: Path) -> None:
         raise SourceError(f"{file} is no JSON object; fetch it again, or remove it to end texts as config.json says")
 
 
-def is_lfs_pointer(file: Path) -> bool:
-    """True for what git leaves in place of a large file that was not fetched."""
+def refuse_lfs_pointer(file: Path) -> None:
+    """Raise SourceError for what git leaves in place of a large file that was not fetched."""
     with file.open("rb") as opened:
-        return opened.read(len(LFS_POINTER)) == LFS_POINTER
+        if opened.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise SourceError(f"{file} is a pointer of git-lfs, not the file itself; run git lfs pull in its folder")
 
 
 def quantization_settings(folder: Path) -> dict[str, Any]:
@@ -119,10 +116,20 @@ def quantization_settings(folder: Path) -> dict[str, Any]:
 def _json_object(file: Path) -> dict[str, Any]:
     """What a file holds; {} if it is no JSON object."""
     try:
-        found = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return read_json_object(file)
+    except (OSError, SourceError):
         return {}
-    return found if isinstance(found, dict) else {}
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """What a file of a model holds. Errors: SourceError if it is no JSON object."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{file} is not JSON ({first_line(error)}); fetch the model again") from None
+    if not isinstance(found, dict):
+        raise SourceError(f"{file} is no JSON object; fetch the model again")
+    return found
 
 
 def foreign_quantization(folder: Path) -> str | None:
@@ -184,15 +191,7 @@ def check_size(folder: Path) -> None:
 
     Layers are counted by the tensors of safetensors files, and by the bytes of others.
     """
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise SourceError(
-            f"{folder / 'config.json'} is not JSON ({first_line(error)}); fetch the model again"
-        ) from None
-    if not isinstance(config, dict):
-        raise SourceError(f"{folder / 'config.json'} is no JSON object; fetch the model again")
-    layers = max(_layer_counts(config), default=0)
+    layers = max(_layer_counts(read_json_object(folder / "config.json")), default=0)
     possible = 0
     for file in weight_files(folder):
         is_listed = file.suffix == ".safetensors"

@@ -17,13 +17,8 @@ from saltus.loading.metadata import ADAPTER_CONFIG_FILE, METADATA_FILE, read_met
 from saltus.loading.model_folders import text_name
 
 WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")
-CHANGED_BASES = (
-    "pissa",
-    "olora",
-    "corda",
-    "lora_ga",
-    "loftq",
-)  # initialisations that take a part off the base's weights
+# initialisations that take a part off the base's weights
+CHANGED_BASES = ("pissa", "olora", "corda", "lora_ga", "loftq")
 TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
 
 

@@ -99,9 +99,7 @@ def head_norms(config: Any, layer: int, **settings: Any) -> dict[str, Norm]:
 def llama_mlp(config: Any, layer: int, name: str = "mlp") -> MLP:
     """A gated MLP as Llama names it."""
     path = f"layers.{layer}.{name}"
-    active = activation(
-        getattr(config, "hidden_activation", None) or config.hidden_act
-    )  # Gemma 2 has both, and uses this
+    active = activation(getattr(config, "hidden_activation", None) or config.hidden_act)  # Gemma 2 has both
     return MLP(Weight(f"{path}.gate_proj"), Weight(f"{path}.up_proj"), Weight(f"{path}.down_proj"), active)
 
 

@@ -20,9 +20,7 @@ from saltus.evaluation.sandbox.run_program import GradedProgram
 
 CODE_FENCE = re.compile(r"^([ \t]*)```[ \t]*([\w+-]*)[^\n]*\n(.*?)(^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
 PYTHON_FENCE_LANGUAGES = ("python", "python3", "py", "")
-TOP_LEVEL_STATEMENT = re.compile(
-    r"^[^\s)\]}]", re.MULTILINE
-)  # a line at column 0 that does not close a bracket from above
+TOP_LEVEL_STATEMENT = re.compile(r"^[^\s)\]}]", re.MULTILINE)  # that does not close a bracket from above
 CODE_START = re.compile(r"^(?:(?:import|from|async def|def|class)\b|@|\w+ *=[^=])", re.MULTILINE)  # code out of a fence
 
 

@@ -32,9 +32,8 @@ PARTS = dict.fromkeys(
     "weight",
 )
 INTEGERS = (torch.int8, torch.int32, torch.int64)
-FOUR_BIT_FLOATS = torch.tensor(
-    [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
-)  # E2M1, by their bits
+# E2M1, by their bits
+FOUR_BIT_FLOATS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 def read(
