@@ -115,6 +115,6 @@ def _run(arguments: list[str]) -> None:
         sys.argv, ArgumentParser.error = before, exiting
 
 
-def _refuse(parser: ArgumentParser, message: str) -> NoReturn:
+def _refuse(self: ArgumentParser, message: str) -> NoReturn:
     """Raise ValueError in the form of the other commands' errors."""
-    raise ValueError(f"{message}; see `saltus {parser.prog} --help`")
+    raise ValueError(f"{message}; see `saltus {self.prog} --help`")
