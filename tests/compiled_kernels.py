@@ -7,11 +7,13 @@ Launches compile in place of running, so that calls on the CPU reach all of them
 Prints a line for each binary. Exits with an error where Triton or ptxas refuses one, where a register is written to
 while a product of a warp group may still read it, and where products of few rows have other matrix instructions than
 those of many, which may add in another order. Binaries that lie in Triton's cache are not compiled again, and the
-listings of their instructions lie beside them.
+listing of their instructions lies beside them. Launches that differ in sizes alone share a binary: what is compiled for
+a size depends on how often 2 divides it.
 """
 
 import hashlib
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -53,18 +55,23 @@ EXPERT_FORMATS = [getattr(GGMLQuantizationType, name) for name in ("Q4_0", "Q8_0
 OPTIONS = ("num_warps", "num_stages")
 PRODUCTS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")  # of warps, of warp groups (Hopper), of tensor memory
 OPERAND_IN_REGISTERS = r"wgmma\.mma_async\S* +\{[^}]*\}, *\{"
+SIZES = {"N", "K", "WIDTH", "FIRST", "STRIDE"}  # of a weight, not of a tile
+WITH_PRODUCTS = {"_linear", "_gate_and_up", "_packed_linear", "_packed_expert_linear", "_attend_split", "_combine"}
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes of a program
 
 
 class Compiler:
     """What launches call: `run` compiles the kernel for the values of its arguments, once for each kind of them."""
 
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
+    def __init__(self, capability: int, chosen: set[str] | None = None) -> None:
+        self.capability, self.chosen = capability, chosen
         self.binaries: dict[Any, Any] = {}
+        self.read_registers: list[tuple[str, bytes]] = []  # kernels, and their code, with products that do
         self.products: dict[str, set[str]] = {}  # the matrix instructions of each kernel of linear layers
 
     def run(self, function: JITFunction, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        if self.chosen and function.__name__ not in self.chosen:
+            return
         options = {name: named.pop(name) for name in OPTIONS if name in named}
         given = dict(zip(function.arg_names, args, strict=False)) | named
         signature, constants, attributes = {}, {}, {}
@@ -77,50 +84,71 @@ class Compiler:
                 attributes[(place,)] = [["tt.divisibility", 16]]
             else:
                 signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-        key = function.fn.__qualname__, str(signature), str(constants), str(options)
+        alike = [min(value & -value, 128) if function.arg_names[place] in SIZES else value
+                 for (place,), value in constants.items()]  # fmt: skip
+        key = function.__name__, str(signature), str(alike), str(options)
         if key not in self.binaries:
             source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
             made = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
             self.binaries[key] = made
             assert made.metadata.shared <= SHARED_MEMORY[self.capability], "more shared memory than there is"
-            reads_registers = re.search(OPERAND_IN_REGISTERS, made.asm["ptx"])
-            early = early_writes(machine_code(made.asm["cubin"])) if reads_registers else []
-            assert not early, f"{key[0]} writes to registers that a product reads: {early[0]}"
+            if re.search(OPERAND_IN_REGISTERS, made.asm["ptx"]):
+                self.read_registers.append((str(key), code_of(made.asm["cubin"])))
             if "linear" in key[0] or key[0] == "_gate_and_up":
                 found = self.products.setdefault(key[0], set())
                 found |= {name for name in PRODUCTS if re.search(rf"\s{re.escape(name)}\b", made.asm["ptx"])}
                 assert len(found) == 1, f"{key[0]} multiplies by {' and '.join(sorted(found)) or 'single numbers'}"
             print(self.capability, key[0], f"{made.metadata.shared:,} bytes of shared memory", flush=True)
 
+    def check_registers(self) -> None:
+        """Fail where a register is written to while a product may read it."""
+        lines = machine_code(b"".join(code for _, code in self.read_registers)) if self.read_registers else []
+        begin = 0
+        for key, code in self.read_registers:
+            end = begin + len(code)
+            early = early_writes([(place, line) for place, line in lines if begin <= place < end])
+            assert not early, f"{key} writes to registers that a product reads: {early[0]}"
+            begin = end
 
-def machine_code(binary: bytes) -> list[str]:
-    """The instructions and labels of a binary."""
+
+def code_of(binary: bytes) -> bytes:
+    """The instructions of a binary, an ELF file with one kernel."""
+    (table,) = struct.unpack_from("<Q", binary, 40)
+    size, count, names = struct.unpack_from("<3H", binary, 58)
+    sections = [struct.unpack_from("<2I4Q", binary, table + number * size) for number in range(count)]
+    [code] = [binary[start : start + length] for name, *_, start, length in sections
+              if binary.startswith(b".text.", sections[names][4] + name)]  # fmt: skip
+    return code
+
+
+def machine_code(code: bytes) -> list[tuple[int, str]]:
+    """The instructions of Hopper's kernels, each after its address; the program takes 0.3 s for any number of them."""
     program = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    kept = Path(triton.knobs.cache.dir) / f"{hashlib.sha256(binary).hexdigest()}.sass"
+    kept = Path(triton.knobs.cache.dir) / f"{hashlib.sha256(code).hexdigest()}.sass"
     if not kept.exists():
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(binary)
+        with tempfile.NamedTemporaryFile(suffix=".bin") as file:
+            file.write(code)
             file.flush()
-            command = [program, "-c", "-ndf", file.name]
+            command = [program, "-b", "SM90a", "-ndf", file.name]
             listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         part = Path(tempfile.mkstemp(dir=kept.parent)[1])
         part.write_text(listing)
         part.replace(kept)
-    lines = (re.search(r"^\.(L_x_\d+):|/\*[0-9a-f]{4,}\*/ +(.*?) +;", line) for line in kept.read_text().splitlines())
-    return [found[1] or found[2] for found in lines if found]
+    lines = (re.search(r"/\*([0-9a-f]{4,})\*/ +(.*?) *;", line) for line in kept.read_text().splitlines())
+    return [(int(found[1], 16), found[2]) for found in lines if found]
 
 
-def early_writes(lines: list[str]) -> list[tuple[str, str]]:
+def early_writes(lines: list[tuple[int, str]]) -> list[tuple[str, str]]:
     """Products whose left operand lies in registers, and what writes to these before the next wait, around loops, too.
 
     Reading them after that is undefined (PTX, wgmma.wait_group); triton#9433 and old releases of ptxas do it.
     """
-    found, labels = [], {line: number for number, line in enumerate(lines) if line.startswith("L_x_")}
-    for end, line in enumerate(lines):
-        jump = re.search(r"BRA `\(\.(L_x_\d+)\)", line)
-        if not jump or labels.get(jump[1], end) >= end:
+    found = []
+    for place, line in lines:
+        jump = re.search(r"BRA 0x([0-9a-f]+)", line)
+        if not jump or int(jump[1], 16) >= place:
             continue
-        loop = lines[labels[jump[1]] : end + 1]
+        loop = [each for at, each in lines if int(jump[1], 16) <= at <= place]
         for start, product in enumerate(loop):
             operands = re.match(r"HGMMA\S* +R\d+, R(\d+), gdesc", product)
             read = set(range(int(operands[1]), int(operands[1]) + 4)) if operands else set()
@@ -238,27 +266,30 @@ def draft_as_published() -> None:
     blocks.run_together([ContextRows(states[:8], other, 9, 8, False)])
 
 
+def launch_all() -> None:
+    """Every kernel."""
+    decode(1)
+    decode(160, bias=True)
+    decode(1, norms=True, heads=28, kv_heads=4, head_dim=128)
+    decode(1, norms=True, heads=8, kv_heads=1, head_dim=256)
+    decode(1, packed=(GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K))
+    multiply_packed()
+    multiply_by_experts()
+    draft()
+    draft_as_published()
+
+
 def main() -> None:
     warnings.filterwarnings("ignore")
     widest = sys.argv[1] == "--widest"
     for capability in map(int, sys.argv[2 if widest else 1 :]):
-        compiler = Compiler(capability)
+        compiler = Compiler(capability, WITH_PRODUCTS if widest else None)
         launching.LARGEST_SHARED_MEMORY = SHARED_MEMORY[capability]
         launching.pipeline_bytes.cache_clear()
         JITFunction.run = lambda self, *args, compiler=compiler, **named: compiler.run(self, *args, **named)
         with torch.inference_mode():
-            if widest:
-                multiply_widest()
-                continue
-            decode(1)
-            decode(160, bias=True)
-            decode(1, norms=True, heads=28, kv_heads=4, head_dim=128)
-            decode(1, norms=True, heads=8, kv_heads=1, head_dim=256)
-            decode(1, packed=(GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K))
-            multiply_packed()
-            multiply_by_experts()
-            draft()
-            draft_as_published()
+            (multiply_widest if widest else launch_all)()
+        compiler.check_registers()
 
 
 if __name__ == "__main__":
