@@ -1,6 +1,7 @@
 """Whatever is wrong with a file, it is refused in one line, or the model loads and writes: no crash, no hang."""
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -77,9 +78,9 @@ def test_a_corrupt_file_is_refused_in_a_line_or_can_be_used(kind, count, origina
 @pytest.mark.parametrize(
     ("kind", "first", "end"),
     [
-        ("gguf", 40, 270), ("gguf", 270, 500), ("folder", 20, 100), ("configuration", 12, 200),
-        ("configuration", 200, 400), ("configuration", 400, 600), ("quantised", 10, 200), ("metadata", 18, 200),
+        ("gguf", 40, 90), ("folder", 20, 50), ("configuration", 12, 60), ("quantised", 10, 30), ("metadata", 18, 40),
     ],
 )  # fmt: skip
-def test_hundreds_of_corrupt_files_are_refused_in_a_line_or_can_be_used(kind, first, end, originals):
-    check(originals, kind, range(first, end))
+def test_more_corrupt_files_are_refused_in_a_line_or_can_be_used(kind, first, end, originals):
+    """CORRUPT_CASES=600 tries as many of each kind, which takes minutes."""
+    check(originals, kind, range(first, max(end, int(os.environ.get("CORRUPT_CASES", 0)))))
