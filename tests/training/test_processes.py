@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import jaxtyping
 import numpy as np
 import pytest
 import test_adapter_training
@@ -22,6 +23,7 @@ from test_adapter_training import gradients
 from test_cli import complaint, saltus_
 from test_train import ADAPTER, HEADS, RECIPE, scalars, training
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.tensor import DTensor
 
@@ -190,6 +192,7 @@ def work_in(room: Path, arguments: list[object]) -> None:
 
     from saltus.cli.app import app
 
+    jaxtyping.config.update("jaxtyping_disable", True)  # types are checked where one process does the same
     for one in LAUNCHER_SIGNALS:  # a forked process has the launcher's handlers
         signal.signal(one, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -206,7 +209,8 @@ def launch(room: Path, *arguments: object, fails: bool = False) -> list[tuple[in
         rdzv_endpoint="localhost:0", run_id=room.name, max_restarts=0, monitor_interval=0.05,
     )  # fmt: skip
     handlers = {one: signal.getsignal(one) for one in LAUNCHER_SIGNALS}
-    with pytest.raises(ChildFailedError) if fails else nullcontext():
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(ChildFailedError) if fails else nullcontext():
+        patched.setattr(dynamic_rendezvous, "get_method_name", lambda: "")  # it looks for a method in all modules
         elastic_launch(config, work_in)(room, list(arguments))
     for one, handler in handlers.items():  # the launcher leaves its own
         signal.signal(one, handler)
