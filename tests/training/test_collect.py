@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import time
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from pathlib import Path
 
 import pytest
@@ -37,9 +37,11 @@ def prompts_file(tmp_path) -> Path:
 
 
 def start_workers_quickly(patch: pytest.MonkeyPatch) -> None:
-    """Workers get what spawned ones get, but are forks of a process that has imported torch."""
+    """Workers get what spawned ones get, but are forks of a process that has imported what they need."""
     context = get_context("forkserver")
-    context.set_forkserver_preload([*FOR_COMMANDS])
+    context.set_forkserver_preload([*FOR_COMMANDS, collection_workers.__name__])
+    forkserver.ensure_running()
+    patch.setattr(forkserver._forkserver, "ensure_running", lambda: None)  # a fork of this process has it, too
     patch.setattr(collection_workers, "get_context", lambda method: context)
 
 
@@ -157,6 +159,7 @@ def test_a_run_killed_at_any_moment_leaves_no_gap_and_no_duplicate(kind, process
     )
     command = ["collect", kind, "-f", prompts_file, "-m", folder, "-n", 40, "--texts-per-file", 3]
     saltus_(*command, "--out", tmp_path / "whole")
+    start_workers_quickly(monkeypatch)
     killed = tmp_path / "killed"
     kills = 0
     for files in (1, 9) if processes == 1 else (5,):
@@ -171,7 +174,6 @@ def test_a_run_killed_at_any_moment_leaves_no_gap_and_no_duplicate(kind, process
     assert kills == (2 if processes == 1 else 1)
     there = {name: os.stat(killed / name).st_mtime_ns for name in shards(killed)}
     assert 5 <= len(there) < 28
-    start_workers_quickly(monkeypatch)
     saltus_(*command, "--out", killed, "--processes", processes)
     assert shards(killed) == shards(tmp_path / "whole")
     assert there.items() <= {name: os.stat(killed / name).st_mtime_ns for name in there}.items(), "none is written anew"
