@@ -22,8 +22,10 @@ import traceback
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 FOR_COMMANDS = ("torch", "transformers.models.llama.modeling_llama")  # what `saltus` imports for a model
+FOR_WORKERS = "saltus.training.data.collection_workers", "saltus.server.learning"
 PASSED_ON = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -44,6 +46,18 @@ def forked_python(*modules: str) -> list[str]:
 def saltus_command(first: str = "pass") -> list[str]:
     """`saltus`, after a statement."""
     return [*forked_python(*FOR_COMMANDS), "-c", f"{first}; from saltus.cli import main; main()"]
+
+
+@cache
+def forked_workers() -> Any:
+    """A context of multiprocessing: processes get what spawned ones get, but are forks of one that has imported all."""
+    from multiprocessing import forkserver, get_context  # each command starts this file
+
+    context = get_context("forkserver")
+    context.set_forkserver_preload([*FOR_COMMANDS, *FOR_WORKERS])
+    forkserver.ensure_running()
+    vars(forkserver._forkserver)["ensure_running"] = lambda: None  # what asks whether it runs fails in our own forks
+    return context
 
 
 def serve(place: str, modules: list[str]) -> None:

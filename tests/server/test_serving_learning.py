@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import saltus
 from conftest import TEMPLATE
+from forked_python import forked_workers
 from saltus.cli.app import app
 from saltus.methods.ptp.files import load_drafter
 from saltus.methods.ptp.training.online import Evaluation, LearningProgress, LearningSettings
@@ -23,8 +24,8 @@ from saltus.server.served_request import Limits
 from tiny_server import PROMPT, alone, serving
 
 SETTINGS = LearningSettings(evaluation_texts=4, evaluation_windows=6, windows=4, steps_per_text=6, rate=5e-3)
-ALWAYS = replace(  # every drafter passes its evaluation, which comes soon
-    SETTINGS, margin=-1e9, evaluation_texts=2, evaluation_windows=2, windows=2, steps_between_evaluations=2
+ALWAYS = replace(  # a drafter passes its evaluation, which comes soon, where it drafts other than the one before
+    SETTINGS, margin=-1e9, evaluation_texts=2, evaluation_windows=24, windows=2, steps_between_evaluations=2
 )
 
 
@@ -48,7 +49,8 @@ def metric(url: str, name: str) -> float:
 
 @pytest.mark.slow
 def test_texts_are_the_same_before_during_and_after_a_replacement(drafting, caplog, monkeypatch):
-    """Every drafter passes its evaluation here, so that drafters are replaced while texts are decoded."""
+    """Drafters pass their evaluations here, so that drafters are replaced while texts are decoded."""
+    monkeypatch.setattr("saltus.server.learning.get_context", lambda method: forked_workers())
     monkeypatch.setattr("saltus.server.learning.NICENESS", os.nice(0))  # other tests have the cores for minutes
     caplog.set_level(logging.INFO, logger="saltus.server")
     settings = {"raw": True, "temperature": 0.7, "max_new_tokens": 32}

@@ -5,14 +5,14 @@ import json
 import os
 import signal
 import time
-from multiprocessing import forkserver, get_context
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 from test_cli import complaint, lines, saltus_
 
 import saltus
-from forked_python import FOR_COMMANDS
+from forked_python import forked_workers
 from saltus.training.data import collection_workers
 from saltus.training.data.collection_workers import _ShardWriter
 from saltus.training.data.teacher_texts import (
@@ -34,15 +34,6 @@ def folder(tiny_folder) -> str:
 @pytest.fixture
 def prompts_file(tmp_path) -> Path:
     return lines(tmp_path / "prompts.jsonl", *({"prompt": prompt} for prompt in PROMPTS))
-
-
-def start_workers_quickly(patch: pytest.MonkeyPatch) -> None:
-    """Workers get what spawned ones get, but are forks of a process that has imported what they need."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload([*FOR_COMMANDS, collection_workers.__name__])
-    forkserver.ensure_running()
-    patch.setattr(forkserver._forkserver, "ensure_running", lambda: None)  # a fork of this process has it, too
-    patch.setattr(collection_workers, "get_context", lambda method: context)
 
 
 def collect(*arguments: object, code: int = 0, **settings):
@@ -74,7 +65,7 @@ def test_texts_are_those_that_the_engine_writes(folder, prompts_file, tmp_path):
 
 @pytest.mark.slow
 def test_neither_batches_nor_processes_change_a_text(folder, prompts_file, tmp_path, monkeypatch):
-    start_workers_quickly(monkeypatch)
+    monkeypatch.setattr(collection_workers, "get_context", lambda method: forked_workers())
     collect("-f", prompts_file, "-m", folder, "--out", tmp_path / "one", "--texts-per-file", 4, "--batch-size", 1)
     collect("-f", prompts_file, "-m", folder, "--out", tmp_path / "two", "--texts-per-file", 4, "--processes", 2)
     assert len(shards(tmp_path / "one")) == 4
@@ -123,7 +114,7 @@ def iterates_of_one_process(folder, prompts_file, tmp_path) -> list:
 
 @pytest.mark.slow
 def test_neither_batches_nor_processes_change_an_iterate(iterates_of_one_process, tmp_path, monkeypatch):
-    start_workers_quickly(monkeypatch)
+    monkeypatch.setattr(collection_workers, "get_context", lambda method: forked_workers())
     saltus_(*iterates_of_one_process, "--out", tmp_path / "two", "--processes", 2)
     assert shards(tmp_path / "one") == shards(tmp_path / "two")
 
@@ -159,7 +150,7 @@ def test_a_run_killed_at_any_moment_leaves_no_gap_and_no_duplicate(kind, process
     )
     command = ["collect", kind, "-f", prompts_file, "-m", folder, "-n", 40, "--texts-per-file", 3]
     saltus_(*command, "--out", tmp_path / "whole")
-    start_workers_quickly(monkeypatch)
+    monkeypatch.setattr(collection_workers, "get_context", lambda method: forked_workers())
     killed = tmp_path / "killed"
     kills = 0
     for files in (1, 9) if processes == 1 else (5,):
