@@ -423,7 +423,7 @@ def test_layers_with_states_need_compiled_kernels(name, monkeypatch):
 def test_layers_with_states_are_not_those_with_hooks():
     model = tiny("Mamba2")
     model.backbone.layers[0].register_forward_hook(lambda *given: None)
-    with pytest.raises(ValueError, match="which only compiled kernels .*; load it without hooks"):
+    with pytest.raises(ValueError, match=r"which only compiled kernels .*; load it without hooks"):
         make_network(model, "mine")
 
 
