@@ -269,36 +269,13 @@ class Engine:
             raise ValueError(f"min_new_tokens is {min_new_tokens}, but max_new_tokens is {max_new_tokens}; lower it")
         Noise(seed)  # refuses a negative seed
         self.target.check_tokens(stop_token_ids, "stop_token_ids")
-        ends = self.target.end_tokens
         settings = PromptSettings(
             raw, tools, chat_template_kwargs or {}, add_generation_prompt, continue_final_message, add_special_tokens,
             parse_special,
         )  # fmt: skip
-        context = self.target.context_length
-        if suffix is None or (not suffix and find_fim_format(self.tokenizer) is None):
-            tokens = encode_prompt(self.tokenizer, prompt, settings, self.target.name, context, ends)
-            chat = not is_tokens(prompt) and uses_chat_template(self.tokenizer, prompt, raw)
-            continues = () if chat and not settings.continues(prompt) else tokens
-        else:
-            if not isinstance(prompt, str):
-                raise ValueError("with a suffix the prompt is the text before it, as a str")
-            self._require_fits("the prompt", prompt, suffix, *(text for _, text in files))
-            fim = fim_prompt(self.tokenizer, self.target.name, prompt, suffix, files)
-            tokens, continues, ends = fim.tokens, fim.before, ends | fim.end_tokens
+        tokens, continues, ends = self._prompt_tokens(prompt, settings, suffix, files)
         self.target.check_tokens(tokens, "the prompt")
-        if context is not None:
-            if len(tokens) > context:
-                raise PromptTooLongError(
-                    f"the prompt has {len(tokens):,} tokens, but {self.target.name} reads at most {context:,};"
-                    " shorten it"
-                )
-            least = min(max(min_new_tokens, 1), max_new_tokens)
-            if len(tokens) + least > context:
-                raise PromptTooLongError(
-                    f"the prompt has {len(tokens):,} tokens, but {self.target.name} reads at most {context:,}, so that"
-                    f" no room is left for {least:,} new ones; shorten it"
-                )
-            max_new_tokens = min(max_new_tokens, context - len(tokens))
+        max_new_tokens = self._room_after(len(tokens), max_new_tokens, min_new_tokens)
         if is_tokens(prompt):
             prompt = self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
         stops = check_stop_strings(stop)
@@ -329,10 +306,39 @@ class Engine:
             request.constraint = grammar.constraint(self.tokenizer, stopping, tokens)
         if prediction:
             text = require_unicode(prediction, "the prediction")
+            context = self.target.context_length
             text = cut_to_context(text, self.tokenizer, context)  # no text is longer
             request.prediction = self.tokenizer(text, add_special_tokens=False).input_ids[:context]
             self.target.check_tokens(request.prediction, "the prediction")
         return TextRequest(prompt, request, output)
+
+    def _prompt_tokens(
+        self, prompt: Any, settings: PromptSettings, suffix: str | None, files: Sequence[tuple[str, str]]
+    ) -> tuple[list[int], Sequence[int], frozenset[int]]:
+        """The tokens of a prompt, those among them that the text goes on with, and the tokens that end the text."""
+        target, ends = self.target, self.target.end_tokens
+        if suffix is None or (not suffix and find_fim_format(self.tokenizer) is None):
+            tokens = encode_prompt(self.tokenizer, prompt, settings, target.name, target.context_length, ends)
+            chat = not is_tokens(prompt) and uses_chat_template(self.tokenizer, prompt, settings.raw)
+            return tokens, () if chat and not settings.continues(prompt) else tokens, ends
+        if not isinstance(prompt, str):
+            raise ValueError("with a suffix the prompt is the text before it, as a str")
+        self._require_fits("the prompt", prompt, suffix, *(text for _, text in files))
+        fim = fim_prompt(self.tokenizer, target.name, prompt, suffix, files)
+        return fim.tokens, fim.before, ends | fim.end_tokens
+
+    def _room_after(self, num_tokens: int, max_new_tokens: int, min_new_tokens: int) -> int:
+        """How many new tokens a text may have after a prompt of so many. Errors: PromptTooLongError."""
+        context = self.target.context_length
+        if context is None:
+            return max_new_tokens
+        sizes = f"the prompt has {num_tokens:,} tokens, but {self.target.name} reads at most {context:,}"
+        if num_tokens > context:
+            raise PromptTooLongError(f"{sizes}; shorten it")
+        least = min(max(min_new_tokens, 1), max_new_tokens)
+        if num_tokens + least > context:
+            raise PromptTooLongError(f"{sizes}, so that no room is left for {least:,} new ones; shorten it")
+        return min(max_new_tokens, context - num_tokens)
 
     @with_checked_types
     def infill_request(

@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any
 
 from saltus.engine.message_parts import PROBE, writes_probe
@@ -170,18 +170,26 @@ def _as_call(function: Mapping[str, Any]) -> ToolCall:
 
 def _with_ids_of(form: ToolFormat, messages: Sequence[Message]) -> list[Message]:
     """The messages with ids of calls as the form has them, numbered in their order."""
-    made, ids, number = [], {}, 0
+    ids, numbers = {}, count()
+
+    def id_of(call: Mapping[str, Any]) -> str:
+        ids[call.get("id")] = own = form.call_id.format(name=call["function"]["name"], number=next(numbers))
+        return own
+
+    return _with_ids(messages, id_of, lambda given: ids.get(given, given))
+
+
+def _with_ids(
+    messages: Sequence[Message], id_of_call: Callable[[Mapping[str, Any]], str], id_of_result: Callable[[Any], Any]
+) -> list[Message]:
+    """The messages with other ids of calls and of their results."""
+    made = []
     for message in messages:
         named = dict(message)
-        calls = []
-        for call in message.get("tool_calls") or ():
-            own = form.call_id.format(name=call["function"]["name"], number=number)
-            ids[call.get("id")], number = own, number + 1
-            calls.append({**call, "id": own})
-        if calls:
-            named["tool_calls"] = calls
+        if message.get("tool_calls"):
+            named["tool_calls"] = [{**call, "id": id_of_call(call)} for call in message["tool_calls"]]
         if message.get("role") == "tool":
-            named["tool_call_id"] = ids.get(message.get("tool_call_id"), message.get("tool_call_id"))
+            named["tool_call_id"] = id_of_result(message.get("tool_call_id"))
         made.append(named)
     return made
 
@@ -202,15 +210,7 @@ def _with_contents(messages: list[Message]) -> list[Message]:
 
 def _with_short_ids(messages: list[Message]) -> list[Message]:
     """Ids of calls as nine letters and digits, the same for the same id."""
-    made = []
-    for message in messages:
-        short = dict(message)
-        if message.get("tool_calls"):
-            short["tool_calls"] = [{**call, "id": _short_id(call.get("id"))} for call in message["tool_calls"]]
-        if message.get("role") == "tool":
-            short["tool_call_id"] = _short_id(message.get("tool_call_id"))
-        made.append(short)
-    return made
+    return _with_ids(messages, lambda call: _short_id(call.get("id")), _short_id)
 
 
 def _short_id(given: Any) -> str:
