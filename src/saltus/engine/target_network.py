@@ -49,34 +49,46 @@ def make_network(model: Any, name: str, exact: bool = True, max_draft_tokens: in
     if not why:
         on_gpu = torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext()
         with torch.inference_mode(), silence_transformers(), on_gpu:  # Triton launches on the thread's own GPU
-            try:
-                expected = _logits_of_a_branch(model, 0)
-                network = CausalNetwork(model, exact, FixedShapeSettings.for_max_draft_tokens(max_draft_tokens))
-                kv_cache = network.new_kv_cache()
-                computed = _logits_in_a_tree(network, 0, kv_cache)
-                # rounding alone: of float32, of bfloat16, of activations in 8 bits; what a sibling does is about 1
-                bound = 0.01 if model.dtype == torch.float32 else 0.6 if uses_integers(model) else 0.2
-                differs, text = _differ(expected, computed, bound), 0
-                may_tie = model.dtype != torch.float32 and any(map(expert_stacks, model.modules()))
-                while differs and may_tie and text < MAX_OTHER_TEXTS:
-                    text += 1  # another expert was taken at a tie perhaps; what is wrong differs in every text
-                    computed = _logits_in_a_tree(network, text, network.new_kv_cache())
-                    differs = _differ(_logits_of_a_branch(model, text), computed, bound)
-            except (MemoryError, torch.OutOfMemoryError):
-                raise
-            except Exception as error:
-                why = first_line(error)
-            else:
-                if not expected.isfinite().all():
-                    _require_finite_weights(model, name)
-                if kv_cache.keys is None:
-                    why = "its attention does not go through Transformers' AttentionInterface"
-                elif differs:
-                    why = "a tree of tokens gets other logits than its branches get alone"
-                else:
-                    network.kv_bytes_per_token = kv_cache.bytes_per_token
-                    return network
+            made = _checked_network(model, name, exact, max_draft_tokens)
+        if isinstance(made, CausalNetwork):
+            return made
+        why = made
     raise ValueError(f"{name} ({type(model).__name__}) cannot be served: {why}; {cure}")
+
+
+def _checked_network(model: Any, name: str, exact: bool, max_draft_tokens: int) -> CausalNetwork | str:
+    """The network of a model of Transformers, or why its logits would not be the model's own."""
+    try:
+        expected = _logits_of_a_branch(model, 0)
+        network = CausalNetwork(model, exact, FixedShapeSettings.for_max_draft_tokens(max_draft_tokens))
+        kv_cache = network.new_kv_cache()
+        differs = _differ_everywhere(network, expected, _logits_in_a_tree(network, 0, kv_cache))
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        return first_line(error)
+    if not expected.isfinite().all():
+        _require_finite_weights(model, name)
+    if kv_cache.keys is None:
+        return "its attention does not go through Transformers' AttentionInterface"
+    if differs:
+        return "a tree of tokens gets other logits than its branches get alone"
+    network.kv_bytes_per_token = kv_cache.bytes_per_token
+    return network
+
+
+def _differ_everywhere(network: CausalNetwork, expected: Tensor, computed: Tensor) -> bool:
+    """True if the logits of the first text differ, and of a mixture of experts those of some others, too."""
+    model = network.model
+    # rounding alone: of float32, of bfloat16, of activations in 8 bits; what a sibling does is about 1
+    bound = 0.01 if model.dtype == torch.float32 else 0.6 if uses_integers(model) else 0.2
+    may_tie = model.dtype != torch.float32 and any(map(expert_stacks, model.modules()))
+    # another expert was taken at a tie perhaps; what is wrong differs in every text
+    others = range(1, 1 + MAX_OTHER_TEXTS) if may_tie else ()
+    return _differ(expected, computed, bound) and all(
+        _differ(_logits_of_a_branch(model, text), _logits_in_a_tree(network, text, network.new_kv_cache()), bound)
+        for text in others
+    )
 
 
 def _require_finite_weights(model: Any, name: str) -> None:
