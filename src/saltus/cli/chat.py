@@ -88,12 +88,11 @@ class Chat:
                 self._answer(line)
 
     def _answer(self, line: str) -> None:
-        from saltus.cli.coloured_text import ColouredTextWriter, terminal
+        from saltus.cli.coloured_text import ColouredTextWriter, line_width, terminal
         from saltus.cli.report import statistics_line
 
         console = terminal(colour=self.colour or None)
-        bound = console.width - 1 if console.is_terminal and not console.is_dumb_terminal else None
-        painter = ColouredTextWriter(console, self.colour, bound)
+        painter = ColouredTextWriter(console, self.colour, line_width(console))
         inputs = [*self.history, {"role": "user", "content": line}]
         try:
             written = self.engine.stream(inputs, method=self.method, **self.settings)

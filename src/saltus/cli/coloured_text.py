@@ -61,6 +61,11 @@ def new_table(**settings: Any) -> Table:
     return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, **settings)
 
 
+def line_width(console: Console) -> int | None:
+    """Where lines of an answer are broken between words: before a terminal's last column; None: nowhere."""
+    return console.width - 1 if console.is_terminal and not console.is_dumb_terminal else None
+
+
 @dataclass
 class ColouredTextWriter:
     """Writes text piece by piece. `wrap` is the width at which lines are broken; None: never."""

@@ -69,15 +69,13 @@ def _run_demo(
     from rich.text import Text
 
     from saltus.cli.answers import run_again, stream_answer
-    from saltus.cli.coloured_text import ColouredTextWriter, legend, terminal
+    from saltus.cli.coloured_text import ColouredTextWriter, legend, line_width, terminal
     from saltus.cli.report import comparison_line
     from saltus.engine.comparison import warm_up
-
-    console = terminal(colour=colour)
     from saltus.kernels.packed_weight import describe_weights
 
+    console = terminal(colour=colour)
     coloured = console.is_terminal if colour is None else colour
-    bound = console.width - 1 if console.is_terminal and not console.is_dumb_terminal else None
     network = engine.network.model
     how = f"{describe_weights(network)} on {network.device}, {_describe_sampling(settings)}"
     console.print(Text.assemble((model, "bold"), " with ", (method, "bold"), f" ({how})\n"))
@@ -87,7 +85,8 @@ def _run_demo(
     if coloured:
         console.print(legend(), end="\n\n")
     warm_up(engine, question, (method, "plain"), settings)
-    generation = stream_answer(engine, question, ColouredTextWriter(console, coloured, bound), settings)
+    painter = ColouredTextWriter(console, coloured, line_width(console))
+    generation = stream_answer(engine, question, painter, settings)
     console.file.flush()
     plain = run_again(engine, question, settings)
     seconds, repeats = generation.statistics.seconds + plain.statistics.seconds, []
