@@ -80,13 +80,13 @@ def latent_attention(config: Any, layer: int, **changes: Any) -> LatentAttention
     return LatentAttention(**settings | changes)
 
 
-def fused_attention(config: Any, layer: int, name: str = "qkv_proj", **changes: Any) -> Attention:
-    """The same where one linear layer gives queries, keys and values, in this order."""
-    path, dim = f"layers.{layer}.self_attn.{name}", head_dim(config)
+def fused_attention(config: Any, layer: int) -> Attention:
+    """Llama's attention where one linear layer gives queries, keys and values, in this order."""
+    path, dim = f"layers.{layer}.self_attn.qkv_proj", head_dim(config)
     queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
     return llama_attention(
         config, layer, query=Weight(path, 0, queries), key=Weight(path, queries, queries + keys),
-        value=Weight(path, queries + keys, queries + 2 * keys), **changes,
+        value=Weight(path, queries + keys, queries + 2 * keys),
     )  # fmt: skip
 
 

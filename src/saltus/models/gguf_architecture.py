@@ -205,9 +205,9 @@ def num_layers(model: GgufModel) -> int:
     return model.size("block_count") - model.size("nextn_predict_layers", 0, least=0)
 
 
-def rope(model: GgufModel, base: str = "rope.freq_base", default_base: float = 10000.0) -> dict[str, Any]:
+def rope(model: GgufModel) -> dict[str, Any]:
     """How positions are scaled; what a file does not say has llama.cpp's defaults."""
-    parameters: dict[str, Any] = {"rope_theta": model.number(base, default_base), "rope_type": "default"}
+    parameters: dict[str, Any] = {"rope_theta": model.number("rope.freq_base", 10000.0), "rope_type": "default"}
     if LONG_FACTORS in model.shapes:
         return parameters | {
             "rope_type": "longrope",
