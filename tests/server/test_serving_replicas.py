@@ -7,11 +7,14 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
 import saltus
+from forked_python import saltus_command
+from saltus.server import replicas
 from saltus.server.replicas import equal_share
 from tiny_server import unused_port  # noqa: F401
 
@@ -53,9 +56,12 @@ time.sleep(60)
         started.stdout.close()
 
 
+SERVE = "serve", "--ray", "--method", "lookup"
+
+
 def command(*arguments: object) -> list[str]:
     program = [sys.executable, "-c", "from saltus.cli import main; main()"]
-    return [*program, "serve", "--ray", "--method", "lookup", *map(str, arguments)]
+    return [*program, *SERVE, *map(str, arguments)]
 
 
 def ask_in_session(url: str, session: str) -> int:
@@ -83,12 +89,12 @@ def test_two_replicas_answer_as_one_and_stop_when_told(tiny_folder, unused_port,
             still = time.monotonic() < deadline and started.poll() is None
             assert still, (tmp_path / "log").read_text()
             time.sleep(0.5)
-        replicas = [
+        started_by_ray = [
             one
             for one in psutil.Process(started.pid).children(recursive=True)
             if "ServeReplica" in " ".join(one.cmdline())
         ]
-        assert len(replicas) == 2
+        assert len(started_by_ray) == 2
 
         def ask(seed: int) -> str:
             asked = {"prompt": "the cat", "max_tokens": 24, "temperature": 1.0, "seed": seed}
@@ -124,13 +130,19 @@ def test_two_replicas_answer_as_one_and_stop_when_told(tiny_folder, unused_port,
 @pytest.mark.slow
 def test_what_a_replica_lacks_is_said_in_one_line(unused_port):
     pytest.importorskip("ray.serve")
-    for arguments, expected in (
-        (("--replicas", 500), "500 replicas with 1 CPU each do not fit the cluster"),
-        (("--port", unused_port, "-m", "no-such-model"), "the replicas did not start: "),
-    ):
-        found = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=200)
-        last = found.stderr.strip().splitlines()[-1]
-        assert found.returncode != 0
-        assert expected in last
-        assert "a fault of saltus" not in last
+    arguments = "--port", str(unused_port), "-m", "no-such-model"
+    found = subprocess.run([*saltus_command(), *SERVE, *arguments], capture_output=True, text=True, timeout=200)
+    last = found.stderr.strip().splitlines()[-1]
+    assert found.returncode != 0
+    assert "the replicas did not start: " in last
     assert "no-such-model" in last
+    assert "a fault of saltus" not in last
+
+
+def test_more_replicas_than_the_cluster_has_processors_for_are_refused(monkeypatch):
+    nodes = [{"Alive": True, "Resources": {"CPU": 4.0}}, {"Alive": False, "Resources": {"CPU": 900.0}}]
+    ray = SimpleNamespace(init=lambda **_: None, nodes=lambda: nodes)
+    monkeypatch.setattr(replicas, "_imported", lambda: (ray, None))
+    wanted = replicas.Replicas(500, max_requests=1, drain_seconds=1.0)
+    with pytest.raises(ValueError, match=r"^500 replicas with 1 CPU each do not fit the cluster, which has 4; ask"):
+        replicas.start_replicas(lambda: None, wanted, "127.0.0.1", 0)
