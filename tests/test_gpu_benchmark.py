@@ -7,6 +7,7 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import torch
 
 import saltus
 from fake_cuda import fake_cuda
+from saltus.engine.calibration import measure_call_seconds as measure
 from saltus.models.cuda.packed_weight import GPUPackedWeight
 
 ROOT = Path(__file__).parents[1]
@@ -49,6 +51,8 @@ def run(monkeypatch, tmp_path, tiny_folder, partners):
     """Run a stage for a tiny model on the device; its exit code, its results, and what it prints as tables."""
     pytest.importorskip("triton")
     monkeypatch.setattr("torch.profiler.profile", Profile)
+    for owner in ("saltus.engine.calibration", "gpu.speed_stage"):  # a few calls, not some twenty
+        monkeypatch.setattr(f"{owner}.measure_call_seconds", lambda network, *_, **__: measure(network, (1, 4), 1))
     monkeypatch.setattr("saltus.models.cuda.gpu_decoder.KERNEL_DTYPES", set())  # Triton's interpreter has no bfloat16
     drafts = [f"--option={name}.{key}={value}" for name in ("ptp", "mtpc") for key, value in partners[name].items()]
     prompts = tmp_path / "prompts.txt"
@@ -150,9 +154,10 @@ def test_calls_are_timed_against_the_roofline(run, monkeypatch, capsys):
 @pytest.mark.unchecked
 def test_calls_of_packed_weights_are_timed(run, monkeypatch):
     monkeypatch.setattr("gpu.call_stage.ROUNDS", 2)
+    expanded = cache(lambda weight: weight.dequantize())
     monkeypatch.setattr(  # as the kernels, which need bfloat16, that the interpreter lacks
         "saltus.models.cuda.packed_weight._linear",
-        lambda x, weight, bias=None: torch.nn.functional.linear(x, weight.dequantize(), bias),
+        lambda x, weight, bias=None: torch.nn.functional.linear(x, expanded(weight), bias),
     )
     options = "--rows", "1", "--contexts", "20", "--batches", "2", "--buffer-mb", 4, "--product", 64
     code, found, _ = run("calls", "--models", "tiny,tiny@q4_1", *options)
