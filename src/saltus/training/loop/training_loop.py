@@ -9,7 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,66 +87,82 @@ def train(
     settings = settings | {
         "schedule": {key: value for key, value in asdict(schedule).items() if key != "checkpoint_steps"}
     }
-    state = load_checkpoint(checkpoint_path)
-    step, seconds, curve, evaluations, first, total = 0, 0.0, [], [], 0, 0.0  # the sum of losses from step `first` on
-    if state is not None:
-        if state["settings"] != settings:
-            raise ValueError(
-                f"{checkpoint_path} belongs to a run with other settings ({_differing(state['settings'], settings)});"
-                " take another --work, or delete it; --from goes on from a run's result"
-            )
-        module.load_state_dict(state["module"])
-        for optimizer, optimizer_state in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(optimizer_state)
-        step, seconds, curve = state["step"], state["seconds"], state["curve"]
-        evaluations = state["evaluations"]
-        first, total = state.get("first", step), state.get("total", 0.0)  # older files have none
-    if float(processes.average(torch.tensor(float(step)))) != step:
+    state = _resumed(checkpoint_path, settings, module, optimizers)
+    if float(processes.average(torch.tensor(float(state.step)))) != state.step:
         raise ValueError(f"only some processes find {checkpoint_path}; all machines must share its disk")
-    began = time.perf_counter() - seconds
+    began = time.perf_counter() - state.seconds
     module.train()
     synchronized_loss = processes.synchronized(module, loss)
 
     def save() -> None:
-        state = {"module": module.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
-        state |= {"settings": settings, "step": step, "seconds": seconds, "first": first, "total": total}
-        state |= {"curve": curve, "evaluations": evaluations}
+        state.seconds = time.perf_counter() - began
+        parts = {"module": module.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
         if processes.is_main:
-            save_checkpoint(checkpoint_path, state)
+            save_checkpoint(checkpoint_path, parts | {"settings": settings} | vars(state))
         processes.wait()
 
     with processes.postponed_interrupt() as is_interrupted:
-        while step < schedule.steps:
-            part = synchronized_loss(step)
-            optimizer_step(module, optimizers, part, schedule.learning_rate_at(step), schedule.max_grad_norm)
+        while state.step < schedule.steps:
+            part = synchronized_loss(state.step)
+            optimizer_step(module, optimizers, part, schedule.learning_rate_at(state.step), schedule.max_grad_norm)
             step_loss = float(processes.average(part))
-            total += step_loss
-            step += 1
-            on_step(step, step_loss)
-            if step % schedule.checkpoint_steps == 0 or step == schedule.steps:
-                curve.append(total / (step - first))
-                if not math.isfinite(curve[-1]):
+            state.total += step_loss
+            state.step += 1
+            on_step(state.step, step_loss)
+            if state.step % schedule.checkpoint_steps == 0 or state.step == schedule.steps:
+                mean = state.total / (state.step - state.first)
+                if not math.isfinite(mean):
                     raise ValueError(
-                        f"the loss is {curve[-1]} at step {step}; take a lower rate than {schedule.learning_rate}"
+                        f"the loss is {mean} at step {state.step}; take a lower rate than {schedule.learning_rate}"
                     )
                 metrics, by_depth = evaluate(), accuracy_by_depth()
-                evaluations.append({"step": step, "loss": curve[-1], **metrics})
+                state.curve.append(mean)
+                state.evaluations.append({"step": state.step, "loss": mean, **metrics})
                 if by_depth:
-                    evaluations[-1]["accuracy by depth"] = by_depth
-                first, total, seconds = step, 0.0, time.perf_counter() - began
+                    state.evaluations[-1]["accuracy by depth"] = by_depth
+                state.first, state.total = state.step, 0.0
                 save()
-                left = seconds / step * (schedule.steps - step)
-                on_checkpoint(TrainingProgress(step, schedule.steps, curve[-1], seconds, left, metrics, by_depth))
+                left = state.seconds / state.step * (schedule.steps - state.step)
+                done = TrainingProgress(state.step, schedule.steps, mean, state.seconds, left, metrics, by_depth)
+                on_checkpoint(done)
             if is_interrupted():
-                if not math.isfinite(total):
+                if not math.isfinite(state.total):
                     raise KeyboardInterrupt
-                if first < step:
-                    seconds = time.perf_counter() - began
+                if state.first < state.step:
                     save()
-                at = f"at step {step:,}, which is saved"
+                at = f"at step {state.step:,}, which is saved"
                 raise KeyboardInterrupt(f"interrupted {at}; the same command goes on from there")
     module.eval()
-    return curve
+    return state.curve
+
+
+@dataclass
+class _RunState:
+    """What a checkpoint holds besides the weights, the optimizers' state and the settings."""
+
+    step: int = 0
+    seconds: float = 0.0  # of training
+    first: int = 0  # the step from which on losses are summed
+    total: float = 0.0  # their sum
+    curve: list[float] = field(default_factory=list)  # mean losses between checkpoints
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+
+
+def _resumed(path: Path, settings: Mapping[str, Any], module: nn.Module, optimizers: Sequence[Any]) -> _RunState:
+    """The state of the run whose checkpoint this is, or of a new one. Errors: ValueError for another run's."""
+    saved = load_checkpoint(path)
+    if saved is None:
+        return _RunState()
+    if saved["settings"] != settings:
+        raise ValueError(
+            f"{path} belongs to a run with other settings ({_differing(saved['settings'], settings)});"
+            " take another --work, or delete it; --from goes on from a run's result"
+        )
+    module.load_state_dict(saved["module"])
+    for optimizer, optimizer_state in zip(optimizers, saved["optimizers"], strict=True):
+        optimizer.load_state_dict(optimizer_state)
+    known = {each.name: saved[each.name] for each in fields(_RunState) if each.name in saved}
+    return _RunState(**{"first": saved["step"]} | known)  # older files have neither a first step nor a total
 
 
 def print_progress(progress: TrainingProgress) -> None:
