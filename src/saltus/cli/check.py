@@ -128,7 +128,7 @@ def _check_model(
     from saltus.cli.progress import progress_bar
     from saltus.engine.comparison import compare_with_plain
     from saltus.evaluation.audit.audit_run import make_report
-    from saltus.evaluation.audit.method_verdicts import method_verdicts
+    from saltus.evaluation.audit.verdicts import method_verdicts
 
     settings = {**sampling, "max_new_tokens": max_new_tokens}
     with progress_bar(len(inputs), "comparing") as advance:

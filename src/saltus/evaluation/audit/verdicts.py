@@ -45,3 +45,21 @@ def judge(verdicts: Sequence[Verdict]) -> list[Verdict]:
             verdict = verdicts[index]
             judged[index] = replace(verdict, status=FINDING, line=verdict.alarm)
     return judged
+
+
+def method_verdicts(result: Mapping[str, Any], prompts: Sequence[str]) -> list[Verdict]:
+    """The verdicts on what `compare_with_plain` found of a method in Python, where every difference is a finding."""
+    flips, total = result["flips"], result["prompts"]
+    openings = [" ".join(prompt.split())[:50] for prompt in prompts]
+    examples = [
+        f"prompt {flip['prompt']} ({openings[int(flip['prompt'])]}), position {flip['position']},"
+        f" logit gap {flip['logit_gap']:.4g}"
+        for flip in flips
+    ]
+    same = f"same text in {result['identical']} of {total}"
+    verdicts = [Verdict("texts", FINDING if flips else SAME, same, figures={"texts": total}, examples=examples)]
+    if result["tokens_per_call"] is not None:
+        verdicts.append(Verdict("tokens per call", FIGURE, f"{result['tokens_per_call']:.2f}"))
+    if result["speedup"] is not None:
+        verdicts.append(Verdict("speed-up", FIGURE, f"{result['speedup']:.2f} × (same run, prefill included)"))
+    return verdicts
