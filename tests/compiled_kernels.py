@@ -38,6 +38,7 @@ from saltus.methods.published.gpu_block_layers import GPUBlockLayers
 from saltus.methods.published.gpu_eagle_layers import GPUEagleLayers
 from saltus.methods.shared.context_rows import ContextKVCache, ContextRows, DraftRows
 from saltus.models.cuda import launching, linear_kernels, pick_kernels
+from saltus.models.cuda.described_layers import described_for_gpu
 from saltus.models.cuda.expert_kernels import SortedPairs, expert_product, route, sum_experts
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.fixed_shape_calls import FixedShape, KVPagePool
@@ -183,7 +184,26 @@ def decode(
     layers = [module for module in model.modules() if packed and isinstance(module, torch.nn.Linear)]
     for number, layer in enumerate(layers):
         layer._parameters["weight"] = packed_weight(packed[number % len(packed)], *layer.weight.shape)
-    decoder, pool = GPUDecoder(model), KVPagePool(1, 256)
+    run(GPUDecoder(model), rows)
+
+
+def decode_described() -> None:
+    """A call of a decoder with norms after mixer and MLP, another activation, and angles of two kinds or none."""
+    from transformers import AutoModelForCausalLM, Exaone4Config, Gemma3TextConfig
+
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 1, "vocab_size": 300, "head_dim": 256,
+             "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
+    for config in (Gemma3TextConfig(**sizes), Exaone4Config(**sizes)):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        description = described_for_gpu(model)
+        assert description is not None
+        run(GPUDecoder(model, description=description), 1)
+
+
+def run(decoder: GPUDecoder, rows: int) -> None:
+    """A call of so many rows."""
+    pool = KVPagePool(len(decoder.layers), 256)
     inputs = StaticInputs(FixedShape(-(-rows // 8), 8, 2, 0), 32, torch.device("cpu"))
     logits, _ = decoder(inputs, pool)
     greatest = torch.zeros(len(logits), dtype=torch.float64)
@@ -273,6 +293,7 @@ def launch_all() -> None:
     decode(1, norms=True, heads=28, kv_heads=4, head_dim=128)
     decode(1, norms=True, heads=8, kv_heads=1, head_dim=256)
     decode(1, packed=(GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K))
+    decode_described()
     multiply_packed()
     multiply_by_experts()
     draft()

@@ -311,6 +311,13 @@ def test_a_gguf_file_is_packed_and_decoded_by_our_kernels_on_the_device(device, 
     assert layers.rotary_emb.inv_freq.device.type == "cuda"
 
 
+def test_described_layers_decode_by_our_kernels(device, monkeypatch, architecture_folder):
+    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
+    engine = load(architecture_folder("Gemma3", **OWN_KERNELS))
+    assert engine.network.compute_path == "native"
+    check_texts(engine, ["lookup"], temperature=0.8, tokens=5)
+
+
 @pytest.mark.parametrize("name", ["Gemma3", "Llama4"])
 def test_other_architectures_decode_in_fixed_shapes(device, architecture_folder, name):
     engine = load(architecture_folder(name))

@@ -25,7 +25,8 @@ from saltus.methods.shared.context_rows import ContextKVCache, DraftRows
 from saltus.models.causal import CausalNetwork
 from saltus.models.cuda import attention_kernels, linear_kernels
 from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings, first_recent_position, size_class
-from saltus.models.cuda.gpu_decoder import GPUDecoder, fits_kernels
+from saltus.models.cuda.described_layers import described_for_gpu
+from saltus.models.cuda.gpu_decoder import GPUDecoder, fits_described, fits_kernels
 from saltus.models.cuda.packed_weight import GPUPackedWeight
 
 CUDA = torch.cuda.is_available()
@@ -41,14 +42,18 @@ TREE = random_tree(7)
 pytestmark = pytest.mark.slow
 
 
-def decoded(name: str, **changes) -> tuple[CausalNetwork, CausalNetwork]:
+def decoded(name: str, described: bool = False, **changes) -> tuple[CausalNetwork, CausalNetwork]:
     """A tiny model run by our kernels, and the same one as Transformers computes it in float32."""
     model = tiny(name, **SIZES | changes).to(DTYPE)
     plain = CausalNetwork(copy.deepcopy(model).float(), fixed_shapes=False, batch_invariant=False)
-    model = model.to(DEVICE)
-    assert fits_kernels(model)
+    model, description = model.to(DEVICE), None
+    if described:
+        description = described_for_gpu(model)
+        assert description is not None and fits_described(model, description)
+    else:
+        assert fits_kernels(model)
     network = CausalNetwork(model, fixed_shapes=True, fixed_shape_settings=SETTINGS)
-    network.fixed_shape_runner.decoder = GPUDecoder(model)
+    network.fixed_shape_runner.decoder = GPUDecoder(model, description=description)
     return network, plain
 
 
@@ -72,6 +77,41 @@ def test_logits_are_those_of_transformers(name, length):
     tokens = text(length)
     found, expected = logits(network, tokens, TREE), logits(plain, tokens, TREE)
     assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < BOUND
+
+
+DESCRIBED = {
+    "Gemma": {}, "Gemma3": {"sliding_window": 50}, "Granite": {}, "SmolLM3": {}, "Exaone4": {}, "SeedOss": {}, "Phi3": {},
+    "Cwm": {}, "Ministral": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["Llama", *DESCRIBED])
+def test_described_layers_are_those_of_transformers_and_rows_do_not_depend_on_each_other(name):
+    network, plain = decoded(name, described=True, **DESCRIBED.get(name, {}))
+    tokens = text(66)
+    found, expected = logits(network, tokens, TREE), logits(plain, tokens, TREE)
+    assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < BOUND
+    kv_cache = network.new_kv_cache()
+    alone = [logits(network, tokens[:length], kv_cache=kv_cache)[0] for length in (64, 65, 66)]
+    chain = tuple(tokens[64:].tolist()), (-1, 0)
+    inputs = [ForwardInputs(continuation(each, 60), *chain) for each in (text(7), tokens[:64])]
+    together = network.forward(inputs, [network.new_kv_cache() for _ in inputs])
+    assert torch.equal(together[1].logits.float().cpu(), torch.stack(alone))
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "Olmo2", "Cohere", "Glm4", "Starcoder2", "Qwen3Moe", "Gemma4", "Mamba2"])
+def test_layers_that_the_kernels_do_not_know_are_left_to_others(name):
+    assert described_for_gpu(tiny(name)) is None
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_attention_heads": 4, "head_dim": 24}, {"intermediate_size": 96}, {"hidden_size": 96}]
+)
+def test_sizes_that_the_kernels_do_not_know_are_left_to_others(changes):
+    model = tiny("Gemma3", **SIZES)
+    assert fits_described(model, described_for_gpu(model))
+    other = tiny("Gemma3", **SIZES | changes)
+    assert not fits_described(other, described_for_gpu(other))
 
 
 MIXTURE = {"num_hidden_layers": 2, "moe_intermediate_size": 48, "num_experts": 4}
@@ -131,9 +171,11 @@ def test_texts_of_few_rows_share_a_call_without_padding_and_have_the_bits_that_t
 
 
 @pytest.mark.skipif(native.load_kernels() is None, reason="packed weights need compiled kernels")
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "Phi3"])
 @torch.inference_mode()
-def test_packed_weights_decode_as_their_numbers_do():
-    model = tiny("Llama", **SIZES | {"num_hidden_layers": 1, "intermediate_size": 128}).to(DTYPE)
+def test_packed_weights_decode_as_their_numbers_do(name):
+    sizes = SIZES | {"intermediate_size": 128, "tie_word_embeddings": False}
+    model = tiny(name, **sizes | ({} if name == "Gemma3" else {"num_hidden_layers": 1})).to(DTYPE)
     plain = copy.deepcopy(model).float()
     for name, layer in model.named_modules():
         if isinstance(layer, torch.nn.Linear):
@@ -144,7 +186,8 @@ def test_packed_weights_decode_as_their_numbers_do():
             layer._parameters["weight"] = GPUPackedWeight.from_packed(packed, DEVICE)
     model.to(DEVICE)
     network = CausalNetwork(model, fixed_shapes=True, fixed_shape_settings=SETTINGS)
-    network.fixed_shape_runner.decoder = GPUDecoder(model)
+    description = None if name == "Llama" else described_for_gpu(model)
+    network.fixed_shape_runner.decoder = GPUDecoder(model, description=description)
     tokens = text(66)
     found = logits(network, tokens, TREE)
     expected = logits(CausalNetwork(plain, fixed_shapes=False, batch_invariant=False), tokens, TREE)

@@ -201,7 +201,7 @@ class Scheduler(Generic[AnyScheduled]):
                 [each for each in unread if self.prompts.needs_call(each) is needed] for needed in (False, True)
             )
             tokens, together = list(accumulate(each.num_unread_tokens for each in joining)), 1
-            if self.decoder.target.device.type != "cpu":
+            if self.decoder.target.model.device.type != "cpu":
                 together = max(1, bisect_right(tokens, self.prefill_chunk_tokens))
             unread = [*joining[:together], *reading[:1]]
         failed = []

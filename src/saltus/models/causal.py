@@ -28,7 +28,7 @@ from saltus.models.cpu.prepared_call import MAX_ROWS as MAX_PREPARED_ROWS
 from saltus.models.cpu.torch_decoder import TorchDecoder
 from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
 from saltus.models.cuda.fixed_shapes import FixedShapeRunner, why_not_fixed_shapes
-from saltus.models.cuda.gpu_decoder import GPUDecoder, supports_gpu_decoder
+from saltus.models.cuda.gpu_decoder import gpu_decoder_of
 from saltus.models.cuda.gpu_experts import gpu_experts_implementation
 from saltus.models.decoder_of import decoder_of
 from saltus.models.gated_lora import Adapter, Gate, StaticGate, gated_adapter
@@ -101,9 +101,9 @@ class CausalNetwork:
         self.num_layers, self.hidden_size = config.num_hidden_layers, config.hidden_size
         if fixed:
             graphs = self.device.type == "cuda"
-            decoder = GPUDecoder(self.model) if supports_gpu_decoder(self.model) else None
             self.fixed_shape_runner = FixedShapeRunner(
-                self._evaluate, self.num_layers, self.device, self.fixed_shape_settings, graphs, decoder,
+                self._evaluate, self.num_layers, self.device, self.fixed_shape_settings, graphs,
+                gpu_decoder_of(self.model),
                 self.hidden_state_layers,
             )  # fmt: skip
         elif supports_native_decoder(self.model):

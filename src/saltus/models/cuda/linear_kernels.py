@@ -18,7 +18,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from saltus.models.cuda.launching import kernel, pipeline_bytes, power_of_two
+from saltus.models.cuda.launching import device_function, kernel, pipeline_bytes, power_of_two
 from saltus.models.cuda.packed_kernels import packed_linear
 from saltus.models.cuda.packed_weight import GPUPackedWeight
 
@@ -85,24 +85,34 @@ def _linear(
     tl.store(out + place, sums.to(out.dtype.element_ty), mask=inside[:, None] & (rows[None, :] < num_rows))
 
 
+@device_function
+def _active(gated, ACTIVATION: tl.constexpr):
+    """SiLU, or GELU by tanh: x · sigmoid(2 u) with u = √(2 / π) (x + 0.044715 x³); in float32."""
+    inner = gated
+    if ACTIVATION == "gelu_tanh":
+        inner = 1.5957691216057308 * (gated + 0.044715 * gated * gated * gated)
+    return gated / (1.0 + tl.exp(-inner))
+
+
 @kernel()
-def _activate(both, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """out[row, n] = SiLU(both[row, n]) · both[row, SIZE + n], rounded as Transformers rounds it."""
+def _activate(both, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
+    """out[row, n] = active(both[row, n]) · both[row, SIZE + n], rounded as Transformers rounds it."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < SIZE
     dtype = out.dtype.element_ty
     gated = tl.load(both + 2 * row * SIZE + at, mask=inside, other=0.0).to(tl.float32)
     raised = tl.load(both + (2 * row + 1) * SIZE + at, mask=inside, other=0.0).to(tl.float32)
-    active = (gated / (1.0 + tl.exp(-gated))).to(dtype).to(tl.float32)
+    active = _active(gated, ACTIVATION).to(dtype).to(tl.float32)
     tl.store(out + row * SIZE + at, (active * raised).to(dtype), mask=inside)
 
 
 @kernel("num_rows")
 def _gate_and_up(
     x, gate, up, out, num_rows,
-    N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """out[row, n] = SiLU(gate[n] · x[row]) · (up[n] · x[row]), rounded as Transformers rounds it."""
+    """out[row, n] = active(gate[n] · x[row]) · (up[n] · x[row]), rounded as Transformers rounds it."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows, depth = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
     inside = columns < N
@@ -121,7 +131,7 @@ def _gate_and_up(
         raised = tl.dot(u, row, raised, input_precision="ieee")
     dtype = out.dtype.element_ty
     gated = gated.to(dtype).to(tl.float32)
-    active = (gated / (1.0 + tl.exp(-gated))).to(dtype).to(tl.float32)
+    active = _active(gated, ACTIVATION).to(dtype).to(tl.float32)
     product = (active * raised.to(dtype).to(tl.float32)).to(dtype)
     at = rows[None, :].to(tl.int64) * N + columns[:, None]
     tl.store(out + at, product, mask=inside[:, None] & (rows[None, :] < num_rows))
@@ -161,30 +171,35 @@ def product(x: Tensor, weight: Tensor, rows: int) -> Tensor:
     return out
 
 
-def gate_and_up(x: Tensor, weights: Sequence[Tensor], out: Tensor, blocks: Blocks, rows: int) -> None:
+def gate_and_up(
+    x: Tensor, weights: Sequence[Tensor], out: Tensor, blocks: Blocks, rows: int, activation: str = "silu"
+) -> None:
     """out [rows, N], what the MLP's last layer reads, of x [padded rows, K] and the weights [N, K] of gate and up.
 
-    Those of packed weights may be joined.
+    Those of packed weights may be joined. The activation is one that `_active` knows.
     """
     if any(isinstance(weight, GPUPackedWeight) for weight in weights):
         both = x.new_empty(rows, 2 * out.shape[1])
         linear(x, weights, both, blocks, rows)
-        activate(both, out)
+        activate(both, out, activation)
         return
     gate, up = weights
     (outputs, inputs), wide = gate.shape, tile_rows(rows)
     grid = -(-outputs // blocks.columns), -(-rows // wide)
-    _launch(_gate_and_up, grid, blocks, 2, x, gate, up, out, rows, N=outputs, K=inputs, ROWS=wide)
+    sizes = {"N": outputs, "K": inputs, "ACTIVATION": activation, "ROWS": wide}
+    _launch(_gate_and_up, grid, blocks, 2, x, gate, up, out, rows, **sizes)
 
 
-def activate(both: Tensor, out: Tensor) -> None:
+def activate(both: Tensor, out: Tensor, activation: str = "silu") -> None:
     """out [rows, N] of the products [rows, 2 N] with gate and up."""
     rows, block = len(both), 1024
-    _activate[(rows, -(-out.shape[1] // block))](both, out, SIZE=out.shape[1], BLOCK=block, num_warps=4)
+    _activate[(rows, -(-out.shape[1] // block))](
+        both, out, SIZE=out.shape[1], BLOCK=block, ACTIVATION=activation, num_warps=4
+    )
 
 
 def _launch(
-    run: Any, grid: tuple[int, ...], blocks: Blocks, weights: int, x: Tensor, *args: Any, **constants: int
+    run: Any, grid: tuple[int, ...], blocks: Blocks, weights: int, x: Tensor, *args: Any, **constants: Any
 ) -> None:
     """Start a kernel that reads tiles of `weights` weights and of x, in a pipeline as deep as shared memory allows."""
     stage = (weights * blocks.columns + constants["ROWS"]) * blocks.depth * x.element_size()

@@ -5,42 +5,60 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from saltus.models.cuda.launching import kernel, power_of_two
+from saltus.models.cuda.launching import device_function, kernel, power_of_two
 
 
-@kernel("num_rows", "epsilon")
+@device_function
+def _normed(x, weight, epsilon, SIZE: tl.constexpr, ROUNDS_ONCE: tl.constexpr, dtype: tl.constexpr):
+    """weight · RMSNorm(x) (Zhang & Sennrich 2019) in float32, which rounds the norm before the product, or not."""
+    normed = x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + epsilon)
+    if ROUNDS_ONCE:
+        return weight * normed
+    return weight * normed.to(dtype).to(tl.float32)
+
+
+@kernel("num_rows", "epsilon", "output_epsilon", "scale")
 def _add_and_norm(
-    parts, hidden, weight, out, num_rows, epsilon,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr,
+    parts, hidden, weight, output_weight, out, num_rows, epsilon, output_epsilon, scale,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, NORMED: tl.constexpr, OUTPUT_NORMED: tl.constexpr,
+    ROUNDS_ONCE: tl.constexpr, OUTPUT_ROUNDS_ONCE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """hidden += Σ parts, in their order; out = weight · RMSNorm(hidden) (Zhang & Sennrich 2019)."""
+    """hidden += Σ parts, in their order, perhaps through a norm and scaled; out is the norm of that."""
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     inside = at < SIZE
-    dtype = hidden.dtype.element_ty
+    dtype: tl.constexpr = hidden.dtype.element_ty
     state = tl.load(hidden + row * SIZE + at, mask=inside, other=0.0).to(tl.float32)
     if PARTS > 0:
         total = tl.load(parts + row * SIZE + at, mask=inside, other=0.0)
         for part in tl.static_range(1, PARTS):
             total += tl.load(parts + (part * num_rows + row) * SIZE + at, mask=inside, other=0.0)
-        state = (state + total.to(dtype).to(tl.float32)).to(dtype)
+        total = total.to(dtype).to(tl.float32)
+        if OUTPUT_NORMED:
+            factors = tl.load(output_weight + at, mask=inside, other=0.0).to(tl.float32)
+            total = _normed(total, factors, output_epsilon, SIZE, OUTPUT_ROUNDS_ONCE, dtype).to(dtype).to(tl.float32)
+        if SCALED:
+            total = (total * scale).to(dtype).to(tl.float32)
+        state = (state + total).to(dtype)
         tl.store(hidden + row * SIZE + at, state, mask=inside)
         state = state.to(tl.float32)
-    normed = state * tl.rsqrt(tl.sum(state * state, 0) / SIZE + epsilon)
-    scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * SIZE + at, scale * normed.to(dtype).to(tl.float32), mask=inside)
+    if NORMED:
+        factors = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+        state = _normed(state, factors, epsilon, SIZE, ROUNDS_ONCE, dtype)
+    tl.store(out + row * SIZE + at, state, mask=inside)
 
 
 @kernel("num_rows", "epsilon")
 def _rotate_and_store(
     parts, bias, query_norm, key_norm, cosines, sines, positions, slots, queries, keys, values, num_rows, epsilon,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr,
-    NORMED: tl.constexpr,
+    NORMED: tl.constexpr, ROUNDS_ONCE: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     """One head of one row: sum its parts, rotate queries and keys (Su et al. 2021), write keys and values to slots."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -67,13 +85,17 @@ def _rotate_and_store(
         if NORMED:
             norm = query_norm if head < HEADS else key_norm
             scale = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / DIM + epsilon)
-            first = (tl.load(norm + at).to(tl.float32) * (first * scale).to(dtype).to(tl.float32)).to(dtype)
-            second = (tl.load(norm + half + at).to(tl.float32) * (second * scale).to(dtype).to(tl.float32)).to(dtype)
-            first, second = first.to(tl.float32), second.to(tl.float32)
-        angle = tl.load(positions + row) * DIM + at
-        cos, sin = tl.load(cosines + angle).to(tl.float32), tl.load(sines + angle).to(tl.float32)
-        left = (first * cos).to(dtype).to(tl.float32) + (-second * sin).to(dtype).to(tl.float32)
-        right = (second * cos).to(dtype).to(tl.float32) + (first * sin).to(dtype).to(tl.float32)
+            first, second = first * scale, second * scale
+            if not ROUNDS_ONCE:
+                first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+            first = (tl.load(norm + at).to(tl.float32) * first).to(dtype).to(tl.float32)
+            second = (tl.load(norm + half + at).to(tl.float32) * second).to(dtype).to(tl.float32)
+        left, right = first, second
+        if ROTATED:
+            angle = tl.load(positions + row) * DIM + at
+            cos, sin = tl.load(cosines + angle).to(tl.float32), tl.load(sines + angle).to(tl.float32)
+            left = (first * cos).to(dtype).to(tl.float32) + (-second * sin).to(dtype).to(tl.float32)
+            right = (second * cos).to(dtype).to(tl.float32) + (first * sin).to(dtype).to(tl.float32)
         if head < HEADS:  # noqa: SIM108  # pointers of two tensors
             to = queries + (row * HEADS + head) * DIM
         else:
@@ -82,37 +104,67 @@ def _rotate_and_store(
         tl.store(to + half + at, right.to(dtype))
 
 
-def add_and_norm(parts: Tensor | None, hidden: Tensor, norm: Any, out: Tensor, rows: int) -> None:
-    """hidden [rows, size] += the sum of parts [parts, rows, size], if there are any; `out` is its norm."""
+@dataclass(frozen=True)
+class KernelNorm:
+    """What the kernels read of a norm; a module of Transformers that has `weight` and `variance_epsilon` does, too."""
+
+    weight: Tensor
+    variance_epsilon: float
+    rounds_once: bool = False  # after the product with the weight, and not before it, too
+
+
+def add_and_norm(
+    parts: Tensor | None, hidden: Tensor, norm: Any, out: Tensor, rows: int, output_norm: Any = None, scale: float = 1.0
+) -> None:
+    """hidden [rows, size] += the sum of parts [parts, rows, size], if there are any; `out` is its norm, if it has one.
+
+    The sum goes through `output_norm`, if there is one, and is multiplied by `scale` before.
+    """
     size = hidden.shape[1]
+    first, second = norm or no_norm(hidden), output_norm or no_norm(hidden)
     _add_and_norm[(rows,)](
-        hidden if parts is None else parts, hidden, norm.weight, out, rows, norm.variance_epsilon,
-        SIZE=size, PADDED=power_of_two(size), PARTS=0 if parts is None else len(parts),
+        hidden if parts is None else parts, hidden, first.weight, second.weight, out, rows, first.variance_epsilon,
+        second.variance_epsilon, scale,
+        SIZE=size, PADDED=power_of_two(size), PARTS=0 if parts is None else len(parts), NORMED=norm is not None,
+        OUTPUT_NORMED=output_norm is not None, ROUNDS_ONCE=rounds_once(norm),
+        OUTPUT_ROUNDS_ONCE=rounds_once(output_norm), SCALED=scale != 1,
         num_warps=4 if size <= 2048 else 8,
     )  # fmt: skip
 
 
+def no_norm(unused: Tensor) -> KernelNorm:
+    """In place of a norm that there is not: pointers that are not read."""
+    return KernelNorm(unused, 0.0)
+
+
+def rounds_once(norm: Any) -> bool:
+    """How a norm of Transformers' Llama, or a KernelNorm, rounds."""
+    return getattr(norm, "rounds_once", False)
+
+
 def rotate_and_store(
-    parts: Tensor, bias: Tensor | None, norms: tuple[Any, Any] | None, angles: tuple[Tensor, Tensor],
+    parts: Tensor, bias: Tensor | None, norms: tuple[Any, Any] | None, angles: tuple[Tensor, Tensor] | None,
     positions: Tensor, slots: Tensor, queries: Tensor, keys: Tensor, values: Tensor,
 ) -> None:  # fmt: skip
     """From parts [parts, rows, size] of a product with the weights of queries, keys and values.
 
     Queries [rows, heads, dim] are written, and a layer's keys and values [slots, kv_heads, dim] at the rows' slots.
+    Without angles nothing is rotated.
     """
     heads, dim, kv_heads, rows = *queries.shape[1:], keys.shape[1], parts.shape[1]
     unused = queries  # a pointer that is not read
     query_norm, key_norm = (unused, unused) if norms is None else (each.weight for each in norms)
     _rotate_and_store[(rows, heads + 2 * kv_heads)](
-        parts, unused if bias is None else bias, query_norm, key_norm, *angles, positions, slots, queries, keys, values,
-        rows, 0.0 if norms is None else norms[0].variance_epsilon,
+        parts, unused if bias is None else bias, query_norm, key_norm, *(angles or (unused, unused)), positions, slots,
+        queries, keys, values, rows, 0.0 if norms is None else norms[0].variance_epsilon,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PARTS=len(parts), BIASED=bias is not None, NORMED=norms is not None,
-        num_warps=1,
+        ROUNDS_ONCE=norms is not None and rounds_once(norms[0]), ROTATED=angles is not None, num_warps=1,
     )  # fmt: skip
 
 
-def angle_tables(rotary: Any, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def angle_tables(rotary: Any, count: int, like: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the first `count` positions, [count, dim] each, in the dtype of `like`."""
     positions = torch.arange(count, device=like.device)[None]
-    cos, sin = rotary(like[None], position_ids=positions)
+    kind = {} if layer_type is None else {"layer_type": layer_type}
+    cos, sin = rotary(like[None], position_ids=positions, **kind)
     return cos[0].contiguous(), sin[0].contiguous()

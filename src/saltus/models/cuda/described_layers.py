@@ -1,0 +1,131 @@
+"""The layers of described decoders that our kernels for GPUs compute: their weights as the kernels take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saltus.models.architectures import describe_decoder
+from saltus.models.cpu.decoder_weights import Resolver
+from saltus.models.cpu.native_decoder import STATIC_ROPE_TYPES, is_unmodified_decoder
+from saltus.models.cuda.packed_weight import GPUPackedWeight
+from saltus.models.decoder_description import MLP, Angles, Attention, DecoderDescription, Layer, Norm, Weight
+from saltus.models.decoder_of import decoder_of
+
+ACTIVATIONS = {"silu", "gelu_tanh"}  # of gates, that `linear_kernels` computes
+
+
+def described_for_gpu(model: Any) -> DecoderDescription | None:
+    """What an unmodified model of an architecture computes, if our kernels for GPUs know all of it; else None."""
+    description = describe_decoder(model) if is_unmodified_decoder(model) else None
+    if description is None or description.per_layer_embeddings is not None or description.streams is not None:
+        return None
+    base = decoder_of(model)
+    known = all(_is_known(layer, base) for layer in description.layers) and model.lm_head.bias is None
+    return description if known and _is_known_norm(description.norm) else None
+
+
+def _is_known(layer: Layer, base: Any) -> bool:
+    attention, mlp = layer.mixer, layer.mlp
+    beside = layer.parallel, layer.per_layer_input, layer.output_scale, layer.laurel, layer.altup
+    if any(beside) or not isinstance(attention, Attention) or not isinstance(mlp, MLP):
+        return False
+    norms = layer.mixer_norm, layer.mlp_norm, layer.mixer_output_norm, layer.mlp_output_norm
+    return _is_known_attention(attention, base) and _is_known_mlp(mlp, base) and all(map(_is_known_norm, norms))
+
+
+def _is_known_norm(norm: Norm | None) -> bool:
+    return norm is None or (norm.path is not None and norm.kind != "layer")
+
+
+def _is_known_attention(a: Attention, base: Any) -> bool:
+    unknown = (
+        a.query_angles, a.rope_interleaved, a.value_norm, a.norms_rotated, a.softcap, a.sinks, a.gated,
+        a.shares is not None, not (a.span is None or isinstance(a.span, int)),
+    )  # fmt: skip
+    if any(unknown) or a.key is None or a.value is None or (a.query_norm is None) != (a.key_norm is None):
+        return False
+    if a.query_norm is not None and (not a.norm_per_head or not _is_known_norm(a.query_norm)):
+        return False
+    biases = {base.get_submodule(each.path).bias is None for each in (a.query, a.key, a.value)}
+    whole = _whole([a.query, a.key, a.value], base) is not None
+    return (
+        whole
+        and len(biases) == 1
+        and base.get_submodule(a.output.path).bias is None
+        and a.output.stop is None
+        and (a.angles is None or _are_known_angles(a.angles, a.dim, base))
+    )
+
+
+def _are_known_angles(angles: Angles, dim: int, base: Any) -> bool:
+    """True for angles of all dimensions of a head, in halves, that depend on the position alone."""
+    if angles.layout != "halves" or angles.growth or angles.zeros:
+        return False
+    rotary: Any = base.get_submodule(angles.path)
+    kind = rotary.rope_type
+    kind = kind[angles.layer_type] if isinstance(kind, dict) else kind
+    given = {} if angles.layer_type is None else {"layer_type": angles.layer_type}
+    like = next(base.parameters())
+    positions = torch.zeros(1, 1, dtype=torch.long, device=like.device)
+    cos, _ = rotary(like[None, :1], position_ids=positions, **given)
+    return kind in STATIC_ROPE_TYPES and cos.shape[-1] == dim
+
+
+def _is_known_mlp(mlp: MLP, base: Any) -> bool:
+    scaled = mlp.gate_scale != 1 or mlp.output_scale != 1 or mlp.gate_cutoff is not None
+    if mlp.gate is None or scaled or mlp.activation not in ACTIVATIONS or mlp.down.stop is not None:
+        return False
+    unbiased = all(base.get_submodule(each.path).bias is None for each in (mlp.gate, mlp.up, mlp.down))
+    return unbiased and _whole([mlp.gate, mlp.up], base) is not None
+
+
+def _whole(weights: Sequence[Weight], base: Any) -> list[Any] | None:
+    """The linear layers whose outputs these are, all of them and in this order; None if they are not."""
+    layers, at = [base.get_submodule(weights[0].path)], 0
+    for weight in weights:
+        layer: Any = base.get_submodule(weight.path)
+        if layer is not layers[-1]:
+            if at not in (0, len(layers[-1].weight)):
+                return None
+            layers.append(layer)
+            at = 0
+        if weight.start != at:
+            return None
+        at = len(layer.weight) if weight.stop is None else weight.stop
+    return layers if at == len(layers[-1].weight) else None
+
+
+def layers_of(weights: Sequence[Weight], base: Any) -> list[Any]:
+    """The linear layers whose outputs these are, in order."""
+    layers = _whole(weights, base)
+    assert layers is not None, "of a known description"
+    return layers
+
+
+def parts_of(layers: Sequence[Any], count: int) -> list[Tensor]:
+    """The weights of linear layers in `count` parts of one size, views of a layer's where it has several.
+
+    Packed ones stay whole.
+    """
+    weights = [layer.weight.detach() for layer in layers]
+    if len(weights) == count or isinstance(weights[0], GPUPackedWeight):
+        return weights
+    (weight,) = weights
+    return list(weight.chunk(count))
+
+
+def norm_of(norm: Norm | None, weights: Resolver) -> Any:
+    """A norm as the kernels read it."""
+    from saltus.models.cuda.row_kernels import KernelNorm
+
+    if norm is None:
+        return None
+    assert norm.path is not None, "of a known description"
+    values = weights.module(norm.path).weight.detach()
+    if norm.kind == "rms":
+        return KernelNorm(values, norm.epsilon)
+    return KernelNorm(weights.keep(values.float() + norm.offset), norm.epsilon, rounds_once=True)
