@@ -59,6 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     wide_frame.install()
     config.pluginmanager.register(type_checks)
+    os.fsync = os.fstat  # no test cuts the power; a descriptor that is none is still an error
     ssl.create_default_context = cache(ssl.create_default_context)  # httpx makes one for each request, in 40 ms
     if os.environ.get("TRITON_INTERPRET") == "1":
         triton_interpreter.install()
