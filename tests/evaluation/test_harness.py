@@ -476,7 +476,7 @@ def test_the_default_model_scores_alike(model_folder, tmp_path):
     rows = [{"ask": ask, "choices": choices, "gold": gold} for ask, choices, gold in facts]
     (tmp_path / "choose.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "write.jsonl").write_text("".join(json.dumps({"text": f"Q: {row['ask']}\nA:"}) + "\n" for row in rows))
-    inputs[2]["generation_kwargs"]["until"] = ["\n\n"]
+    inputs[2]["generation_kwargs"] |= {"until": ["\n\n"], "max_gen_toks": 14}
     inputs = [inputs[0], inputs[2]]
     folder = str(model_folder)
     one = evaluated(

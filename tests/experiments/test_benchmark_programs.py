@@ -100,7 +100,7 @@ def test_a_model_that_cannot_end_a_hole_fills_stories_too(run, tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.bos_token = tokenizer.eos_token
     tokenizer.save_pretrained(tmp_path)
-    sentences = "".join(f"one,The cat number {i} sat.\n" for i in range(5))
+    sentences = "".join(f"one,Cat {i}.\n" for i in range(5))
     (tmp_path / "tales.csv").write_text("document_id,text\n" + sentences)
     run(
         "experiments/infilling.py", "--model", tmp_path, "--text", tmp_path / "tales.csv", "--texts", 1, "--long", 0,

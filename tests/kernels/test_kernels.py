@@ -9,7 +9,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from architectures import RECURRENT, random_tree
 from conftest import tiny_llama
+from forked_python import FOR_COMMANDS, forked_python
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.core.sampling import greedy_tokens
@@ -650,8 +650,9 @@ def test_without_kernels_rows_round_alike_too():
     left_out += " or Gemma3n or Llama4 or " + " or ".join(name.split()[0] for name in RECURRENT)
     left_out += " or float32 and (one_token or node_of_a_tree or a_prompt)"
     files = [Path(__file__), Path(__file__).parents[1] / "models/test_network.py"]
+    program = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files), "-k",
+        [*forked_python(*FOR_COMMANDS), "-c", program, "-q", "-p", "no:cacheprovider", *map(str, files), "-k",
          f"({chosen}) and not ({left_out})"],
         env={**os.environ, "SALTUS_NATIVE": "0"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
