@@ -188,13 +188,17 @@ def decode(
 
 
 def decode_described() -> None:
-    """A call of a decoder with norms after mixer and MLP, another activation, and angles of two kinds or none."""
-    from transformers import AutoModelForCausalLM, Exaone4Config, Gemma3TextConfig
+    """Calls of decoders with norms after mixer and MLP, another activation, other rotations or none."""
+    from transformers import AutoModelForCausalLM, Exaone4Config, Gemma3TextConfig, Glm4Config, Olmo2Config
 
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 1, "vocab_size": 300, "head_dim": 256,
              "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
-    for config in (Gemma3TextConfig(**sizes), Exaone4Config(**sizes)):
+    many_heads = {"num_attention_heads": 16, "head_dim": 128, "hidden_size": 2048}
+    for config in (
+        Gemma3TextConfig(**sizes), Exaone4Config(**sizes), Glm4Config(**sizes, pad_token_id=0),
+        Olmo2Config(**sizes | many_heads),
+    ):  # fmt: skip
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         description = described_for_gpu(model)
         assert description is not None

@@ -43,12 +43,12 @@ def _is_known_norm(norm: Norm | None) -> bool:
 
 def _is_known_attention(a: Attention, base: Any) -> bool:
     unknown = (
-        a.query_angles, a.rope_interleaved, a.value_norm, a.norms_rotated, a.softcap, a.sinks, a.gated,
+        a.query_angles, a.value_norm, a.norms_rotated, a.softcap, a.sinks, a.gated,
         a.shares is not None, not (a.span is None or isinstance(a.span, int)),
     )  # fmt: skip
     if any(unknown) or a.key is None or a.value is None or (a.query_norm is None) != (a.key_norm is None):
         return False
-    if a.query_norm is not None and (not a.norm_per_head or not _is_known_norm(a.query_norm)):
+    if not _is_known_norm(a.query_norm):
         return False
     biases = {base.get_submodule(each.path).bias is None for each in (a.query, a.key, a.value)}
     whole = _whole([a.query, a.key, a.value], base) is not None
@@ -62,8 +62,8 @@ def _is_known_attention(a: Attention, base: Any) -> bool:
 
 
 def _are_known_angles(angles: Angles, dim: int, base: Any) -> bool:
-    """True for angles of all dimensions of a head, in halves, that depend on the position alone."""
-    if angles.layout != "halves" or angles.growth or angles.zeros:
+    """True for angles that depend on the position alone."""
+    if angles.growth or angles.zeros:
         return False
     rotary: Any = base.get_submodule(angles.path)
     kind = rotary.rope_type
@@ -71,8 +71,12 @@ def _are_known_angles(angles: Angles, dim: int, base: Any) -> bool:
     given = {} if angles.layer_type is None else {"layer_type": angles.layer_type}
     like = next(base.parameters())
     positions = torch.zeros(1, 1, dtype=torch.long, device=like.device)
-    cos, _ = rotary(like[None, :1], position_ids=positions, **given)
-    return kind in STATIC_ROPE_TYPES and cos.shape[-1] == dim
+    found = rotary(like[None, :1], position_ids=positions, **given)
+    if isinstance(found, torch.Tensor):  # of complex numbers
+        return False
+    cos = found[0]
+    width = cos.shape[-1] * (2 if angles.layout == "once" else 1)
+    return kind in STATIC_ROPE_TYPES and width <= dim
 
 
 def _is_known_mlp(mlp: MLP, base: Any) -> bool:
@@ -118,8 +122,8 @@ def parts_of(layers: Sequence[Any], count: int) -> list[Tensor]:
     return list(weight.chunk(count))
 
 
-def norm_of(norm: Norm | None, weights: Resolver) -> Any:
-    """A norm as the kernels read it."""
+def norm_of(norm: Norm | None, weights: Resolver, all_heads: bool = False) -> Any:
+    """A norm as the kernels read it; of queries and keys perhaps one of all heads together."""
     from saltus.models.cuda.row_kernels import KernelNorm
 
     if norm is None:
@@ -127,5 +131,5 @@ def norm_of(norm: Norm | None, weights: Resolver) -> Any:
     assert norm.path is not None, "of a known description"
     values = weights.module(norm.path).weight.detach()
     if norm.kind == "rms":
-        return KernelNorm(values, norm.epsilon)
-    return KernelNorm(weights.keep(values.float() + norm.offset), norm.epsilon, rounds_once=True)
+        return KernelNorm(values, norm.epsilon, all_heads=all_heads)
+    return KernelNorm(weights.keep(values.float() + norm.offset), norm.epsilon, True, all_heads)

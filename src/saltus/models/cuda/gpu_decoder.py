@@ -177,7 +177,7 @@ class GPUDecoder:
         if description is None:
             self.base, config = model.model, model.config
             self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-            self.dim, self.kinds_of_angles = self.base.layers[0].self_attn.head_dim, [Angles()]
+            self.dim, self.kinds_of_angles = self.base.layers[0].self_attn.head_dim, [(Angles(), False)]
             windows = windows or [sliding_window(config, number) for number in range(len(self.base.layers))]
             self.layers = [self._llama_layer(*each) for each in zip(self.base.layers, windows, strict=True)]
             self.norm = self.base.norm
@@ -185,7 +185,8 @@ class GPUDecoder:
             self.base, self.weights = decoder_of(model), Resolver(decoder_of(model))
             mixers: list[Any] = [layer.mixer for layer in description.layers]
             self.heads, self.kv_heads, self.dim = mixers[0].heads, mixers[0].kv_heads, mixers[0].dim
-            self.kinds_of_angles = list(dict.fromkeys(each.angles for each in mixers if each.angles is not None))
+            kinds = ((each.angles, each.rope_interleaved) for each in mixers if each.angles is not None)
+            self.kinds_of_angles = list(dict.fromkeys(kinds))
             self.layers = [self._described_layer(layer) for layer in description.layers]
             self.norm = norm_of(description.norm, self.weights)
         self.o_blocks = blocks_of(*self.layers[0].o)
@@ -204,13 +205,15 @@ class GPUDecoder:
 
     def _described_layer(self, layer: Any) -> _Layer:
         a, mlp, weights, base = layer.mixer, layer.mlp, self.weights, self.base
-        norms = None if a.query_norm is None else (norm_of(a.query_norm, weights), norm_of(a.key_norm, weights))
+        norms, all_heads = None, not a.norm_per_head
+        if a.query_norm is not None:
+            norms = norm_of(a.query_norm, weights, all_heads), norm_of(a.key_norm, weights, all_heads)
         feeding = parts_of(layers_of([mlp.gate, mlp.up], base), 2)
         return _Layer(
             norm_of(layer.mixer_norm, weights), *self._merged(layers_of([a.query, a.key, a.value], base)), norms,
             [weights.module(a.output.path).weight.detach()], norm_of(layer.mlp_norm, weights),
             _MLP.of(feeding, weights.module(mlp.down.path).weight, mlp.activation), a.scale, a.span,
-            None if a.angles is None else self.kinds_of_angles.index(a.angles),
+            None if a.angles is None else self.kinds_of_angles.index((a.angles, a.rope_interleaved)),
             norm_of(layer.mixer_output_norm, weights), norm_of(layer.mlp_output_norm, weights), layer.residual_scale,
         )  # fmt: skip
 
@@ -233,13 +236,11 @@ class GPUDecoder:
         bias = None if projections[0].bias is None else torch.cat([each.bias.detach() for each in projections])
         return merged, blocks_of(*merged), bias
 
-    def _angles(self, count: int) -> list[tuple[Tensor, Tensor]]:
-        from saltus.models.cuda.row_kernels import angle_tables
+    def _angles(self, count: int) -> list[Any]:
+        from saltus.models.cuda.row_kernels import angle_table
 
-        return [
-            angle_tables(getattr(self.base, each.path), count, self.norm.weight, each.layer_type)
-            for each in self.kinds_of_angles
-        ]
+        like = self.norm.weight.to(self.model.dtype)
+        return [angle_table(getattr(self.base, kind[0].path), count, like, *kind) for kind in self.kinds_of_angles]
 
     def reserve_positions(self, count: int) -> bool:
         """Extend the tables of angles to so many positions; True if they moved, and graphs hold their old addresses."""

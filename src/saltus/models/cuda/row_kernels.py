@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from saltus.models.cuda.launching import device_function, kernel, power_of_two
+from saltus.models.decoder_description import Angles
 
 
 @device_function
@@ -54,54 +55,82 @@ def _add_and_norm(
     tl.store(out + row * SIZE + at, state, mask=inside)
 
 
+@device_function
+def _summed(
+    parts, bias, row, place, inside, num_rows,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Some columns of a row's parts, added in their order, with the bias and rounded; in float32."""
+    total = tl.load(parts + row * WIDTH + place, mask=inside, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(parts + (part * num_rows + row) * WIDTH + place, mask=inside, other=0.0)
+    if BIASED:
+        total += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
+    return total.to(dtype).to(tl.float32)
+
+
 @kernel("num_rows", "epsilon")
 def _rotate_and_store(
     parts, bias, query_norm, key_norm, cosines, sines, positions, slots, queries, keys, values, num_rows, epsilon,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr,
-    NORMED: tl.constexpr, ROUNDS_ONCE: tl.constexpr, ROTATED: tl.constexpr,
+    NORMED: tl.constexpr, ALL_HEADS: tl.constexpr, ROUNDS_ONCE: tl.constexpr, WIDTH: tl.constexpr,
+    INTERLEAVED: tl.constexpr, PADDED_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row: sum its parts, rotate queries and keys (Su et al. 2021), write keys and values to slots."""
+    """One head of one row: sum its parts, rotate queries and keys (Su et al. 2021), write keys and values to slots.
+
+    The first WIDTH dimensions are rotated, in pairs that lie beside each other or half of them apart. A norm is that of
+    the head, or of all heads of queries or of keys.
+    """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     size: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
     half: tl.constexpr = DIM // 2
-    dtype = queries.dtype.element_ty
+    turned: tl.constexpr = WIDTH // 2  # pairs
+    dtype: tl.constexpr = queries.dtype.element_ty
     at = tl.arange(0, half)
-    place = head * DIM + at
-    first = tl.load(parts + row * size + place)
-    second = tl.load(parts + row * size + place + half)
-    for part in tl.static_range(1, PARTS):
-        first += tl.load(parts + (part * num_rows + row) * size + place)
-        second += tl.load(parts + (part * num_rows + row) * size + place + half)
-    if BIASED:
-        first += tl.load(bias + place).to(tl.float32)
-        second += tl.load(bias + place + half).to(tl.float32)
-    first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+    at_first, at_second = at, at + half  # of each pair
+    if INTERLEAVED:
+        at_first, at_second = 2 * at, 2 * at + 1
+    elif turned > 0 and turned < half:  # then pairs of what is not rotated
+        at_first, at_second = tl.where(at < turned, at, at + turned), tl.where(at < turned, at + turned, at + half)
+    exists = at < half
+    first = _summed(parts, bias, row, head * DIM + at_first, exists, num_rows, size, PARTS, BIASED, dtype)
+    second = _summed(parts, bias, row, head * DIM + at_second, exists, num_rows, size, PARTS, BIASED, dtype)
     slot = tl.load(slots + row)
     if head >= HEADS + KV_HEADS:
         to = values + (slot * KV_HEADS + head - HEADS - KV_HEADS) * DIM
-        tl.store(to + at, first.to(dtype))
-        tl.store(to + half + at, second.to(dtype))
+        tl.store(to + at_first, first.to(dtype))
+        tl.store(to + at_second, second.to(dtype))
     else:
         if NORMED:
             norm = query_norm if head < HEADS else key_norm
-            scale = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / DIM + epsilon)
+            if ALL_HEADS:
+                begin, count = tl.where(head < HEADS, 0, HEADS), tl.where(head < HEADS, HEADS, KV_HEADS)
+                other, dim = tl.arange(0, PADDED_HEADS)[:, None], tl.arange(0, DIM)[None, :]
+                inside = (other < count) & (dim < DIM)
+                place = (begin + other) * DIM + dim
+                every = _summed(parts, bias, row, place, inside, num_rows, size, PARTS, BIASED, dtype)
+                scale = tl.rsqrt(tl.sum(tl.sum(every * every, 1), 0) / (count * DIM) + epsilon)
+                norm += (head - begin) * DIM
+            else:
+                scale = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / DIM + epsilon)
             first, second = first * scale, second * scale
             if not ROUNDS_ONCE:
                 first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
-            first = (tl.load(norm + at).to(tl.float32) * first).to(dtype).to(tl.float32)
-            second = (tl.load(norm + half + at).to(tl.float32) * second).to(dtype).to(tl.float32)
+            first = (tl.load(norm + at_first).to(tl.float32) * first).to(dtype).to(tl.float32)
+            second = (tl.load(norm + at_second).to(tl.float32) * second).to(dtype).to(tl.float32)
         left, right = first, second
-        if ROTATED:
-            angle = tl.load(positions + row) * DIM + at
-            cos, sin = tl.load(cosines + angle).to(tl.float32), tl.load(sines + angle).to(tl.float32)
+        if WIDTH > 0:
+            angle, is_turned = tl.load(positions + row) * WIDTH + at, at < turned
+            cos = tl.load(cosines + angle, mask=is_turned, other=1.0).to(tl.float32)
+            sin = tl.load(sines + angle, mask=is_turned, other=0.0).to(tl.float32)
             left = (first * cos).to(dtype).to(tl.float32) + (-second * sin).to(dtype).to(tl.float32)
             right = (second * cos).to(dtype).to(tl.float32) + (first * sin).to(dtype).to(tl.float32)
         if head < HEADS:  # noqa: SIM108  # pointers of two tensors
             to = queries + (row * HEADS + head) * DIM
         else:
             to = keys + (slot * KV_HEADS + head - HEADS) * DIM
-        tl.store(to + at, left.to(dtype))
-        tl.store(to + half + at, right.to(dtype))
+        tl.store(to + at_first, left.to(dtype))
+        tl.store(to + at_second, right.to(dtype))
 
 
 @dataclass(frozen=True)
@@ -111,6 +140,15 @@ class KernelNorm:
     weight: Tensor
     variance_epsilon: float
     rounds_once: bool = False  # after the product with the weight, and not before it, too
+    all_heads: bool = False  # of queries or keys: not of each head
+
+
+class AngleTable(NamedTuple):
+    """Cosines and sines of the first positions, [count, rotated dimensions]."""
+
+    cosines: Tensor
+    sines: Tensor
+    interleaved: bool = False  # pairs of dimensions lie beside each other, not half of the rotated ones apart
 
 
 def add_and_norm(
@@ -143,7 +181,7 @@ def rounds_once(norm: Any) -> bool:
 
 
 def rotate_and_store(
-    parts: Tensor, bias: Tensor | None, norms: tuple[Any, Any] | None, angles: tuple[Tensor, Tensor] | None,
+    parts: Tensor, bias: Tensor | None, norms: tuple[Any, Any] | None, angles: AngleTable | None,
     positions: Tensor, slots: Tensor, queries: Tensor, keys: Tensor, values: Tensor,
 ) -> None:  # fmt: skip
     """From parts [parts, rows, size] of a product with the weights of queries, keys and values.
@@ -154,17 +192,23 @@ def rotate_and_store(
     heads, dim, kv_heads, rows = *queries.shape[1:], keys.shape[1], parts.shape[1]
     unused = queries  # a pointer that is not read
     query_norm, key_norm = (unused, unused) if norms is None else (each.weight for each in norms)
+    cosines, sines, interleaved = angles or (unused, unused, False)
+    all_heads = norms is not None and getattr(norms[0], "all_heads", False)
     _rotate_and_store[(rows, heads + 2 * kv_heads)](
-        parts, unused if bias is None else bias, query_norm, key_norm, *(angles or (unused, unused)), positions, slots,
+        parts, unused if bias is None else bias, query_norm, key_norm, cosines, sines, positions, slots,
         queries, keys, values, rows, 0.0 if norms is None else norms[0].variance_epsilon,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PARTS=len(parts), BIASED=bias is not None, NORMED=norms is not None,
-        ROUNDS_ONCE=norms is not None and rounds_once(norms[0]), ROTATED=angles is not None, num_warps=1,
+        ALL_HEADS=all_heads, ROUNDS_ONCE=norms is not None and rounds_once(norms[0]),
+        WIDTH=0 if angles is None else cosines.shape[1], INTERLEAVED=interleaved,
+        PADDED_HEADS=power_of_two(max(heads, kv_heads)), num_warps=4 if all_heads else 1,
     )  # fmt: skip
 
 
-def angle_tables(rotary: Any, count: int, like: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the first `count` positions, [count, dim] each, in the dtype of `like`."""
+def angle_table(rotary: Any, count: int, like: Tensor, angles: Angles, interleaved: bool = False) -> AngleTable:
+    """The table of a description's angles, by a module of Transformers, in the dtype of `like`."""
     positions = torch.arange(count, device=like.device)[None]
-    kind = {} if layer_type is None else {"layer_type": layer_type}
-    cos, sin = rotary(like[None], position_ids=positions, **kind)
-    return cos[0].contiguous(), sin[0].contiguous()
+    kind = {} if angles.layer_type is None else {"layer_type": angles.layer_type}
+    found = (x[0] for x in rotary(like[None], position_ids=positions, **kind))
+    if angles.layout != "halves":
+        found = (x[:, :: 2 if angles.layout == "interleaved" else 1].repeat(1, 2) for x in found)
+    return AngleTable(*(x.contiguous() for x in found), interleaved)
