@@ -129,10 +129,16 @@ static void write_outputs(const Linear *a, int64_t which, int64_t group, const f
     const float *own = low && a->place[r] >= 0 ? low + a->place[r] * outs + start : NULL;
     uint16_t *out = (uint16_t *)a->out[which] + r * outs + start;
     if (have == OUTPUTS && !own) {  // the usual case
-      for (int o = 0; o < OUTPUTS; o += LANES) {
-        const lanes sum = bias ? load_f32(y + o) + load_bf16(bias + o) : load_f32(y + o);
-        store_bf16(out + o, add ? rounded_bf16(sum) + load_bf16(add + r * outs + o) : sum);  // `add` may be `out`
+      lanes sums[OUTPUTS / LANES];
+      for (int i = 0, o = 0; i < OUTPUTS / LANES; i++, o += LANES) {
+        sums[i] = bias ? load_f32(y + o) + load_bf16(bias + o) : load_f32(y + o);
+        if (add) sums[i] = rounded_bf16(sums[i]) + load_bf16(add + r * outs + o);  // `add` may be `out`
       }
+#if OUTPUTS == LANES
+      store_bf16(out, sums[0]);
+#else
+      for (int i = 0; i < OUTPUTS / LANES; i += 2) store_two_bf16(out + i * LANES, sums[i], sums[i + 1]);
+#endif
       continue;
     }
     for (int64_t o = 0; o < have; o++) {

@@ -157,22 +157,35 @@ static inline uint16_t to_bf16(float x) {
   if (!(bits & 0x7f800000)) return bits >> 16 & 0x8000;
   return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
+#ifndef __AVX512BF16__
+// The same in the upper halves of lanes whose lower halves are zero.
+static inline ilanes bf16_bits(lanes v) {
+  ilanes bits = (ilanes)v;
+  const ilanes normal = (bits & 0x7f800000) != 0, odd = v != v;
+  bits = (bits + 0x7fff + ((bits >> 16) & 1)) & (int32_t)0xffff0000 & (normal | (int32_t)0x80000000);
+  return (bits & ~odd) | (0x7fc00000 & odd);
+}
+#endif
 static inline void store_bf16(uint16_t *p, lanes v) {
 #ifdef __AVX512BF16__
   __m256bh small = _mm512_cvtneps_pbh((__m512)v);
   memcpy(p, &small, sizeof small);
-#else
-  ilanes bits = (ilanes)v;
-  const ilanes normal = (bits & 0x7f800000) != 0, odd = v != v;
-  bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 & 0xffff & (normal | 0x8000);
-  bits = (bits & ~odd) | (0x7fc0 & odd);
-#if defined __AVX2__ && LANES == 8
-  const __m256i pairs = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)bits, (__m256i)bits), 0xd8);
+#elif defined __AVX2__ && LANES == 8
+  const __m256i bits = _mm256_srli_epi32((__m256i)bf16_bits(v), 16);
+  const __m256i pairs = _mm256_permute4x64_epi64(_mm256_packus_epi32(bits, bits), 0xd8);
   _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(pairs));  // the compiler would go one by one
 #else
-  hlanes small = __builtin_convertvector(bits, hlanes);
+  hlanes small = __builtin_convertvector(bf16_bits(v) >> 16, hlanes);
   memcpy(p, &small, sizeof small);
 #endif
+}
+static inline void store_two_bf16(uint16_t *p, lanes first, lanes second) {
+#if defined __AVX2__ && LANES == 8
+  const __m256i low = _mm256_srli_epi32((__m256i)bf16_bits(first), 16), high = _mm256_srli_epi32((__m256i)bf16_bits(second), 16);
+  _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8));
+#else
+  store_bf16(p, first);
+  store_bf16(p + LANES, second);
 #endif
 }
 static inline void to_four_bf16(four x, uint16_t *y) {
@@ -219,12 +232,23 @@ static inline void to_four_f16(four x, _Float16 *y) {
 #endif
 
 // Of each format: lanes rounded to it, and the last lanes of a row, zeros after its end.
-#define OF_FORMAT(format, T)                                                   \
+#define ROUNDED(format, T)                                                     \
   static inline lanes rounded_##format(lanes x) {                              \
     T small[LANES];                                                            \
     store_##format(small, x);                                                  \
     return load_##format(small);                                               \
-  }                                                                            \
+  }
+ROUNDED(f32, float)
+#ifdef __AVX512BF16__
+ROUNDED(bf16, uint16_t)
+#else
+static inline lanes rounded_bf16(lanes x) { return (lanes)bf16_bits(x); }
+#endif
+#ifdef __FLT16_MAX__
+ROUNDED(f16, _Float16)
+#endif
+#undef ROUNDED
+#define OF_FORMAT(format, T)                                                   \
   static inline lanes load_some_##format(const T *p, int64_t have) {           \
     if (have >= LANES) return load_##format(p);                                \
     T some[LANES] = {};                                                        \
