@@ -70,15 +70,16 @@ def test_reading_a_text_bit_by_bit_is_reading_it_at_once(text: list[int], data):
 @given(texts, st.integers(0, 20))
 def test_many_tokens_are_indexed_as_one_by_one(text: list[int], first: int):
     found = []
-    for many in (1, 1_000):
+    for many, very_many in ((1_000, 1_000), (1, 1_000), (1, 1)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(lookup, "MANY_TOKENS", many)
+            patch.setattr(lookup, "VERY_MANY_TOKENS", very_many)
             index = RepeatIndex(8, 5)
             index.add_reference(text[:first])
             index.read(np.array(text[first:], dtype=np.int64))
             index.read(np.array([*text[first:], 1, 2, 1], dtype=np.int64))
             found.append((index.tokens, index.chains))
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 def test_a_long_text_is_indexed_in_arrays_and_not_token_by_token():

@@ -30,7 +30,8 @@ MAX_SURE_MATCHES = 4  # latest sure repeats that are used: the others hardly cha
 LONG_REPEAT = 3  # repeats of so many tokens are indexed apart from single tokens, and so are found further back
 INDEXED = 1, LONG_REPEAT
 TOKEN_BITS = 21  # of a token id in the number of an n-gram: LONG_REPEAT of them in 63 bits
-MANY_TOKENS = 128  # so many at once are sorted, which takes a tenth of the time
+MANY_TOKENS = 128  # so many at once are sorted, which takes a quarter of the time
+VERY_MANY_TOKENS = 8192  # so many stay in sorted arrays, which are made sooner than a dictionary and searched more slowly
 LIMITS = SURE_REPEAT, MAX_SURE_MATCHES, MIN_PATH_PROBABILITY  # of the kernel
 
 Repeat = tuple[int, int]
@@ -178,7 +179,7 @@ class RepeatIndex:
         self.tokens = array("q")
         # by size of the n-gram: for each position where the n-gram before it ended before, −1 for nowhere
         self._before = tuple(array("q") for _ in INDEXED)
-        # where each n-gram ended last: of many tokens that came at once ascending n-grams and their ends, else a dict
+        # where each n-gram ended last: of very many tokens at once ascending n-grams and their ends, else a dictionary
         self._sorted: tuple[list[tuple[np.ndarray, np.ndarray]], ...] = tuple([] for _ in INDEXED)
         self._latest: tuple[dict[int, int], ...] = tuple({} for _ in INDEXED)
         self.start = 0  # of the text, after the references
@@ -223,7 +224,11 @@ class RepeatIndex:
         found[order[begins]] = self._last_ends(which, different)
         self._before[which].extend([-1] * (int(len(self.tokens) - len(ends)) - first))
         self._before[which].frombytes(found.tobytes())
-        self._sorted[which].append((different, ends[order[np.roll(begins, -1)]]))
+        last = ends[order[np.roll(begins, -1)]]
+        if len(ends) < VERY_MANY_TOKENS:
+            self._latest[which].update(zip(different.tolist(), last.tolist(), strict=True))
+        else:
+            self._sorted[which].append((different, last))
 
     def _last_ends(self, which: int, ngrams: np.ndarray) -> np.ndarray:
         """Where n-grams, given in ascending order, ended last, −1 for nowhere."""
