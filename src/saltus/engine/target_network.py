@@ -50,7 +50,7 @@ def make_network(model: Any, name: str, exact: bool = True, max_draft_tokens: in
         on_gpu = torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext()
         with torch.inference_mode(), silence_transformers(), on_gpu:  # Triton launches on the thread's own GPU
             made = _checked_network(model, name, exact, max_draft_tokens)
-        if isinstance(made, CausalNetwork):
+        if not isinstance(made, str):
             return made
         why = made
     raise ValueError(f"{name} ({type(model).__name__}) cannot be served: {why}; {cure}")
