@@ -133,13 +133,13 @@ def test_on_a_gpu_rows_beside_queries_keep_their_bits_in_graphs(name):
 @pytest.fixture
 def on_an_accelerator(monkeypatch):
     """Every command loads its models as on CUDA, in fixed shapes."""
-    made = target_network.CausalNetwork
 
-    def network(model, batch_invariant=True, *settings):
-        assert batch_invariant, "nobody asked for less"
-        return made(model, True, *settings, fixed_shapes=True)
+    class InFixedShapes(CausalNetwork):
+        def __init__(self, model, batch_invariant=True, *settings):
+            assert batch_invariant, "nobody asked for less"
+            super().__init__(model, True, *settings, fixed_shapes=True)
 
-    monkeypatch.setattr(target_network, "CausalNetwork", network)
+    monkeypatch.setattr(target_network, "CausalNetwork", InFixedShapes)
 
 
 def adapter_folder(model_folder, folder, settings=None, **training):
