@@ -31,7 +31,7 @@ LONG_REPEAT = 3  # repeats of so many tokens are indexed apart from single token
 INDEXED = 1, LONG_REPEAT
 TOKEN_BITS = 21  # of a token id in the number of an n-gram: LONG_REPEAT of them in 63 bits
 MANY_TOKENS = 128  # so many at once are sorted, which takes a quarter of the time
-VERY_MANY_TOKENS = 8192  # so many stay in sorted arrays, which are made sooner than a dictionary and searched more slowly
+VERY_MANY_TOKENS = 8192  # so many stay in sorted arrays, which are made sooner than a dictionary but searched longer
 LIMITS = SURE_REPEAT, MAX_SURE_MATCHES, MIN_PATH_PROBABILITY  # of the kernel
 
 Repeat = tuple[int, int]
