@@ -83,6 +83,7 @@ def test_logits_are_those_of_transformers(name, length):
 DESCRIBED = {
     "Gemma": {}, "Gemma3": {"sliding_window": 50}, "Granite": {}, "SmolLM3": {}, "Exaone4": {}, "SeedOss": {},
     "Phi3": {}, "Cwm": {}, "Ministral": {}, "Glm4": {}, "Ernie4_5": {}, "Helium": {}, "Olmo2": {}, "Olmo3": {},
+    "Ministral3": {},
 }  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def _is_known_norm(norm: Norm | None) -> bool:
 
 def _is_known_attention(a: Attention, base: Any) -> bool:
     unknown = (
-        a.query_angles, a.value_norm, a.norms_rotated, a.softcap, a.sinks, a.gated,
+        a.value_norm, a.norms_rotated, a.softcap, a.sinks, a.gated,
         a.shares is not None, not (a.span is None or isinstance(a.span, int)),
     )  # fmt: skip
     if any(unknown) or a.key is None or a.value is None or (a.query_norm is None) != (a.key_norm is None):
@@ -57,13 +57,13 @@ def _is_known_attention(a: Attention, base: Any) -> bool:
         and len(biases) == 1
         and base.get_submodule(a.output.path).bias is None
         and a.output.stop is None
-        and (a.angles is None or _are_known_angles(a.angles, a.dim, base))
+        and all(_are_known_angles(angles, a.dim, base) for angles, _ in kinds_of_angles(a))
     )
 
 
 def _are_known_angles(angles: Angles, dim: int, base: Any) -> bool:
     """True for angles that depend on the position alone."""
-    if angles.growth or angles.zeros:
+    if angles.zeros:
         return False
     rotary: Any = base.get_submodule(angles.path)
     kind = rotary.rope_type
@@ -77,6 +77,11 @@ def _are_known_angles(angles: Angles, dim: int, base: Any) -> bool:
     cos = found[0]
     width = cos.shape[-1] * (2 if angles.layout == "once" else 1)
     return kind in STATIC_ROPE_TYPES and width <= dim
+
+
+def kinds_of_angles(a: Attention) -> list[tuple[Angles, bool]]:
+    """Those of queries and of keys, and whether pairs of dimensions lie beside each other; none without rotation."""
+    return [] if a.angles is None else [(each, a.rope_interleaved) for each in (a.query_angles or a.angles, a.angles)]
 
 
 def _is_known_mlp(mlp: MLP, base: Any) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from saltus.models.common_layers import sliding_window
 from saltus.models.cpu.decoder_weights import Resolver
 from saltus.models.cpu.native_decoder import STATIC_ROPE_TYPES, is_unmodified_decoder
-from saltus.models.cuda.described_layers import described_for_gpu, layers_of, norm_of, parts_of
+from saltus.models.cuda.described_layers import described_for_gpu, kinds_of_angles, layers_of, norm_of, parts_of
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.fixed_shape_calls import KVPagePool
 from saltus.models.cuda.gpu_experts import Mixture
@@ -152,7 +152,7 @@ class _Layer:
     mlp: _MLP | Mixture
     scale: float
     window: int | None
-    angles: int | None = 0  # which table; None: no rotation
+    angles: tuple[int, ...] = (0, 0)  # which tables, of queries and keys; without them no rotation
     mixer_output_norm: Any = None
     mlp_output_norm: Any = None
     residual_scale: float = 1.0  # of what mixer and MLP give
@@ -185,7 +185,7 @@ class GPUDecoder:
             self.base, self.weights = decoder_of(model), Resolver(decoder_of(model))
             mixers: list[Any] = [layer.mixer for layer in description.layers]
             self.heads, self.kv_heads, self.dim = mixers[0].heads, mixers[0].kv_heads, mixers[0].dim
-            kinds = ((each.angles, each.rope_interleaved) for each in mixers if each.angles is not None)
+            kinds = (kind for each in mixers for kind in kinds_of_angles(each))
             self.kinds_of_angles = list(dict.fromkeys(kinds))
             self.layers = [self._described_layer(layer) for layer in description.layers]
             self.norm = norm_of(description.norm, self.weights)
@@ -213,7 +213,7 @@ class GPUDecoder:
             norm_of(layer.mixer_norm, weights), *self._merged(layers_of([a.query, a.key, a.value], base)), norms,
             [weights.module(a.output.path).weight.detach()], norm_of(layer.mlp_norm, weights),
             _MLP.of(feeding, weights.module(mlp.down.path).weight, mlp.activation), a.scale, a.span,
-            None if a.angles is None else self.kinds_of_angles.index((a.angles, a.rope_interleaved)),
+            tuple(map(self.kinds_of_angles.index, kinds_of_angles(a))),
             norm_of(layer.mixer_output_norm, weights), norm_of(layer.mlp_output_norm, weights), layer.residual_scale,
         )  # fmt: skip
 
@@ -322,7 +322,7 @@ class GPUDecoder:
             if number in hidden_state_layers:
                 collected.append(hidden[:rows].clone())
             keys, values = pool.keys[number], pool.values[number]
-            angles = None if layer.angles is None else self.angles[layer.angles]
+            angles = [self.angles[each] for each in layer.angles]
             row_kernels.rotate_and_store(
                 linear_kernels.linear_parts(read, layer.qkv, layer.qkv_blocks, rows), layer.bias, layer.head_norms,
                 angles, inputs.positions, inputs.slots, queries, keys, values,
@@ -356,6 +356,6 @@ class GPUDecoder:
             bias = None if layer.bias is None else layer.bias[first:]
             row_kernels.rotate_and_store(
                 linear_kernels.linear_parts(x, [weight], linear_kernels.blocks_of(weight), rows), bias,
-                layer.head_norms, self.angles[0], inputs.positions, inputs.slots, no_queries, pool.keys[number],
+                layer.head_norms, [self.angles[0]] * 2, inputs.positions, inputs.slots, no_queries, pool.keys[number],
                 pool.values[number],
             )  # fmt: skip

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -71,7 +72,8 @@ def _summed(
 
 @kernel("num_rows", "epsilon")
 def _rotate_and_store(
-    parts, bias, query_norm, key_norm, cosines, sines, positions, slots, queries, keys, values, num_rows, epsilon,
+    parts, bias, query_norm, key_norm, query_cosines, query_sines, key_cosines, key_sines, positions, slots, queries,
+    keys, values, num_rows, epsilon,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr,
     NORMED: tl.constexpr, ALL_HEADS: tl.constexpr, ROUNDS_ONCE: tl.constexpr, WIDTH: tl.constexpr,
     INTERLEAVED: tl.constexpr, PADDED_HEADS: tl.constexpr,
@@ -121,6 +123,8 @@ def _rotate_and_store(
         left, right = first, second
         if WIDTH > 0:
             angle, is_turned = tl.load(positions + row) * WIDTH + at, at < turned
+            cosines = query_cosines if head < HEADS else key_cosines
+            sines = query_sines if head < HEADS else key_sines
             cos = tl.load(cosines + angle, mask=is_turned, other=1.0).to(tl.float32)
             sin = tl.load(sines + angle, mask=is_turned, other=0.0).to(tl.float32)
             left = (first * cos).to(dtype).to(tl.float32) + (-second * sin).to(dtype).to(tl.float32)
@@ -181,25 +185,25 @@ def rounds_once(norm: Any) -> bool:
 
 
 def rotate_and_store(
-    parts: Tensor, bias: Tensor | None, norms: tuple[Any, Any] | None, angles: AngleTable | None,
+    parts: Tensor, bias: Tensor | None, norms: tuple[Any, Any] | None, angles: Sequence[AngleTable],
     positions: Tensor, slots: Tensor, queries: Tensor, keys: Tensor, values: Tensor,
 ) -> None:  # fmt: skip
     """From parts [parts, rows, size] of a product with the weights of queries, keys and values.
 
     Queries [rows, heads, dim] are written, and a layer's keys and values [slots, kv_heads, dim] at the rows' slots.
-    Without angles nothing is rotated.
+    `angles` are those of queries and of keys; where they are empty nothing is rotated.
     """
     heads, dim, kv_heads, rows = *queries.shape[1:], keys.shape[1], parts.shape[1]
     unused = queries  # a pointer that is not read
     query_norm, key_norm = (unused, unused) if norms is None else (each.weight for each in norms)
-    cosines, sines, interleaved = angles or (unused, unused, False)
+    of_queries, of_keys = angles or [AngleTable(unused, unused)] * 2
     all_heads = norms is not None and getattr(norms[0], "all_heads", False)
     _rotate_and_store[(rows, heads + 2 * kv_heads)](
-        parts, unused if bias is None else bias, query_norm, key_norm, cosines, sines, positions, slots,
+        parts, unused if bias is None else bias, query_norm, key_norm, *of_queries[:2], *of_keys[:2], positions, slots,
         queries, keys, values, rows, 0.0 if norms is None else norms[0].variance_epsilon,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PARTS=len(parts), BIASED=bias is not None, NORMED=norms is not None,
         ALL_HEADS=all_heads, ROUNDS_ONCE=norms is not None and rounds_once(norms[0]),
-        WIDTH=0 if angles is None else cosines.shape[1], INTERLEAVED=interleaved,
+        WIDTH=of_keys.cosines.shape[1] if angles else 0, INTERLEAVED=of_keys.interleaved,
         PADDED_HEADS=power_of_two(max(heads, kv_heads)), num_warps=4 if all_heads else 1,
     )  # fmt: skip
 
@@ -211,4 +215,7 @@ def angle_table(rotary: Any, count: int, like: Tensor, angles: Angles, interleav
     found = (x[0] for x in rotary(like[None], position_ids=positions, **kind))
     if angles.layout != "halves":
         found = (x[:, :: 2 if angles.layout == "interleaved" else 1].repeat(1, 2) for x in found)
+    if angles.growth:
+        steps = torch.floor((positions[0] + angles.shift).float() / angles.steps)
+        found = ((x * (1 + angles.growth * torch.log1p(steps))[:, None]).to(like.dtype) for x in found)
     return AngleTable(*(x.contiguous() for x in found), interleaved)
