@@ -41,8 +41,9 @@ from saltus.models.cuda import launching, linear_kernels, pick_kernels
 from saltus.models.cuda.described_layers import described_for_gpu
 from saltus.models.cuda.expert_kernels import SortedPairs, expert_product, route, sum_experts
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
-from saltus.models.cuda.fixed_shape_calls import FixedShape, KVPagePool
+from saltus.models.cuda.fixed_shape_calls import FixedShape
 from saltus.models.cuda.gpu_decoder import GPUDecoder
+from saltus.models.cuda.kv_pages import KVPagePool
 from saltus.models.cuda.packed_planes import LAYOUTS
 from saltus.models.cuda.packed_weight import GPUPackedWeight
 

@@ -9,6 +9,7 @@ import torch
 
 import saltus
 from conftest import TEMPLATE
+from saltus.core.candidates import Candidates
 from saltus.core.canvas import continuation
 from saltus.core.distributions import Step, TargetDistributions
 from saltus.core.forward import ForwardInputs, ForwardOutputs
@@ -127,6 +128,23 @@ def test_a_device_finds_the_likely_tokens_that_the_host_does():
         assert found.columns.tolist() == expected.columns.tolist()
         assert found.logits == pytest.approx(expected.logits, abs=1e-5)
         assert found.rest == pytest.approx(expected.rest, rel=1e-4, abs=1e-6)
+
+
+def test_candidates_that_a_device_found_are_kept_and_none_of_broken_logits():
+    made, broken = step([1], [], [], -1), step([2], [], [], -1)
+    (row,) = made.outputs.logits.numpy()
+    tokens = np.argsort(-row)
+    total = float(np.exp(row - row.max()).sum())
+    for each, logits in ((made, row[tokens]), (broken, np.full(len(row), np.nan, np.float32))):
+        object.__setattr__(each.inputs, "candidate_temperature", 1.0)
+        object.__setattr__(each.outputs, "candidates", [Candidates(tokens, logits, total, len(row))])
+    table, expected = recorded(made, broken), likely_tokens(row)
+    columns, logits, rest = table.after(1)
+    assert columns.tolist() == expected.columns.tolist()
+    assert logits == pytest.approx(expected.logits, abs=1e-5)
+    assert rest == pytest.approx(expected.rest, rel=1e-4, abs=1e-6)
+    columns, _, rest = table.after(2)
+    assert (len(columns), rest) == (0, 0.0)
 
 
 def calls(text: str, *, seed: int = 0, **options) -> int:

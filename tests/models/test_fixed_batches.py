@@ -14,7 +14,8 @@ from saltus.core.canvas import Canvas, continuation
 from saltus.core.forward import ForwardInputs
 from saltus.models.causal import CausalNetwork
 from saltus.models.cuda import fixed_shape_attention
-from saltus.models.cuda.fixed_shape_calls import FixedShapeKVCache, KVPagePool, rows_of_texts, split_into_calls
+from saltus.models.cuda.fixed_shape_calls import rows_of_texts, split_into_calls
+from saltus.models.cuda.kv_pages import FixedShapeKVCache, KVPagePool
 
 PROMPTS, NEW = (1, 16, 17, 31, 50, 100), 24
 

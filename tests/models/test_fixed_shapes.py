@@ -15,9 +15,10 @@ from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.engine.decoder import MAX_DRAFT_TOKENS
 from saltus.models.causal import CausalNetwork
-from saltus.models.cuda import fixed_shape_attention, fixed_shape_calls
-from saltus.models.cuda.fixed_shape_calls import FixedShape, FixedShapeKVCache, FixedShapeSettings, KVPagePool
+from saltus.models.cuda import fixed_shape_attention, kv_pages
+from saltus.models.cuda.fixed_shape_calls import FixedShape, FixedShapeSettings
 from saltus.models.cuda.fixed_shapes import CallOutputs, tokens_found, why_not_fixed_shapes
+from saltus.models.cuda.kv_pages import FixedShapeKVCache, KVPagePool
 
 DTYPES = [torch.float32, torch.bfloat16]
 NAMES = ["Llama", "Qwen3", "Mistral", "Gemma2", "Gemma3", "GPT2", "OPT", "Phi", "Cohere2", "GraniteSWA", "Llama4"]
@@ -206,7 +207,7 @@ def test_a_text_that_is_gone_leaves_its_pages_to_the_next():
 
 
 def test_a_pool_grows_and_its_texts_keep_what_they_knew(monkeypatch):
-    monkeypatch.setattr(fixed_shape_calls, "MIN_PAGES", 4)
+    monkeypatch.setattr(kv_pages, "MIN_PAGES", 4)
     network, tokens = small("Llama"), text(120)
     first, second = network.new_kv_cache(), network.new_kv_cache()
     read(network, tokens[:20], kv_cache=first)
@@ -337,7 +338,7 @@ def replayed(monkeypatch):
 @pytest.mark.slow
 def test_replayed_calls_give_the_same_bits_and_each_shape_is_captured_once(replayed, monkeypatch):
     """Over accepted branches, borders of blocks, other texts, and a pool that grows."""
-    monkeypatch.setattr(fixed_shape_calls, "MIN_PAGES", 12)
+    monkeypatch.setattr(kv_pages, "MIN_PAGES", 12)
     network, captured = replayed
     tokens, plain = text(LENGTH), small("Llama")
     expected = written(plain, tokens, 20)

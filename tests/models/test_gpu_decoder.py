@@ -25,7 +25,11 @@ from saltus.methods.shared.context_rows import ContextKVCache, DraftRows
 from saltus.models.causal import CausalNetwork
 from saltus.models.cuda import attention_kernels, linear_kernels
 from saltus.models.cuda.described_layers import described_for_gpu
-from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings, first_recent_position, size_class
+from saltus.models.cuda.fixed_shape_calls import (
+    FixedShapeSettings,
+    first_recent_position,
+    size_class,
+)
 from saltus.models.cuda.gpu_decoder import GPUDecoder, fits_described, fits_kernels
 from saltus.models.cuda.packed_weight import GPUPackedWeight
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saltus.models.cpu.hybrid_kv_cache import HybridKVCache, StateSizes
 from saltus.models.cpu.kv_cache import MIN_GROWTH, KVCache
-from saltus.models.cuda.fixed_shape_calls import FixedShapeKVCache, KVPagePool
+from saltus.models.cuda.kv_pages import FixedShapeKVCache, KVPagePool
 from saltus.models.protocols import TargetNetwork
 
 MAX_WHOLE_CACHES = 4

@@ -124,6 +124,8 @@ def _likely(candidates: Candidates, temperature: float) -> LikelyTokens:
     order = np.argsort(candidates.tokens)
     tokens, gaps = candidates.tokens[order], candidates.logits[order] - candidates.logits.max()
     near = gaps > -MAX_GAP
+    if not near.any():  # logits that are not numbers
+        return LikelyTokens(tokens[near], gaps[near], 0.0)
     total = candidates.total if temperature == 1 else float(np.exp(gaps).sum(dtype=np.float64))
     return most_likely(tokens[near], gaps[near], total)
 

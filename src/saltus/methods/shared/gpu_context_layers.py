@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from saltus.methods.shared.context_rows import ContextRows
-from saltus.models.cuda.fixed_shape_calls import Call, FixedShape, FixedShapeKVCache, chains_of_texts
+from saltus.models.cuda.fixed_shape_calls import Call, FixedShape, chains_of_texts
 from saltus.models.cuda.gpu_decoder import GPUDecoder
 from saltus.models.cuda.graphed_passes import SETTINGS, GraphedPasses, PassInputs, whole_call
+from saltus.models.cuda.kv_pages import FixedShapeKVCache
 
 
 class GPUContextLayers:

@@ -36,13 +36,8 @@ from torch import Tensor
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode
 from saltus.models.attention_span import AttentionSpan, first_visible
 from saltus.models.cpu.attention import note_layer
-from saltus.models.cuda.fixed_shape_calls import (
-    PADDING_PAGE,
-    Call,
-    FixedShape,
-    KVPagePool,
-    first_recent_position,
-)
+from saltus.models.cuda.fixed_shape_calls import Call, FixedShape, first_recent_position
+from saltus.models.cuda.kv_pages import PADDING_PAGE, KVPagePool
 from saltus.models.gated_lora import Adapter, StaticGate
 
 MAX_TREE_NODES = 512  # of one text, its queries included

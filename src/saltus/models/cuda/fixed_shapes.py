@@ -10,7 +10,7 @@ weights have the shape of the call, and attention is computed for each text by p
 multiples of that, one text a call. So the shapes in which a token is evaluated follow from its position and from the
 end of its prompt, never from the method or from the other texts.
 
-Keys and values are in pages of one pool (fixed_shape_calls.py), so CUDA graphs belong to a shape, not to a text.
+Keys and values are in pages of one pool (kv_pages.py), so CUDA graphs belong to a shape, not to a text.
 
 Queries of an adapter share decoding calls with draft tokens. In such a call the adapter evaluates all rows, and a mask
 takes its results for the queries alone; the model's own products have the shapes that they always have. Beside our own
@@ -37,9 +37,7 @@ from saltus.models.cuda.fixed_shape_attention import MAX_TREE_NODES, FixedShapeA
 from saltus.models.cuda.fixed_shape_calls import (
     Call,
     FixedShape,
-    FixedShapeKVCache,
     FixedShapeSettings,
-    KVPagePool,
     TextRows,
     rows_of_texts,
     split_into_calls,
@@ -47,6 +45,7 @@ from saltus.models.cuda.fixed_shape_calls import (
 from saltus.models.cuda.gpu_decoder import GPUDecoder
 from saltus.models.cuda.gpu_experts import GPU_EXPERTS
 from saltus.models.cuda.kernel_support import has_kernels
+from saltus.models.cuda.kv_pages import FixedShapeKVCache, KVPagePool
 from saltus.models.gated_lora import Adapter, StaticGate
 from saltus.models.memory_use import layer_sizes
 

@@ -18,9 +18,9 @@ from saltus.models.cpu.decoder_weights import Resolver
 from saltus.models.cpu.native_decoder import STATIC_ROPE_TYPES, is_unmodified_decoder
 from saltus.models.cuda.described_layers import described_for_gpu, kinds_of_angles, layers_of, norm_of, parts_of
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
-from saltus.models.cuda.fixed_shape_calls import KVPagePool
 from saltus.models.cuda.gpu_experts import Mixture
 from saltus.models.cuda.kernel_support import has_kernels
+from saltus.models.cuda.kv_pages import KVPagePool
 from saltus.models.cuda.packed_weight import GPUPackedWeight, joined_packed
 from saltus.models.decoder_description import LLAMA_DECODERS, Angles, DecoderDescription
 from saltus.models.decoder_of import decoder_of

@@ -15,13 +15,12 @@ from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.fixed_shape_calls import (
     Call,
     FixedShape,
-    FixedShapeKVCache,
     FixedShapeSettings,
-    KVPagePool,
     TextRows,
     size_class,
 )
 from saltus.models.cuda.gpu_decoder import GPUDecoder
+from saltus.models.cuda.kv_pages import FixedShapeKVCache, KVPagePool
 
 SETTINGS = FixedShapeSettings()
 READING = replace(SETTINGS, varied_rows=True, rows_per_call=SETTINGS.prefill_chunk)  # of calls that read texts
