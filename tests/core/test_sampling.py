@@ -38,9 +38,9 @@ from saltus.core.sampling import (
     MAX_TEMPERATURE,
     Sampling,
     greedy_tokens,
+    log_probabilities,
     log_probability,
     token_distribution,
-    top_log_probabilities,
 )
 
 ALMOST_ONE = math.nextafter(1, 0)
@@ -617,4 +617,7 @@ def test_of_equally_likely_tokens_those_of_lower_ids_are_listed(vocab):
     logits = torch.from_numpy(np.random.default_rng(vocab).integers(0, 4, vocab)).to(torch.bfloat16)
     order = sorted(range(vocab), key=lambda token: (-float(logits[token]), token))
     for count in (1, 7, 20, vocab):
-        assert [token for token, _ in top_log_probabilities(logits, count)] == order[:count]
+        own, likeliest = log_probabilities(logits, 3, count)
+        assert [token for token, _ in likeliest] == order[:count]
+        assert likeliest == [(token, log_probability(logits, token)) for token in order[:count]]
+        assert own == log_probability(logits, 3)

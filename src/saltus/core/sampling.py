@@ -260,22 +260,21 @@ def greedy_tokens(logits: Float[Tensor, "rows vocab"]) -> list[int]:
 
 def log_probability(logits: Float[Tensor, "vocab"], token: int) -> float:
     """The log-probability of a token: log-softmax of the raw logits in float32, at temperature 1."""
-    scores = float_row(logits)
-    gaps = scores - scores.max()
-    return float(gaps[token]) - math.log(np.exp(gaps).sum(dtype=np.float64))
+    return log_probabilities(logits, token, 0)[0]
 
 
-def top_log_probabilities(logits: Float[Tensor, "vocab"], count: int) -> list[tuple[int, float]]:
-    """The `count` most likely tokens and their log-probabilities, as `log_probability` gives them; likeliest first.
+def log_probabilities(logits: Float[Tensor, "vocab"], token: int, count: int) -> tuple[float, list[tuple[int, float]]]:
+    """`log_probability` of a token, and the `count` most likely tokens with theirs, the likeliest first.
 
     Of equally likely ones the lower ids come first.
     """
     scores = float_row(logits)
-    likely = top_k(scores, count)
-    likely = likely[np.lexsort((likely, -scores[likely]))][:count]
-    gaps = scores - scores.max()
-    total = math.log(np.exp(gaps).sum(dtype=np.float64))
-    return [(token, float(gaps[token]) - total) for token in likely.tolist()]
+    best = scores.max()
+    weights = scores - best
+    total = math.log(np.exp(weights, out=weights).sum(dtype=np.float64))
+    likely = top_k(scores, count) if count else np.empty(0, np.int64)
+    likely = likely[np.lexsort((likely, -scores[likely]))][:count].tolist()
+    return float(scores[token] - best) - total, [(each, float(scores[each] - best) - total) for each in likely]
 
 
 def most_likely(logits: Float[Tensor, "vocab"]) -> tuple[int, float]:

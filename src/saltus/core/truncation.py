@@ -12,9 +12,7 @@ def top_k(scores: np.ndarray, k: int) -> np.ndarray:
     """TopKLogitsWarper: keep scores not below the k-th best, ties included. Maxima of 64 columns bound it."""
     k = min(k, len(scores))
     maxima = scores[: len(scores) // 64 * 64].reshape(64, -1).max(0)
-    kept = np.arange(len(scores))
-    if k <= len(maxima):
-        kept = np.flatnonzero(scores >= np.partition(maxima, -k)[-k])
+    kept = np.flatnonzero(scores >= np.partition(maxima, -k)[-k]) if k <= len(maxima) else np.arange(len(scores))
     candidates = scores[kept]
     return kept[candidates >= np.partition(candidates, -k)[-k]]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
-from saltus.core.sampling import log_probability, top_log_probabilities
+from saltus.core.sampling import log_probabilities
 from saltus.models.protocols import TargetNetwork
 
 SCORED_ROWS = 64  # tokens that are scored in a call: each needs its logits
@@ -42,6 +42,7 @@ class PromptScores:
         )
         (outputs,) = network.forward([inputs], [kv_cache])
         for row, token in zip(outputs.logits, piece, strict=True):
-            self.log_probabilities.append(log_probability(row, token))
+            own, likeliest = log_probabilities(row, token, self.top)
+            self.log_probabilities.append(own)
             if self.top:
-                self.top_log_probabilities.append(top_log_probabilities(row, self.top))
+                self.top_log_probabilities.append(likeliest)

@@ -11,7 +11,7 @@ import numpy as np
 from saltus.core.canvas import Canvas, continuation
 from saltus.core.constraint import Constraint
 from saltus.core.distributions import Step
-from saltus.core.sampling import Sampling, log_probability, top_log_probabilities
+from saltus.core.sampling import Sampling, log_probabilities
 from saltus.methods.shared.answer_memory import AnswerMemory
 
 
@@ -100,15 +100,11 @@ class Request:
         self.num_decided += len(tokens)
         if self.logprobs:
             rows = [0, *(node + 1 for node in inputs.path(step.last_node))]
-            self.log_probabilities += [
-                log_probability(outputs.logits[row], token)
-                for row, token in zip(rows, tokens[: len(tokens) - num_padding], strict=False)
-            ]
+            for row, token in zip(rows, tokens[: len(tokens) - num_padding], strict=False):
+                own, likeliest = log_probabilities(outputs.logits[row], token, self.top_logprobs)
+                self.log_probabilities.append(own)
+                if self.top_logprobs:
+                    self.top_log_probabilities.append(likeliest)
             self.log_probabilities += [0.0] * num_padding
-            if self.top_logprobs:
-                self.top_log_probabilities += [
-                    top_log_probabilities(outputs.logits[row], self.top_logprobs)
-                    for row in rows[: len(tokens) - num_padding]
-                ]
         if self.on_step is not None:
             self.on_step(step)
