@@ -2,6 +2,8 @@
 
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import saltus
 from conftest import TEMPLATE
@@ -18,6 +20,17 @@ def test_later_occurrences_come_first_with_what_agrees():
     assert memory.repeats([3, 4], 16, 8) == memory.repeats([1, 2, 4], 16, 8) == []
     ((_, found),) = memory.repeats([0, 1, 2, 3, 4], 16, 1)
     assert len(found) == 1
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=9), max_size=6), st.lists(st.integers(0, 2), max_size=5))
+def test_all_places_after_the_last_three_tokens_are_found(answers, text):
+    memory, expected, begin = AnswerMemory(1 << 20), [], 0
+    for answer in answers:
+        memory.add([], answer)
+        expected += [begin + end for end in range(3, len(answer) + 1) if answer[end - 3 : end] == text[-3:]]
+        begin += len(answer) + 1
+    found = [at for _, repeats in memory.repeats(text, 16, 99) for at, _ in repeats]
+    assert found == expected[::-1]
 
 
 def test_texts_do_not_run_into_each_other():

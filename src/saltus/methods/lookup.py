@@ -16,7 +16,7 @@ from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
 from saltus.core.tree import Branch, Drafts
-from saltus.methods.shared.answer_memory import AnswerMemory, num_agreeing
+from saltus.methods.shared.answer_memory import AnswerMemory, ngram_number, ngram_numbers, num_agreeing
 from saltus.methods.shared.ngram_corpus import NgramCorpus
 from saltus.methods.shared.repeat_paths import repeat_paths
 
@@ -29,7 +29,6 @@ SURE_REPEAT = 32  # after a repeat of so many tokens the text goes on as there i
 MAX_SURE_MATCHES = 4  # latest sure repeats that are used: the others hardly change the drafts, and take time
 LONG_REPEAT = 3  # repeats of so many tokens are indexed apart from single tokens, and so are found further back
 INDEXED = 1, LONG_REPEAT
-TOKEN_BITS = 21  # of a token id in the number of an n-gram: LONG_REPEAT of them in 63 bits
 MANY_TOKENS = 128  # so many at once are sorted, which takes a quarter of the time
 VERY_MANY_TOKENS = 8192  # so many stay in sorted arrays, which are made sooner than a dictionary but searched longer
 LIMITS = SURE_REPEAT, MAX_SURE_MATCHES, MIN_PATH_PROBABILITY  # of the kernel
@@ -212,9 +211,7 @@ class RepeatIndex:
         size = INDEXED[which]
         ends = np.arange(max(first, size), len(self.tokens))
         tokens = np.frombuffer(self.tokens, dtype=np.int64)
-        ngrams = np.zeros(len(ends), dtype=np.int64)
-        for distance in range(size, 0, -1):
-            ngrams = ngrams << TOKEN_BITS | tokens[ends - distance] + 1
+        ngrams = ngram_numbers(tokens[max(first - size, 0) : -1], size)
         order = np.argsort(ngrams, kind="stable")
         ascending, begins = ngrams[order], np.ones(len(ends), dtype=bool)
         begins[1:] = ascending[1:] != ascending[:-1]  # where another n-gram begins
@@ -251,10 +248,7 @@ class RepeatIndex:
 
     def _ngram(self, end: int, size: int) -> int:
         """A number of the `size` tokens before a position, −1 if there are fewer."""
-        ngram = 0 if size <= end else -1
-        for token in self.tokens[end - size : end] if size <= end else ():
-            ngram = ngram << TOKEN_BITS | token + 1
-        return ngram
+        return ngram_number(self.tokens[end - size : end]) if size <= end else -1
 
     @property
     def chains(self) -> list[tuple[array, int]]:

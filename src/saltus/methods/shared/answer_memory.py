@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Iterable, MutableSequence, Sequence
+
+import numpy as np
 
 KEY_LENGTH = 3  # tokens by which places are found
+TOKEN_BITS = 21  # of a token id in the number of an n-gram: three of them in 63 bits
 COMPARED_TOGETHER = 16  # tokens
 CONTEXT = 32  # last tokens of a prompt that are remembered before its answer: by them its first token is found
 BYTES_PER_TOKEN = 120  # measured: 118 of tokens at random, 65 of text
@@ -26,6 +29,22 @@ def num_agreeing(
     while size < limit and one[one_end - 1 - size] == other[other_end - 1 - size]:
         size += 1
     return size
+
+
+def ngram_number(ngram: Iterable[int]) -> int:
+    """A number for at most three tokens, not negative; −1 may stand for a token."""
+    number = 0
+    for token in ngram:
+        number = number << TOKEN_BITS | token + 1
+    return number
+
+
+def ngram_numbers(tokens: np.ndarray, size: int) -> np.ndarray:
+    """`ngram_number` of each `size` consecutive tokens, which are int64."""
+    numbers = np.zeros(max(len(tokens) - size + 1, 0), dtype=np.int64)
+    for first in range(size):
+        numbers = numbers << TOKEN_BITS | tokens[first : first + len(numbers)] + 1
+    return numbers
 
 
 class AnswerMemory:
@@ -61,25 +80,24 @@ class _RememberedTexts:
     def __init__(self) -> None:
         self.tokens = array("q")
         self.before = array("q")  # for each token: where its key occurred before, −1 if nowhere
-        self.latest: dict[int, int] = {}  # by the hash of a key
+        self.latest: dict[int, int] = {}  # by the number of a key
 
     def add(self, tokens: Sequence[int]) -> None:
-        start = len(self.tokens)
+        start, latest = len(self.tokens), self.latest
         self.tokens.extend([*tokens, END_OF_ANSWER])
-        for end in range(start + 1, len(self.tokens)):
-            key = hash(tuple(self.tokens[max(end - KEY_LENGTH, start) : end]))
-            self.before.append(self.latest.get(key, -1))
-            self.latest[key] = end
-        self.before.append(-1)
+        before = [-1] * min(KEY_LENGTH - 1, len(tokens))
+        keys = ngram_numbers(np.array(tokens, dtype=np.int64), KEY_LENGTH).tolist()
+        for end, key in enumerate(keys, start=start + KEY_LENGTH):
+            before.append(latest.get(key, -1))
+            latest[key] = end
+        self.before.extend([*before, -1])
 
     def repeats(self, text: Sequence[int], max_ngram_size: int, max_matches: int) -> list[tuple[int, int]]:
         repeats: list[tuple[int, int]] = []
-        at = self.latest.get(hash(tuple(text[-KEY_LENGTH:])), -1) if len(text) >= KEY_LENGTH else -1
+        at = self.latest.get(ngram_number(text[-KEY_LENGTH:]), -1) if len(text) >= KEY_LENGTH else -1
         text = array("q", text)
         while at >= 0 and len(repeats) < max_matches:
-            size = num_agreeing(self.tokens, at, text, len(text), max_ngram_size)
-            if size >= KEY_LENGTH:  # hashes may agree by accident
-                repeats.append((at, size))
+            repeats.append((at, num_agreeing(self.tokens, at, text, len(text), max_ngram_size)))
             at = self.before[at - 1]
         return repeats
 
