@@ -101,6 +101,11 @@ def test_saltus_alone_shows_its_commands():
     assert all(name in saltus_().stdout for name in ("generate", "chat", "check", "bench", "pull", "methods", "demo"))
 
 
+@pytest.mark.parametrize("command", ["chat", "bench", "bench step", "lm-eval"])
+def test_every_command_s_help_has_its_short_name(command):
+    assert saltus_(*command.split(), "-h").stdout == saltus_(*command.split(), "--help").stdout
+
+
 @pytest.mark.parametrize("command", ["train", "collect", "collect text", "train ptp", "bench", "methods"])
 def test_the_examples_of_a_help_stand_apart_from_its_text(command):
     examples = saltus_(*command.split(), "--help").stdout.partition("Examples")[2]
@@ -736,6 +741,18 @@ def test_a_full_disk_is_one_line():
     with open("/dev/full", "w") as full:
         done = subprocess.run([*PROGRAM, "--version"], stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (2, "saltus: the disk that the output goes to is full; free some space\n")
+
+
+@pytest.mark.parametrize(("closed", "arguments", "code"), [
+    ("<&- >&- 2>&-", "--version", 0),
+    (">&- 2>&-", "no-such-command", 2),
+    ("<&-", "generate -", 2),
+])  # fmt: skip
+def test_streams_that_are_closed_are_the_null_device(closed, arguments, code):
+    python = f"exec {sys.executable} -c 'from saltus.cli import main; main()'"
+    done = subprocess.run(["sh", "-c", f"{python} {arguments} {closed}"], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert ("the prompt is empty" in done.stderr) == (arguments == "generate -")
 
 
 class Terminal:

@@ -7,11 +7,11 @@ import os
 
 def main() -> None:
     """Run `saltus` with the arguments of the process; every failure ends in one line and an exit code."""
-    from saltus.cli.errors import one_line_errors, replace_unprintable_characters
+    from saltus.cli.errors import one_line_errors, prepare_streams
 
     if "RANK" in os.environ:  # one of several processes of a training run: without torch's hints on its own settings
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    replace_unprintable_characters()
+    prepare_streams()
     with one_line_errors():
         from saltus.cli.app import app
 
