@@ -59,10 +59,10 @@ def describe_error(error: Exception) -> tuple[str, int]:
 
 
 def prepare_streams() -> None:
-    """Replace characters that a terminal cannot show, and streams that the caller closed (`2>&-`) by the null device."""
+    """Replace characters that a terminal cannot show, and closed streams (`2>&-`) by the null device."""
     for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

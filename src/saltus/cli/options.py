@@ -342,7 +342,7 @@ def with_options(*, omit: tuple[str, ...] = (), **defaults: Any) -> Callable[[Ca
 
 def show_no_type_of_flags(command: Any, parent: Any = None) -> None:
     """Let the help name flags alone: after `--raw <bool>` users would type a value, which is another argument."""
-    context = command.make_context(command.name, [], parent, resilient_parsing=True)  # the parent names -h beside --help
+    context = command.make_context(command.name, [], parent, resilient_parsing=True)  # the parent names -h
     for option in command.get_params(context):
         if getattr(option, "is_flag", False) and option.metavar is None:
             option.metavar = ""
