@@ -736,7 +736,7 @@ def test_who_waits_for_another_that_compiles_says_so(monkeypatch, tmp_path, capl
         may_end.set()
         assert (first.result(), second.result()) == (None, None)
         assert compiling.compile_library(*arguments) is None, "it is there"
-    assert said() == ["compiling the kernels", "waiting for another process that compiles the kernels"]
+    assert said() == ["compiling the kernels", "waiting while the kernels are compiled"]
 
 
 def test_a_compiler_that_fails_is_a_warning_of_one_line(fresh_library, monkeypatch, caplog):

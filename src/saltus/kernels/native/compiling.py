@@ -70,7 +70,7 @@ def _exclusive_lock(file: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        log.warning("waiting for another process that compiles the kernels; it takes up to a minute")
+        log.warning("waiting while the kernels are compiled for this processor, once; it takes up to a minute")
         lock.acquire()
     try:
         yield
