@@ -739,6 +739,11 @@ def test_who_waits_for_another_that_compiles_says_so(monkeypatch, tmp_path, capl
     assert said() == ["compiling the kernels", "waiting while the kernels are compiled"]
 
 
+def test_the_compiler_s_own_files_lie_beside_what_it_makes_since_tmp_may_be_full(tmp_path):
+    show = ["sh", "-c", "echo error: $TMPDIR >&2; exit 1"]
+    assert compiling._run_compiler(tmp_path, show) == f"error: {tmp_path}"
+
+
 def test_a_compiler_that_fails_is_a_warning_of_one_line(fresh_library, monkeypatch, caplog):
     monkeypatch.setenv("CC", "false")
     with caplog.at_level(logging.WARNING, "saltus"):

@@ -88,9 +88,10 @@ def _compile_units(command: list[str], units: list[Path], made: Path) -> str | N
 
 
 def _run_compiler(folder: Path, command: list[str | Path]) -> str | None:
-    """The error that says most, None on success; `folder` is for what the compiler leaves."""
-    own_cache = dict.fromkeys(("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"), str(folder))  # of ziglang; it is removed
-    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **own_cache})
+    """The error that says most, None on success; `folder`, which is removed, is for what the compiler leaves."""
+    # gcc's and ziglang's; /tmp may be full
+    own_folders = dict.fromkeys(("TMPDIR", "ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"), str(folder))
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **own_folders})
     if not result.returncode:
         return None
     lines = result.stderr.strip().splitlines() or ["the compiler failed"]
