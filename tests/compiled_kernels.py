@@ -190,7 +190,7 @@ def decode(
 
 def decode_described() -> None:
     """Calls of decoders with norms after mixer and MLP, another activation, other rotations or none."""
-    from transformers import AutoModelForCausalLM, Exaone4Config, Gemma3TextConfig, Glm4Config, Olmo2Config
+    from transformers import CohereConfig, Exaone4Config, Gemma2Config, Gemma3TextConfig, Glm4Config, Olmo2Config
 
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 1, "vocab_size": 300, "head_dim": 256,
@@ -198,12 +198,31 @@ def decode_described() -> None:
     many_heads = {"num_attention_heads": 16, "head_dim": 128, "hidden_size": 2048}
     for config in (
         Gemma3TextConfig(**sizes), Exaone4Config(**sizes), Glm4Config(**sizes, pad_token_id=0),
-        Olmo2Config(**sizes | many_heads),
+        Olmo2Config(**sizes | many_heads), Gemma2Config(**sizes), CohereConfig(**sizes), gemma4(),
     ):  # fmt: skip
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        description = described_for_gpu(model)
-        assert description is not None
-        run(GPUDecoder(model, description=description), 1)
+        run(described(config), 1)
+
+
+def gemma4() -> Any:
+    """Heads of two sizes, the larger of which a program reads in parts, values that are keys, per-layer inputs."""
+    from transformers import Gemma4TextConfig
+
+    return Gemma4TextConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=1,
+        head_dim=256, global_head_dim=512, num_global_key_value_heads=1, attention_k_eq_v=True, vocab_size=300,
+        vocab_size_per_layer_input=300, hidden_size_per_layer_input=64, pad_token_id=0,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+
+
+def described(config: Any) -> GPUDecoder:
+    """A decoder of random weights by its description."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    description = described_for_gpu(model)
+    assert description is not None
+    return GPUDecoder(model, description=description)
 
 
 def run(decoder: GPUDecoder, rows: int) -> None:
@@ -219,6 +238,7 @@ def multiply_widest() -> None:
     """Products of few and of many rows, attention to large heads, packed experts."""
     decode(1)
     decode(160, norms=True, heads=8, kv_heads=1, head_dim=256)
+    run(described(gemma4()), 160)
     for rows in (1, 200):
         linear_kernels.product(torch.zeros(rows, 512, dtype=torch.bfloat16), packed_weight(FLOATS8, 256, 512), rows)
     pairs = SortedPairs.of(torch.zeros(128, 2, dtype=torch.int64), 8)

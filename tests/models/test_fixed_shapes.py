@@ -49,7 +49,7 @@ def networks():
 def fresh(network) -> FixedShapeKVCache:
     """A memory in whose pages nothing useful is left of the text before."""
     pool = network.fixed_shape_runner.pool
-    for buffer in (pool.keys, pool.values):
+    for buffer in pool.buffers:
         if buffer is not None:
             buffer.view(len(buffer), pool.num_pages, -1)[:, pool.free_pages] = 3
     return network.new_kv_cache()
@@ -225,10 +225,10 @@ def test_a_pool_that_memory_was_too_small_for_asks_for_what_is_free_then(monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(KVPagePool, "_zeros", MagicMock(side_effect=MemoryError("full")))
         with pytest.raises(MemoryError):
-            pool.allocate(rows, rows)
+            pool.allocate([(rows, rows)])
     monkeypatch.setattr(KVPagePool, "_first_pages", lambda *_: 7)
-    pool.allocate(rows, rows)
-    assert (pool.num_pages, pool.keys.shape[1], sorted(pool.free_pages)) == (7, 7 * 16, list(range(1, 7)))
+    pool.allocate([(rows, rows)])
+    assert (pool.num_pages, pool.buffers[0].shape[1], sorted(pool.free_pages)) == (7, 7 * 16, list(range(1, 7)))
 
 
 def test_a_failed_call_leaves_a_memory_that_still_tells_the_truth(monkeypatch):
@@ -303,7 +303,7 @@ def replayed(monkeypatch):
     class Graph:
         def replay(self):
             inputs, queries, place, out = self.call
-            assert pool.keys.data_ptr() == place, "a graph goes with the buffers it was captured over"
+            assert pool.buffers[0].data_ptr() == place, "a graph goes with the buffers it was captured over"
             for old, new in zip(out, evaluate(inputs, queries), strict=True):
                 old.copy_(new)
 
@@ -313,7 +313,7 @@ def replayed(monkeypatch):
 
         def recorded(inputs, queries):
             out = CallOutputs(*(x.clone() for x in evaluate(inputs, queries)))
-            calls.append((inputs, queries, pool.keys.data_ptr(), out))
+            calls.append((inputs, queries, pool.buffers[0].data_ptr(), out))
             return out
 
         with monkeypatch.context() as patch:

@@ -22,6 +22,7 @@ from saltus.loading.packing import quantized_blocks
 from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
 from saltus.methods.ptp.network import DrafterShape, DraftModel, DraftNetwork
 from saltus.methods.shared.context_rows import ContextKVCache, DraftRows
+from saltus.models import causal
 from saltus.models.causal import CausalNetwork
 from saltus.models.cuda import attention_kernels, linear_kernels
 from saltus.models.cuda.described_layers import described_for_gpu
@@ -47,9 +48,11 @@ pytestmark = pytest.mark.slow
 
 
 def decoded(name: str, described: bool = False, **changes) -> tuple[CausalNetwork, CausalNetwork]:
-    """A tiny model run by our kernels, and the same one as Transformers computes it in float32."""
+    """A tiny model run by our kernels, and the same one as Transformers computes it in float64."""
     model = tiny(name, **SIZES | changes).to(DTYPE)
-    plain = CausalNetwork(copy.deepcopy(model).float(), fixed_shapes=False, batch_invariant=False)
+    exact = copy.deepcopy(model).double()
+    exact.set_experts_implementation("eager")
+    plain = CausalNetwork(exact, fixed_shapes=False, batch_invariant=False)
     model, description = model.to(DEVICE), None
     if described:
         description = described_for_gpu(model)
@@ -57,9 +60,13 @@ def decoded(name: str, described: bool = False, **changes) -> tuple[CausalNetwor
         assert fits_described(model, description)
     else:
         assert fits_kernels(model)
-    network = CausalNetwork(model, fixed_shapes=True, fixed_shape_settings=SETTINGS)
-    network.fixed_shape_runner.decoder = GPUDecoder(model, description=description)
-    return network, plain
+    return with_our_kernels(model, description), plain
+
+
+def with_our_kernels(model, description=None) -> CausalNetwork:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(causal, "gpu_decoder_of", lambda model: GPUDecoder(model, description=description))
+        return CausalNetwork(model, fixed_shapes=True, fixed_shape_settings=SETTINGS)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +94,13 @@ def test_logits_are_those_of_transformers(name, length):
 DESCRIBED = {
     "Gemma": {}, "Gemma3": {"sliding_window": 50}, "Granite": {}, "SmolLM3": {}, "Exaone4": {}, "SeedOss": {},
     "Phi3": {}, "Cwm": {}, "Ministral": {}, "Glm4": {}, "Ernie4_5": {}, "Helium": {}, "Olmo2": {}, "Olmo3": {},
-    "Ministral3": {},
+    "Ministral3": {}, "Gemma2": {"sliding_window": 50}, "Cohere": {}, "Cohere2": {"sliding_window": 50},
+    "Gemma4": {"sliding_window": 50, "global_head_dim": 64, "hidden_size_per_layer_input": 64},
+    "Gemma4 of unlike heads": {"sliding_window": 50, "hidden_size_per_layer_input": 64},
+    "Gemma4 of shared keys": {
+        "sliding_window": 50, "global_head_dim": 64, "hidden_size_per_layer_input": 64, "num_hidden_layers": 4,
+    },
+    "Gemma4Unified": {"sliding_window": 50, "global_head_dim": 64},
 }  # fmt: skip
 
 
@@ -105,7 +118,7 @@ def test_described_layers_are_those_of_transformers_and_rows_do_not_depend_on_ea
     assert torch.equal(together[1].logits.float().cpu(), torch.stack(alone))
 
 
-@pytest.mark.parametrize("name", ["Gemma2", "Cohere", "Starcoder2", "Qwen3Moe", "Gemma4", "Mamba2"])
+@pytest.mark.parametrize("name", ["Starcoder2", "Qwen3Moe", "Gemma3n", "Mamba2"])
 def test_layers_that_the_kernels_do_not_know_are_left_to_others(name):
     assert described_for_gpu(tiny(name)) is None
 
@@ -191,9 +204,7 @@ def test_packed_weights_decode_as_their_numbers_do(name):
             packed = PackedWeight.from_blocks(blocks, GGMLQuantizationType.Q8_0, "int8")
             layer._parameters["weight"] = GPUPackedWeight.from_packed(packed, DEVICE)
     model.to(DEVICE)
-    network = CausalNetwork(model, fixed_shapes=True, fixed_shape_settings=SETTINGS)
-    description = None if name == "Llama" else described_for_gpu(model)
-    network.fixed_shape_runner.decoder = GPUDecoder(model, description=description)
+    network = with_our_kernels(model, None if name == "Llama" else described_for_gpu(model))
     tokens = text(66)
     found = logits(network, tokens, TREE)
     expected = logits(CausalNetwork(plain, fixed_shapes=False, batch_invariant=False), tokens, TREE)
@@ -202,7 +213,8 @@ def test_packed_weights_decode_as_their_numbers_do(name):
     assert torch.equal(alone[0], found[0])
 
 
-def test_groups_of_long_texts_attend_in_turn_with_the_bits_that_they_have_at_once(monkeypatch):
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, None), (0.5, None), (None, (1.5, -2.0)), (0.5, (0.3, 9.0))])
+def test_groups_of_long_texts_attend_in_turn_with_the_bits_that_they_have_at_once(monkeypatch, softcap, sinks):
     queries, keys, values = (
         torch.randn(*sizes, 32, generator=torch.Generator().manual_seed(len(sizes))).to(DEVICE, DTYPE)
         for sizes in ((6, 2), (512, 1), (512, 1))
@@ -218,10 +230,16 @@ def test_groups_of_long_texts_attend_in_turn_with_the_bits_that_they_have_at_onc
         found.append(torch.empty_like(queries))
         attention_kernels.attend(
             queries, keys, values, tables.to(DEVICE), slots.to(DEVICE), positions.to(DEVICE), sums, found[-1],
-            rows_per_group=2, page=128, scale=0.2, window=None,
+            rows_per_group=2, page=128, scale=0.2, window=None, softcap=softcap,
+            sinks=None if sinks is None else torch.tensor(sinks, device=DEVICE, dtype=DTYPE),
         )  # fmt: skip
     assert torch.equal(*found)
-    weights = (queries[4].float() @ torch.cat([keys[256:384], keys[384:]])[:, 0].float().T * 0.2).softmax(-1)
+    scores = queries[4].float() @ torch.cat([keys[256:384], keys[384:]])[:, 0].float().T * 0.2
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    if sinks is not None:
+        scores = torch.cat([scores, torch.tensor(sinks, device=DEVICE)[:, None]], 1)
+    weights = scores.softmax(-1)[:, :256]
     expected = weights @ torch.cat([values[256:384], values[384:]])[:, 0].float()
     assert (found[1][4].float() - expected).norm() < BOUND * expected.norm()
 

@@ -92,7 +92,8 @@ class CausalNetwork:
             if self.batch_invariant:  # Transformers' grouped products round by their shapes
                 ours = gpu_experts_implementation(self.model) if fixed else None
                 self.model.set_experts_implementation(ours or experts_implementation(self.model))
-        if fixed and (why := why_not_fixed_shapes(self.model)):
+        gpu_decoder = gpu_decoder_of(self.model) if fixed else None
+        if fixed and gpu_decoder is None and (why := why_not_fixed_shapes(self.model)):
             log.warning("%s: rounding depends on the shapes of calls, and texts may differ by that", why)
             self.batch_invariant, fixed = False, False
         self.model.eval()
@@ -102,8 +103,7 @@ class CausalNetwork:
         if fixed:
             graphs = self.device.type == "cuda"
             self.fixed_shape_runner = FixedShapeRunner(
-                self._evaluate, self.num_layers, self.device, self.fixed_shape_settings, graphs,
-                gpu_decoder_of(self.model),
+                self._evaluate, self.num_layers, self.device, self.fixed_shape_settings, graphs, gpu_decoder,
                 self.hidden_state_layers,
             )  # fmt: skip
         elif supports_native_decoder(self.model):

@@ -21,7 +21,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from saltus.models.cuda.launching import kernel, power_of_two
+from saltus.models.cuda.launching import device_function, kernel, power_of_two
 
 SPLIT = 128  # positions
 BLOCK = 64  # recent columns of a product
@@ -29,18 +29,31 @@ MAX_GROUP = 8  # rows
 COMBINED = 16  # splits that are read at once when they are added
 COMBINED_DIMS = 32  # of a head, that a program adds
 MAX_SUM_BYTES = 1 << 28  # of SplitSums: groups of long texts attend in turn
+MAX_DIMS = 256  # of a head, that a product reads at once
+
+
+@device_function
+def _scores(products, scale, softcap, CAPPED: tl.constexpr):
+    """softcap · tanh(products · scale / softcap), or without a cap products · scale."""
+    scores = products * scale
+    if CAPPED:  # tanh x = 1 − 2 / (e^2x + 1)
+        scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * (scores / softcap)) + 1.0))
+    return scores
 
 
 @kernel("num_pages", "window", "group_rows")
 def _attend_split(
-    queries, keys, values, tables, positions, sums, tops, totals, num_pages, scale, window, group_rows,
+    queries, keys, values, tables, positions, sums, tops, totals, num_pages, scale, softcap, window, group_rows,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
-    DEPTH: tl.constexpr, SPLIT: tl.constexpr,
+    DEPTH: tl.constexpr, SPLIT: tl.constexpr, DIMS: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """A split, a key head, a group: for each row and head weighted values, the largest score, the sum of weights."""
+    """A split, a key head, a group: for each row and head weighted values, the largest score, the sum of weights.
+
+    DIMS dimensions of a head at once fit into the memory of a program.
+    """
     split, kv_head, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     shared: tl.constexpr = HEADS // KV_HEADS
-    tile, dim = tl.arange(0, TILE), tl.arange(0, DIM)
+    tile, dim = tl.arange(0, TILE), tl.arange(0, DIMS)
     row, head = group * group_rows + tile % group_rows, kv_head * shared + tile // group_rows
     used = tile < group_rows * shared
     position = tl.load(positions + row, mask=used, other=0)
@@ -50,27 +63,39 @@ def _attend_split(
         at = first + tl.arange(0, SPLIT)
         slot = tl.load(tables + group * num_pages + first // PAGE) * PAGE + at % PAGE
         place = (slot[:, None] * KV_HEADS + kv_head) * DIM + dim[None, :]
-        key, value = tl.load(keys + place), tl.load(values + place)
-        query = tl.load(queries + (row * HEADS + head)[:, None] * DIM + dim[None, :], mask=used[:, None], other=0.0)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        key = tl.load(keys + place)
+        if DIM == DIMS:  # comes while scores are computed
+            value = tl.load(values + place)
+        own = (row * HEADS + head)[:, None] * DIM + dim[None, :]
+        query = tl.load(queries + own, mask=used[:, None], other=0.0)
+        products = tl.dot(query, tl.trans(key), input_precision="ieee")
+        for part in tl.static_range(DIMS, DIM, DIMS):
+            query = tl.load(queries + own + part, mask=used[:, None], other=0.0)
+            products = tl.dot(query, tl.trans(tl.load(keys + place + part)), products, input_precision="ieee")
+        scores = _scores(products, scale, softcap, CAPPED)
         seen = (at[None, :] < border[:, None]) & (at[None, :] > position[:, None] - window)
         scores = tl.where(seen, scores, -1e30)
         top = tl.max(scores, 1)
         weights = tl.where(seen, tl.exp(scores - top[:, None]), 0.0)
         out = ((group * KV_HEADS + kv_head) * tl.num_programs(0) + split).to(tl.int64) * TILE + tile
-        weighted = tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-        tl.store(sums + out[:, None] * DIM + dim[None, :], weighted, mask=used[:, None])
+        for part in tl.static_range(0, DIM, DIMS):
+            if DIM > DIMS:
+                value = tl.load(values + place + part)
+            weighted = tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+            tl.store(sums + out[:, None] * DIM + part + dim[None, :], weighted, mask=used[:, None])
         tl.store(tops + out, top)
         tl.store(totals + out, tl.sum(weights, 1))
 
 
 @kernel("num_splits", "window", "group_rows")
 def _combine(
-    queries, keys, values, recent, positions, sums, tops, totals, out, num_splits, scale, window, group_rows,
+    queries, keys, values, recent, positions, sinks, sums, tops, totals, out, num_splits, scale, softcap, window,
+    group_rows,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
     DEPTH: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, COMBINED: tl.constexpr, DIMS: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """A row, a key head, some dimensions: its recent columns, then its splits."""
+    """A row, a key head, some dimensions: its sink if it has one, its recent columns, then its splits."""
     row, kv_head = tl.program_id(0), tl.program_id(1)
     shared: tl.constexpr = HEADS // KV_HEADS
     lane, dim, own_dim = tl.arange(0, PADDED), tl.arange(0, DIM), tl.program_id(2) * DIMS + tl.arange(0, DIMS)
@@ -80,13 +105,16 @@ def _combine(
     border = tl.maximum(position // DEPTH * DEPTH - DEPTH, 0)
     top = tl.full((PADDED,), -1e30, dtype=tl.float32)
     total = tl.zeros((PADDED,), dtype=tl.float32)
+    if SINKS:
+        top, total = tl.load(sinks + head, mask=used, other=0.0).to(tl.float32), total + 1.0
     weighted = tl.zeros((PADDED, DIMS), dtype=tl.float32)
     for start in tl.static_range(0, 2 * DEPTH, BLOCK):
         column = start + tl.arange(0, BLOCK)
         slot = tl.load(recent + row * 2 * DEPTH + column)
         place = (slot[:, None] * KV_HEADS + kv_head) * DIM
         value = tl.load(values + place + own_dim[None, :])
-        scores = tl.dot(query, tl.trans(tl.load(keys + place + dim[None, :])), input_precision="ieee") * scale
+        products = tl.dot(query, tl.trans(tl.load(keys + place + dim[None, :])), input_precision="ieee")
+        scores = _scores(products, scale, softcap, CAPPED)
         seen = (border + column <= position) & (border + column > position - window)
         scores = tl.where(seen[None, :], scores, -1e30)
         higher = tl.maximum(top, tl.max(scores, 1))
@@ -142,12 +170,14 @@ class SplitSums(NamedTuple):
 def attend(
     queries: Tensor, keys: Tensor, values: Tensor, tables: Tensor, recent: Tensor, positions: Tensor,
     sums: SplitSums, out: Tensor, *, rows_per_group: int, page: int, scale: float, window: int | None,
+    softcap: float | None = None, sinks: Tensor | None = None,
 ) -> None:  # fmt: skip
     """out [rows, heads, dim] of queries of the same shape; the rows of a group belong to one text.
 
     keys, values [slots, kv_heads, dim]; tables [groups, pages]; recent [rows, 2 · depth] slots of the positions from
     `first_recent_position` on; positions [rows]; `scale` multiplies scores; `window` is the number of last positions
-    that a row sees, None: all.
+    that a row sees, None: all. Scores are limited to ± `softcap`; the score `sinks` [heads] of each head takes weight
+    and has no value.
     """
     (groups, pages), (rows, wide) = tables.shape, recent.shape
     heads, dim, kv_heads = *queries.shape[1:], keys.shape[1]
@@ -155,17 +185,18 @@ def attend(
     assert page % SPLIT == 0 and wide % BLOCK == 0 and rows_per_group <= MAX_GROUP
     constants = {
         "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "TILE": tile, "DEPTH": wide // 2, "SPLIT": SPLIT,
-        "num_warps": 4,
+        "CAPPED": bool(softcap), "num_warps": 4,
     }  # fmt: skip
-    last = window or 1 << 30
+    last, cap = window or 1 << 30, softcap or 0.0
     padded, dims = max(16, power_of_two(heads // kv_heads)), min(dim, COMBINED_DIMS)
     for first in range(0, groups, at_once):
         own = slice(first * rows_per_group, min(rows, (first + at_once) * rows_per_group))
         _attend_split[(splits, kv_heads, min(at_once, groups - first))](
-            queries[own], keys, values, tables[first:], positions[own], *sums, pages, scale, last, rows_per_group,
-            PAGE=page, **constants,
+            queries[own], keys, values, tables[first:], positions[own], *sums, pages, scale, cap, last,
+            rows_per_group, PAGE=page, DIMS=min(dim, MAX_DIMS), **constants,
         )  # fmt: skip
         _combine[(own.stop - own.start, kv_heads, dim // dims)](
-            queries[own], keys, values, recent[own], positions[own], *sums, out[own], splits, scale, last,
-            rows_per_group, PADDED=padded, BLOCK=BLOCK, COMBINED=COMBINED, DIMS=dims, **constants,
+            queries[own], keys, values, recent[own], positions[own], queries if sinks is None else sinks, *sums,
+            out[own], splits, scale, cap, last, rows_per_group, PADDED=padded, BLOCK=BLOCK, COMBINED=COMBINED,
+            DIMS=dims, SINKS=sinks is not None, **constants,
         )  # fmt: skip

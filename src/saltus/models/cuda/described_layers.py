@@ -12,7 +12,16 @@ from saltus.models.architectures import describe_decoder
 from saltus.models.cpu.decoder_weights import Resolver
 from saltus.models.cpu.native_decoder import STATIC_ROPE_TYPES, is_unmodified_decoder
 from saltus.models.cuda.packed_weight import GPUPackedWeight
-from saltus.models.decoder_description import MLP, Angles, Attention, DecoderDescription, Layer, Norm, Weight
+from saltus.models.decoder_description import (
+    MLP,
+    Angles,
+    Attention,
+    DecoderDescription,
+    Layer,
+    Norm,
+    PerLayerEmbeddings,
+    Weight,
+)
 from saltus.models.decoder_of import decoder_of
 
 ACTIVATIONS = {"silu", "gelu_tanh"}  # of gates, that `linear_kernels` computes
@@ -21,39 +30,56 @@ ACTIVATIONS = {"silu", "gelu_tanh"}  # of gates, that `linear_kernels` computes
 def described_for_gpu(model: Any) -> DecoderDescription | None:
     """What an unmodified model of an architecture computes, if our kernels for GPUs know all of it; else None."""
     description = describe_decoder(model) if is_unmodified_decoder(model) else None
-    if description is None or description.per_layer_embeddings is not None or description.streams is not None:
+    if description is None or description.streams is not None:
         return None
     base = decoder_of(model)
     known = all(_is_known(layer, base) for layer in description.layers) and model.lm_head.bias is None
-    return description if known and _is_known_norm(description.norm) else None
+    known &= description.per_layer_embeddings is None or _have_all_tokens(description.per_layer_embeddings, model)
+    return description if known and _is_known_norm(description.norm, base) else None
+
+
+def _have_all_tokens(inputs: PerLayerEmbeddings, model: Any) -> bool:
+    embedded = len(decoder_of(model).get_submodule(inputs.embedding).weight)
+    return embedded >= len(model.lm_head.weight) and not inputs.others_are_first
 
 
 def _is_known(layer: Layer, base: Any) -> bool:
     attention, mlp = layer.mixer, layer.mlp
-    beside = layer.parallel, layer.per_layer_input, layer.output_scale, layer.laurel, layer.altup
-    if any(beside) or not isinstance(attention, Attention) or not isinstance(mlp, MLP):
+    if layer.laurel or layer.altup or not isinstance(attention, Attention) or not isinstance(mlp, MLP):
         return False
-    norms = layer.mixer_norm, layer.mlp_norm, layer.mixer_output_norm, layer.mlp_output_norm
-    return _is_known_attention(attention, base) and _is_known_mlp(mlp, base) and all(map(_is_known_norm, norms))
+    output_norms = layer.mixer_output_norm, layer.mlp_output_norm
+    return (
+        _is_known_attention(attention, base)
+        and _is_known_mlp(mlp, base)
+        and (layer.per_layer_input is None or layer.per_layer_input.activation in ACTIVATIONS)
+        and all(_is_known_norm(norm, base) for norm in (layer.mixer_norm, layer.mlp_norm))
+        and all(_is_known_norm(norm, base) and not _is_centred(norm) for norm in output_norms)
+    )
 
 
-def _is_known_norm(norm: Norm | None) -> bool:
-    return norm is None or (norm.path is not None and norm.kind != "layer")
+def _is_known_norm(norm: Norm | None, base: Any) -> bool:
+    return norm is None or (norm.path is not None and getattr(base.get_submodule(norm.path), "bias", None) is None)
+
+
+def _is_centred(norm: Norm | None) -> bool:
+    return norm is not None and norm.kind == "layer"
 
 
 def _is_known_attention(a: Attention, base: Any) -> bool:
-    unknown = (
-        a.value_norm, a.norms_rotated, a.softcap, a.sinks, a.gated,
-        a.shares is not None, not (a.span is None or isinstance(a.span, int)),
-    )  # fmt: skip
-    if any(unknown) or a.key is None or a.value is None or (a.query_norm is None) != (a.key_norm is None):
+    if a.norms_rotated or a.gated or not (a.span is None or isinstance(a.span, int)):
         return False
-    if not _is_known_norm(a.query_norm):
+    if a.shares is None and (a.key is None or (a.query_norm is None) != (a.key_norm is None)):
         return False
-    biases = {base.get_submodule(each.path).bias is None for each in (a.query, a.key, a.value)}
-    whole = _whole([a.query, a.key, a.value], base) is not None
+    if (
+        not _is_known_norm(a.query_norm, base)
+        or _is_centred(a.query_norm)
+        or (a.value_norm is not None and a.value_norm.path is not None)
+    ):
+        return False
+    projections = [each for each in (a.query, a.key, a.value) if each]
+    biases = {base.get_submodule(each.path).bias is None for each in projections}
     return (
-        whole
+        _whole(projections, base) is not None
         and len(biases) == 1
         and base.get_submodule(a.output.path).bias is None
         and a.output.stop is None
@@ -137,4 +163,5 @@ def norm_of(norm: Norm | None, weights: Resolver, all_heads: bool = False) -> An
     values = weights.module(norm.path).weight.detach()
     if norm.kind == "rms":
         return KernelNorm(values, norm.epsilon, all_heads=all_heads)
-    return KernelNorm(weights.keep(values.float() + norm.offset), norm.epsilon, True, all_heads)
+    values = weights.keep(values.float() + norm.offset)
+    return KernelNorm(values, norm.epsilon, True, all_heads, centred=norm.kind == "layer")

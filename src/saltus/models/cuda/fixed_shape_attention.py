@@ -182,9 +182,8 @@ class FixedShapeAttention:
     ) -> Float[Tensor, "1 rows heads value_dim"]:
         """Write the keys and values of a layer to their slots, and attend."""
         note_layer(self.attended, module)
-        self.pool.allocate(key[0], value[0])
-        assert self.pool.keys is not None and self.pool.values is not None
-        keys, values = self.pool.keys[module.layer_idx], self.pool.values[module.layer_idx]
+        self.pool.allocate([(key[0], value[0])])
+        keys, values = self.pool.of_layer(module.layer_idx)
         keys.index_copy_(0, self.inputs.slots, key[0].transpose(0, 1))
         values.index_copy_(0, self.inputs.slots, value[0].transpose(0, 1))
         rows, kv_heads, groups = query.shape[2], key.shape[1], self.inputs.shape.num_groups

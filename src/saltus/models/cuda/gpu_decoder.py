@@ -7,7 +7,6 @@ in place of its MLP, which takes five kernels more.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,12 +15,12 @@ from torch import Tensor
 from saltus.models.common_layers import sliding_window
 from saltus.models.cpu.decoder_weights import Resolver
 from saltus.models.cpu.native_decoder import STATIC_ROPE_TYPES, is_unmodified_decoder
-from saltus.models.cuda.described_layers import described_for_gpu, kinds_of_angles, layers_of, norm_of, parts_of
+from saltus.models.cuda.described_layers import described_for_gpu, kinds_of_angles, norm_of
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.gpu_experts import Mixture
+from saltus.models.cuda.gpu_layers import GPUAttention, GPULayer, GPUPerLayerEmbeddings
 from saltus.models.cuda.kernel_support import has_kernels
 from saltus.models.cuda.kv_pages import KVPagePool
-from saltus.models.cuda.packed_weight import GPUPackedWeight, joined_packed
 from saltus.models.decoder_description import LLAMA_DECODERS, Angles, DecoderDescription
 from saltus.models.decoder_of import decoder_of
 from saltus.models.packed_decoder import PackedDecoder
@@ -29,9 +28,10 @@ from saltus.models.packed_decoder import PackedDecoder
 MIXTURES = {"MixtralForCausalLM", "Qwen3MoeForCausalLM"}  # Llama's layers with experts
 KERNEL_DTYPES = {torch.bfloat16, torch.float16}
 DEPTH_MULTIPLE = 64  # of the sizes that products sum over
-# Query heads of one key head, and their numbers: a tile of attention has them of eight rows, and more do not fit into
-# the shared memory of most GPUs.
+# Query heads of one key head, and the numbers of them that attention reads at once: a tile has them of eight rows, and
+# more do not fit into the shared memory of most GPUs.
 MAX_SHARED_HEADS, MAX_SHARED_NUMBERS = 16, 2048
+MAX_HEAD_DIM = 512
 FIRST_ANGLES = 8192  # positions of the table of angles, at first
 
 
@@ -84,78 +84,32 @@ def fits_kernels(model: Any) -> bool:
 
 
 def fits_described(model: Any, description: DecoderDescription) -> bool:
-    """The same for the sizes of layers that `described_for_gpu` knows, all of whose heads must be alike."""
+    """The same for the sizes of layers that `described_for_gpu` knows."""
     layers: list[Any] = list(description.layers)
-    heads = {(layer.mixer.heads, layer.mixer.kv_heads, layer.mixer.dim) for layer in layers}
-    if len(heads) != 1:
-        return False
     base = decoder_of(model)
-    paths = {each.path for layer in layers for each in (layer.mixer.output, layer.mlp.down, layer.mlp.up)}
-    summed = [base.get_submodule(path).weight.shape[-1] for path in paths]
-    return _are_known_sizes(*heads.pop(), summed) and _have_dtype(model)
+    matrices = [each for layer in layers for each in (layer.mixer.output, layer.mlp.down, layer.mlp.up)]
+    matrices += [each for layer in layers if (beside := layer.per_layer_input) for each in (beside.gate, beside.output)]
+    summed = [base.get_submodule(path).weight.shape[-1] for path in {each.path for each in matrices}]
+    heads = {(layer.mixer.heads, layer.mixer.kv_heads, layer.mixer.dim) for layer in layers}
+    return all(_are_known_sizes(*each, summed) for each in heads) and _have_dtype(model)
 
 
 def _are_known_sizes(heads: int, kv_heads: int, dim: int, summed: Sequence[int]) -> bool:
     """`summed`: the sizes that products sum over."""
+    from saltus.models.cuda.attention_kernels import MAX_DIMS
+
     shared = heads // kv_heads
     return (
         all(size % DEPTH_MULTIPLE == 0 for size in summed)
-        and 32 <= dim <= 256
+        and 32 <= dim <= MAX_HEAD_DIM
         and dim & (dim - 1) == 0
         and shared <= MAX_SHARED_HEADS
-        and shared * dim <= MAX_SHARED_NUMBERS
+        and shared * min(dim, MAX_DIMS) <= MAX_SHARED_NUMBERS
     )
 
 
 def _have_dtype(model: Any) -> bool:
     return all(weight.is_contiguous() and weight.dtype == model.dtype for weight in model.parameters())
-
-
-@dataclass(frozen=True)
-class _MLP:
-    gate_and_up: Sequence[Tensor]
-    down: Sequence[Tensor]
-    gate_blocks: Any
-    down_blocks: Any
-    activation: str = "silu"
-
-    @classmethod
-    def of(cls, gate_and_up: Sequence[Tensor], down: Tensor, activation: str = "silu") -> _MLP:
-        """Of such weights; packed ones become views of merged ones."""
-        from saltus.models.cuda.linear_kernels import blocks_of
-
-        feeding = [each.detach() for each in joined_packed(gate_and_up)]
-        down = down.detach()
-        return cls(feeding, [down], blocks_of(feeding[0], parts=False), blocks_of(down), activation)
-
-    def parts(self, x: Tensor, inputs: StaticInputs, first_slot: int) -> Tensor:
-        """[parts, rows, hidden], float32, of x [padded rows, hidden]; as that of Mixture."""
-        from saltus.models.cuda import linear_kernels
-
-        rows = inputs.shape.num_rows
-        active = x.new_empty(len(x), self.down[0].shape[1])
-        linear_kernels.gate_and_up(x, self.gate_and_up, active, self.gate_blocks, rows, self.activation)
-        return linear_kernels.linear_parts(active, self.down, self.down_blocks, rows)
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """The weights of a layer; those of queries, keys and values lie beside each other."""
-
-    input_norm: Any
-    qkv: Sequence[Tensor]  # one, or several where packed ones have several formats
-    qkv_blocks: Any
-    bias: Tensor | None
-    head_norms: tuple[Any, Any] | None
-    o: Sequence[Tensor]
-    post_norm: Any
-    mlp: _MLP | Mixture
-    scale: float
-    window: int | None
-    angles: tuple[int, ...] = (0, 0)  # which tables, of queries and keys; without them no rotation
-    mixer_output_norm: Any = None
-    mlp_output_norm: Any = None
-    residual_scale: float = 1.0  # of what mixer and MLP give
 
 
 class GPUDecoder:
@@ -171,70 +125,25 @@ class GPUDecoder:
         windows: Sequence[int | None] | None = None,
         description: DecoderDescription | None = None,
     ) -> None:
-        from saltus.models.cuda.linear_kernels import blocks_of
-
         self.model, self.description = model, description
+        self.per_layer_embeddings: GPUPerLayerEmbeddings | None = None
         if description is None:
-            self.base, config = model.model, model.config
-            self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-            self.dim, self.kinds_of_angles = self.base.layers[0].self_attn.head_dim, [(Angles(), False)]
-            windows = windows or [sliding_window(config, number) for number in range(len(self.base.layers))]
-            self.layers = [self._llama_layer(*each) for each in zip(self.base.layers, windows, strict=True)]
+            self.base, self.kinds_of_angles = model.model, [(Angles(), False)]
+            windows = windows or [sliding_window(model.config, number) for number in range(len(self.base.layers))]
+            self.layers = [GPULayer.of_llama(*each) for each in zip(self.base.layers, windows, strict=True)]
             self.norm = self.base.norm
         else:
             self.base, self.weights = decoder_of(model), Resolver(decoder_of(model))
             mixers: list[Any] = [layer.mixer for layer in description.layers]
-            self.heads, self.kv_heads, self.dim = mixers[0].heads, mixers[0].kv_heads, mixers[0].dim
-            kinds = (kind for each in mixers for kind in kinds_of_angles(each))
-            self.kinds_of_angles = list(dict.fromkeys(kinds))
-            self.layers = [self._described_layer(layer) for layer in description.layers]
+            self.kinds_of_angles = list(dict.fromkeys(kind for each in mixers for kind in kinds_of_angles(each)))
+            self.layers = [GPULayer.described(each, self.weights, self.kinds_of_angles) for each in description.layers]
             self.norm = norm_of(description.norm, self.weights)
-        self.o_blocks = blocks_of(*self.layers[0].o)
+            if description.per_layer_embeddings is not None:
+                self.per_layer_embeddings = GPUPerLayerEmbeddings.described(
+                    description.per_layer_embeddings, self.weights
+                )
+        self.kv_sizes, self.kv_places = _places_of_keys([layer.attention for layer in self.layers])
         self.angles = self._angles(FIRST_ANGLES)
-
-    def _llama_layer(self, layer: Any, window: int | None) -> _Layer:
-        a, mlp = layer.self_attn, layer.mlp
-        norms = (a.q_norm, a.k_norm) if getattr(a, "q_norm", None) is not None else None
-        of_mlp = (
-            None if Mixture.is_of(mlp) else _MLP.of([mlp.gate_proj.weight, mlp.up_proj.weight], mlp.down_proj.weight)
-        )
-        return _Layer(
-            layer.input_layernorm, *self._merged([a.q_proj, a.k_proj, a.v_proj]), norms, [a.o_proj.weight.detach()],
-            layer.post_attention_layernorm, of_mlp or Mixture.of(mlp), a.scaling, window,
-        )  # fmt: skip
-
-    def _described_layer(self, layer: Any) -> _Layer:
-        a, mlp, weights, base = layer.mixer, layer.mlp, self.weights, self.base
-        norms, all_heads = None, not a.norm_per_head
-        if a.query_norm is not None:
-            norms = norm_of(a.query_norm, weights, all_heads), norm_of(a.key_norm, weights, all_heads)
-        feeding = parts_of(layers_of([mlp.gate, mlp.up], base), 2)
-        return _Layer(
-            norm_of(layer.mixer_norm, weights), *self._merged(layers_of([a.query, a.key, a.value], base)), norms,
-            [weights.module(a.output.path).weight.detach()], norm_of(layer.mlp_norm, weights),
-            _MLP.of(feeding, weights.module(mlp.down.path).weight, mlp.activation), a.scale, a.span,
-            tuple(map(self.kinds_of_angles.index, kinds_of_angles(a))),
-            norm_of(layer.mixer_output_norm, weights), norm_of(layer.mlp_output_norm, weights), layer.residual_scale,
-        )  # fmt: skip
-
-    @staticmethod
-    def _merged(projections: Sequence[Any]) -> tuple[Sequence[Tensor], Any, Tensor | None]:
-        """The weights of linear layers beside each other, how to cut their product, and the bias.
-
-        The model's own that are merged become views of the merged ones.
-        """
-        from saltus.models.cuda.linear_kernels import blocks_of
-
-        merged = joined_packed([each.weight for each in projections])
-        if len(projections) > 1 and not any(isinstance(weight, GPUPackedWeight) for weight in merged):
-            merged = [torch.cat([each.weight.detach() for each in projections])]
-            for each, part in zip(
-                projections, merged[0].split([len(each.weight) for each in projections]), strict=True
-            ):
-                each.weight.data = part
-        merged = [weight.detach() for weight in merged]
-        bias = None if projections[0].bias is None else torch.cat([each.bias.detach() for each in projections])
-        return merged, blocks_of(*merged), bias
 
     def _angles(self, count: int) -> list[Any]:
         from saltus.models.cuda.row_kernels import angle_table
@@ -266,7 +175,10 @@ class GPUDecoder:
             for scale in (rounded, description.input_scale):
                 if scale != 1:
                     hidden[:rows].mul_(scale)
-        x, collected = self.run_layers(hidden, inputs, pool, hidden_state_layers)
+        parts = None
+        if self.per_layer_embeddings is not None:
+            parts = self.per_layer_embeddings.gates_and_parts(inputs.tokens, hidden, rows)
+        x, collected = self.run_layers(hidden, inputs, pool, hidden_state_layers, per_layer_parts=parts)
         first = rows - inputs.shape.num_logits if inputs.shape.num_logits else 0
         states = torch.cat([*collected, x[:rows]], -1) if collected else x[:rows]
         logits = linear_kernels.product(x[first:], self.model.lm_head.weight, rows - first)
@@ -289,30 +201,20 @@ class GPUDecoder:
         hidden_state_layers: Sequence[int] = (),
         first_input: Tensor | None = None,
         last_seen: Tensor | None = None,
+        per_layer_parts: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """The normalised last hidden states of rows, and their states after some layers.
 
         `hidden` [padded rows, hidden size] are the inputs of the first layer, and overwritten. `first_input` [padded
         rows, inputs] is what the first layer's attention reads, if that is not their norm. Rows see positions up to
-        `last_seen` [rows], without it up to their own.
+        `last_seen` [rows], without it up to their own. `per_layer_parts`: see `GPUPerLayerEmbeddings`.
         """
-        from saltus.models.cuda import attention_kernels, linear_kernels, row_kernels
+        from saltus.models.cuda import linear_kernels, row_kernels
 
-        shape = inputs.shape
-        rows, wide = shape.num_rows, len(hidden)
-        key = hidden.new_empty(self.kv_heads, 1, self.dim)
-        pool.allocate(key, key)
-        assert pool.keys is not None and pool.values is not None
-        x, queries = torch.empty_like(hidden), hidden.new_empty(wide, self.heads, self.dim)
-        attended = torch.empty_like(queries)
-        sums = attention_kernels.SplitSums.empty(
-            queries,
-            self.kv_heads,
-            shape.num_groups,
-            shape.num_pages * pool.page_size,
-        )
-        recent, collected, parts = inputs.recent_slots.view(rows, -1), [], None
-        seen, output = inputs.positions if last_seen is None else last_seen, {}  # what parts go through
+        rows = inputs.shape.num_rows
+        self._allocate(pool, hidden)
+        x, attend = torch.empty_like(hidden), _AttentionOfCall(hidden, inputs, pool, last_seen)
+        collected, parts, output = [], None, {}  # what parts go through
         for number, layer in enumerate(self.layers):
             read = x
             if number == 0 and first_input is not None:
@@ -321,21 +223,22 @@ class GPUDecoder:
                 row_kernels.add_and_norm(parts, hidden, layer.input_norm, x, rows, **output)
             if number in hidden_state_layers:
                 collected.append(hidden[:rows].clone())
-            keys, values = pool.keys[number], pool.values[number]
-            angles = [self.angles[each] for each in layer.angles]
-            row_kernels.rotate_and_store(
-                linear_kernels.linear_parts(read, layer.qkv, layer.qkv_blocks, rows), layer.bias, layer.head_norms,
-                angles, inputs.positions, inputs.slots, queries, keys, values,
-            )  # fmt: skip
-            attention_kernels.attend(
-                queries[:rows], keys, values, inputs.block_tables, recent, seen, sums, attended,
-                rows_per_group=shape.rows_per_group, page=pool.page_size, scale=layer.scale, window=layer.window,
-            )  # fmt: skip
-            parts = linear_kernels.linear_parts(attended.flatten(1), layer.o, self.o_blocks, rows)
+            angles, a = [self.angles[each] for each in layer.attention.angles], layer.attention
+            attended = attend(number, a, linear_kernels.linear_parts(read, a.qkv, a.qkv_blocks, rows), angles)
+            parts = linear_kernels.linear_parts(attended, a.output, a.output_blocks, rows)
             output = {"output_norm": layer.mixer_output_norm, "scale": layer.residual_scale}
-            row_kernels.add_and_norm(parts, hidden, layer.post_norm, x, rows, **output)
+            if layer.parallel:
+                row_kernels.add_and_norm(parts, hidden, None, torch.empty_like(hidden), rows, **output)
+            else:
+                row_kernels.add_and_norm(parts, hidden, layer.post_norm, x, rows, **output)
             parts = layer.mlp.parts(x, inputs, pool.page_size)
             output = {"output_norm": layer.mlp_output_norm, "scale": layer.residual_scale}
+            if layer.per_layer_input is not None:
+                assert per_layer_parts is not None
+                row_kernels.add_and_norm(parts, hidden, None, x, rows, **output)
+                parts = layer.per_layer_input.parts(x, per_layer_parts[number], rows)
+                output = {"output_norm": layer.per_layer_input.norm}
+            output["state_scale"] = layer.output_scale
         row_kernels.add_and_norm(parts, hidden, self.norm, x, rows, **output)
         if len(self.layers) in hidden_state_layers:
             collected.append(hidden[:rows].clone())
@@ -345,17 +248,73 @@ class GPUDecoder:
         """Write the keys and values that each layer's projections make of x [padded rows, hidden size]."""
         from saltus.models.cuda import linear_kernels, row_kernels
 
-        rows, first = inputs.shape.num_rows, self.heads * self.dim
-        key = x.new_empty(self.kv_heads, 1, self.dim)
-        pool.allocate(key, key)
-        assert pool.keys is not None and pool.values is not None
-        no_queries = x.new_empty(rows, 0, self.dim)
+        rows = inputs.shape.num_rows
+        self._allocate(pool, x)
         for number, layer in enumerate(self.layers):
-            assert len(layer.qkv) == 1, "packed projections of several formats"
-            weight = layer.qkv[0][first:]
-            bias = None if layer.bias is None else layer.bias[first:]
+            a = layer.attention
+            assert len(a.qkv) == 1, "packed projections of several formats"
+            first = a.heads * a.dim
+            weight, bias = a.qkv[0][first:], None if a.bias is None else a.bias[first:]
             row_kernels.rotate_and_store(
-                linear_kernels.linear_parts(x, [weight], linear_kernels.blocks_of(weight), rows), bias,
-                layer.head_norms, [self.angles[0]] * 2, inputs.positions, inputs.slots, no_queries, pool.keys[number],
-                pool.values[number],
+                linear_kernels.linear_parts(x, [weight], linear_kernels.blocks_of(weight), rows), bias, a.head_norms,
+                [self.angles[0]] * 2, inputs.positions, inputs.slots, x.new_empty(rows, 0, a.dim),
+                *pool.of_layer(number),
             )  # fmt: skip
+
+    def _allocate(self, pool: KVPagePool, like: Tensor) -> None:
+        keys = [like.new_empty(heads, 1, dim) for heads, dim in self.kv_sizes]
+        pool.allocate([(each, each) for each in keys], self.kv_places)
+
+
+class _AttentionOfCall:
+    """The attention of a call's layers, which use the same memory in turn."""
+
+    def __init__(self, hidden: Tensor, inputs: StaticInputs, pool: KVPagePool, last_seen: Tensor | None) -> None:
+        self.hidden, self.inputs, self.pool = hidden, inputs, pool
+        self.seen = inputs.positions if last_seen is None else last_seen
+        self.recent = inputs.recent_slots.view(inputs.shape.num_rows, -1)
+        self.memory: dict[tuple[int, int, int], tuple[Tensor, Tensor, Any]] = {}
+
+    def __call__(self, number: int, a: GPUAttention, parts: Tensor, angles: Sequence[Any]) -> Tensor:
+        """[padded rows, heads · dim] of the product with the weights of a layer's queries, keys and values.
+
+        The next layer may overwrite it.
+        """
+        from saltus.models.cuda import attention_kernels, row_kernels
+
+        inputs, pool, shape = self.inputs, self.pool, self.inputs.shape
+        queries, attended, sums = self._memory(a)
+        keys, values = pool.of_layer(number)
+        new = (keys, values) if a.shares is None else (None, None)
+        row_kernels.rotate_and_store(
+            parts, a.bias, a.head_norms, angles, inputs.positions, inputs.slots, queries, *new, a.value_epsilon
+        )
+        attention_kernels.attend(
+            queries[: shape.num_rows], keys, values, inputs.block_tables, self.recent, self.seen, sums, attended,
+            rows_per_group=shape.rows_per_group, page=pool.page_size, scale=a.scale, window=a.window,
+            softcap=a.softcap, sinks=a.sinks,
+        )  # fmt: skip
+        return attended.flatten(1)
+
+    def _memory(self, a: GPUAttention) -> tuple[Tensor, Tensor, Any]:
+        """Queries, what they attended to, and the sums of splits: for heads of these sizes."""
+        from saltus.models.cuda.attention_kernels import SplitSums
+
+        if (key := (a.heads, a.kv_heads, a.dim)) not in self.memory:
+            shape, queries = self.inputs.shape, self.hidden.new_empty(len(self.hidden), a.heads, a.dim)
+            sums = SplitSums.empty(queries, a.kv_heads, shape.num_groups, shape.num_pages * self.pool.page_size)
+            self.memory[key] = queries, torch.empty_like(queries), sums
+        return self.memory[key]
+
+
+def _places_of_keys(layers: Sequence[GPUAttention]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """The sizes of keys that layers have, and of each layer which of these and its place among those that have it."""
+    sizes = list(dict.fromkeys(each.size for each in layers if each.shares is None))
+    places: list[tuple[int, int]] = []
+    for each in layers:
+        if each.shares is None:
+            which = sizes.index(each.size)
+            places.append((which, len({place for place in places if place[0] == which})))
+        else:
+            places.append(places[each.shares])
+    return sizes, places

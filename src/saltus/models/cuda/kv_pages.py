@@ -25,35 +25,49 @@ MAX_FIRST_PAGES = 1024  # of a GPU's first buffers
 
 @dataclass
 class KVPagePool:
-    """Keys and values of all texts, [layers, slots, kv_heads, dim]: slots i · page_size and on are those of page i.
+    """Keys and values of all texts: slots i · page_size and on are those of page i.
 
-    All values are finite, also in pages that no text has written to.
+    Layers whose keys and values are alike share two buffers, [layers, slots, kv_heads, dim]; most models have no
+    others. All values are finite, also in pages that no text has written to.
     """
 
     num_layers: int
     page_size: int  # positions
     num_pages: int = 1
-    keys: Tensor | None = None
-    values: Tensor | None = None
+    buffers: list[Tensor] = field(default_factory=list)  # keys and values of some layers, those of others …
+    places: Sequence[tuple[int, int]] = ()  # of each layer: which pair of buffers, and where in it
     free_pages: list[int] = field(default_factory=list)
     graphs: dict[Any, Any] = field(default_factory=dict)  # CUDA graphs over these buffers; dropped when they move
 
-    def allocate(
-        self, key: Float[Tensor, "kv_heads rows dim"], value: Float[Tensor, "kv_heads rows value_dim"]
-    ) -> None:
-        """Allocate buffers for layers with such keys and values, unless they exist. Errors: out of memory."""
-        if self.keys is None or self.values is None:
-            rows = [x.transpose(0, 1) for x in (key, value)]
-            num_pages = max(self.num_pages, self._first_pages(rows))
-            self.keys, self.values = (self._zeros(x, num_pages) for x in rows)
-            self._add_pages(num_pages)
+    def allocate(self, pairs: Sequence[tuple[Tensor, Tensor]], places: Sequence[tuple[int, int]] | None = None) -> None:
+        """Allocate buffers for layers with such keys and values, unless they exist. Errors: out of memory.
 
-    def _first_pages(self, rows: Sequence[Tensor]) -> int:
+        Each is [kv_heads, rows, dim]; the number of rows says nothing. `places`: of each layer, which pair it has, and
+        its place among the layers that do; without it there is one pair.
+        """
+        if self.buffers:
+            return
+        self.places = places or [(0, layer) for layer in range(self.num_layers)]
+        layers = [1 + max(at for other, at in self.places if other == pair) for pair in range(len(pairs))]
+        rows = [(x.transpose(0, 1), count) for pair, count in zip(pairs, layers, strict=True) for x in pair]
+        num_pages = max(self.num_pages, self._first_pages(rows))
+        self.buffers = [self._zeros(x, count, num_pages) for x, count in rows]
+        self._add_pages(num_pages)
+
+    def of_layer(
+        self, layer: int
+    ) -> tuple[Float[Tensor, "slots kv_heads dim"], Float[Tensor, "slots kv_heads value_dim"]]:
+        """Where the keys and values of a layer are; those of several layers may be the same."""
+        pair, place = self.places[layer]
+        return self.buffers[2 * pair][place], self.buffers[2 * pair + 1][place]
+
+    def _first_pages(self, rows: Sequence[tuple[Tensor, int]]) -> int:
         """How many pages the first buffers on a GPU should have; 0 elsewhere, where nothing holds their addresses."""
-        if rows[0].device.type != "cuda":
+        device = rows[0][0].device
+        if device.type != "cuda":
             return 0
-        page = self.num_layers * self.page_size * sum(x[0].nbytes for x in rows)
-        free, _ = torch.cuda.mem_get_info(rows[0].device)
+        page = self.page_size * sum(x[0].nbytes * layers for x, layers in rows)
+        free, _ = torch.cuda.mem_get_info(device)
         return min(int(FIRST_SHARE * free) // page, MAX_FIRST_PAGES)
 
     def take_pages(self, count: int) -> list[int]:
@@ -65,30 +79,30 @@ class KVPagePool:
 
     def copy_slots(self, destinations: Int[np.ndarray, "copies"], sources: Int[np.ndarray, "copies"]) -> None:
         """Copy slots of every layer. Sources are read before destinations are written."""
-        for buffer in (self.keys, self.values):
-            if buffer is not None and len(sources):
-                to, of = torch.from_numpy(np.stack([destinations, sources])).to(buffer.device)
+        if self.buffers and len(sources):
+            to, of = torch.from_numpy(np.stack([destinations, sources])).to(self.buffers[0].device)
+            for buffer in self.buffers:
                 buffer.index_copy_(1, to, buffer.index_select(1, of))
 
     def _grow(self, num_pages: int) -> None:
         self.graphs.clear()
-        self.keys = self._resized(self.keys, num_pages)  # one after the other, so that less memory is held at once
-        self.values = self._resized(self.values, num_pages)
+        for number, buffer in enumerate(self.buffers):  # one after the other, so that less memory is held at once
+            self.buffers[number] = self._resized(buffer, num_pages)
         self._add_pages(num_pages)
 
     def _add_pages(self, num_pages: int) -> None:
         self.free_pages.extend(range(num_pages - 1, self.num_pages - 1, -1))
         self.num_pages = num_pages
 
-    def _resized(self, old: Tensor | None, num_pages: int) -> Tensor | None:
-        if old is None or old.shape[1] >= num_pages * self.page_size:
+    def _resized(self, old: Tensor, num_pages: int) -> Tensor:
+        if old.shape[1] >= num_pages * self.page_size:
             return old
-        new = self._zeros(old[0], num_pages)
+        new = self._zeros(old[0], len(old), num_pages)
         new[:, : old.shape[1]] = old
         return new
 
-    def _zeros(self, like: Tensor, num_pages: int) -> Tensor:
-        return like.new_zeros(self.num_layers, num_pages * self.page_size, *like.shape[1:])
+    def _zeros(self, like: Tensor, layers: int, num_pages: int) -> Tensor:
+        return like.new_zeros(layers, num_pages * self.page_size, *like.shape[1:])
 
 
 @dataclass
@@ -114,18 +128,18 @@ class FixedShapeKVCache:
 
     @property
     def keys(self) -> Tensor | None:
-        """Those of all texts; None before the first call."""
-        return self.pool.keys
+        """Those of all texts, of the first layer and those alike; None before the first call."""
+        return self.pool.buffers[0] if self.pool.buffers else None
 
     @property
     def values(self) -> Tensor | None:
-        """Those of all texts; None before the first call."""
-        return self.pool.values
+        """Those of all texts, of the first layer and those alike; None before the first call."""
+        return self.pool.buffers[1] if self.pool.buffers else None
 
     @property
     def bytes_per_token(self) -> int:
         """What a token takes, once there are buffers."""
-        return sum(each.nbytes // each.shape[1] for each in (self.keys, self.values) if each is not None)
+        return sum(each.nbytes // each.shape[1] for each in self.pool.buffers)
 
     def reuse_prefix(self, tokens: Int[np.ndarray, "tokens"]) -> int:
         """How many of the decided tokens are in the cache; the accepted branch is kept."""
@@ -146,29 +160,33 @@ class FixedShapeKVCache:
         page, offset = np.divmod(entries, self.pool.page_size)
         return np.array(self.pages, dtype=np.int64)[page] * self.pool.page_size + offset
 
-    def read(
-        self, span: slice
-    ) -> tuple[Float[Tensor, "layers kv_heads tokens dim"], Float[Tensor, "layers kv_heads tokens value_dim"]]:
-        """A copy of the keys and values of some of `tokens`."""
-        assert self.keys is not None and self.values is not None and not self.pending_copies
+    def read(self, span: slice) -> tuple[Float[Tensor, "1 1 tokens numbers"], Float[Tensor, "1 1 tokens numbers_"]]:
+        """A copy of the keys and values of some of `tokens`, those of all layers beside each other."""
+        assert self.keys is not None and not self.pending_copies
         slots = torch.from_numpy(self.slots(np.arange(span.start, span.stop))).to(self.keys.device)
-        keys, values = (buffer.index_select(1, slots).transpose(1, 2) for buffer in (self.keys, self.values))
-        return keys.contiguous(), values.contiguous()
+        rows = [each.index_select(1, slots).transpose(0, 1).flatten(1) for each in self.pool.buffers]
+        return torch.cat(rows[::2], 1)[None, None], torch.cat(rows[1::2], 1)[None, None]
 
     @torch.inference_mode()  # as the calls that write to the pool
     def fill(
         self,
         tokens: Int[np.ndarray, "tokens"],
-        keys: Float[Tensor, "layers kv_heads tokens dim"],
-        values: Float[Tensor, "layers kv_heads tokens value_dim"],
+        keys: Float[Tensor, "1 1 tokens numbers"],
+        values: Float[Tensor, "1 1 tokens numbers_"],
     ) -> None:
-        """Let an empty cache hold these tokens. Errors: out of memory; the cache stays empty."""
-        self.pool.allocate(keys[0], values[0])
+        """Let an empty cache hold these tokens, whose keys and values `read` gave.
+
+        Errors: out of memory; the cache stays empty.
+        """
         self.reserve(len(tokens))
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
         slots = torch.from_numpy(self.slots(np.arange(len(tokens)))).to(self.keys.device)
-        for buffer, new in ((self.keys, keys), (self.values, values)):
-            buffer.index_copy_(1, slots, new.transpose(1, 2))
+        for which, rows in enumerate((keys, values)):
+            buffers = self.pool.buffers[which::2]
+            sizes = [each.nbytes // each.itemsize // each.shape[1] for each in buffers]
+            for buffer, new in zip(buffers, rows[0, 0].split(sizes, 1), strict=True):
+                layers, _, *of_layer = buffer.shape
+                buffer.index_copy_(1, slots, new.unflatten(1, (layers, *of_layer)).transpose(0, 1))
         self.token_history.tokens = tokens
 
     def forget(self) -> None:

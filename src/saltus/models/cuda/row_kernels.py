@@ -18,21 +18,33 @@ from saltus.models.decoder_description import Angles
 
 
 @device_function
-def _normed(x, weight, epsilon, SIZE: tl.constexpr, ROUNDS_ONCE: tl.constexpr, dtype: tl.constexpr):
-    """weight · RMSNorm(x) (Zhang & Sennrich 2019) in float32, which rounds the norm before the product, or not."""
+def _normed(
+    x, weight, epsilon, inside, SIZE: tl.constexpr, ROUNDS_ONCE: tl.constexpr, CENTRED: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """weight · RMSNorm(x) (Zhang & Sennrich 2019) in float32, which rounds the norm before the product, or not.
+
+    CENTRED: LayerNorm (Ba et al. 2016), which takes the mean off before.
+    """
+    if CENTRED:
+        x = tl.where(inside, x - tl.sum(x, 0) / SIZE, 0.0)
     normed = x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + epsilon)
     if ROUNDS_ONCE:
         return weight * normed
     return weight * normed.to(dtype).to(tl.float32)
 
 
-@kernel("num_rows", "epsilon", "output_epsilon", "scale")
+@kernel("num_rows", "epsilon", "output_epsilon", "scale", "state_scale")
 def _add_and_norm(
-    parts, hidden, weight, output_weight, out, num_rows, epsilon, output_epsilon, scale,
+    parts, hidden, weight, output_weight, out, num_rows, epsilon, output_epsilon, scale, state_scale,
     SIZE: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, NORMED: tl.constexpr, OUTPUT_NORMED: tl.constexpr,
-    ROUNDS_ONCE: tl.constexpr, OUTPUT_ROUNDS_ONCE: tl.constexpr, SCALED: tl.constexpr,
+    ROUNDS_ONCE: tl.constexpr, OUTPUT_ROUNDS_ONCE: tl.constexpr, SCALED: tl.constexpr, STATE_SCALED: tl.constexpr,
+    CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """hidden += Σ parts, in their order, perhaps through a norm and scaled; out is the norm of that."""
+    """hidden += Σ parts, in their order, perhaps through a norm and scaled; out is the norm of that.
+
+    The state may be scaled after the sum.
+    """
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     inside = at < SIZE
     dtype: tl.constexpr = hidden.dtype.element_ty
@@ -44,15 +56,18 @@ def _add_and_norm(
         total = total.to(dtype).to(tl.float32)
         if OUTPUT_NORMED:
             factors = tl.load(output_weight + at, mask=inside, other=0.0).to(tl.float32)
-            total = _normed(total, factors, output_epsilon, SIZE, OUTPUT_ROUNDS_ONCE, dtype).to(dtype).to(tl.float32)
+            total = _normed(total, factors, output_epsilon, inside, SIZE, OUTPUT_ROUNDS_ONCE, False, dtype)
+            total = total.to(dtype).to(tl.float32)
         if SCALED:
             total = (total * scale).to(dtype).to(tl.float32)
         state = (state + total).to(dtype)
+        if STATE_SCALED:
+            state = (state.to(tl.float32) * state_scale).to(dtype)
         tl.store(hidden + row * SIZE + at, state, mask=inside)
         state = state.to(tl.float32)
     if NORMED:
         factors = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-        state = _normed(state, factors, epsilon, SIZE, ROUNDS_ONCE, dtype)
+        state = _normed(state, factors, epsilon, inside, SIZE, ROUNDS_ONCE, CENTRED, dtype)
     tl.store(out + row * SIZE + at, state, mask=inside)
 
 
@@ -70,21 +85,22 @@ def _summed(
     return total.to(dtype).to(tl.float32)
 
 
-@kernel("num_rows", "epsilon")
+@kernel("num_rows", "epsilon", "value_epsilon")
 def _rotate_and_store(
     parts, bias, query_norm, key_norm, query_cosines, query_sines, key_cosines, key_sines, positions, slots, queries,
-    keys, values, num_rows, epsilon,
+    keys, values, num_rows, epsilon, value_epsilon,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr,
     NORMED: tl.constexpr, ALL_HEADS: tl.constexpr, ROUNDS_ONCE: tl.constexpr, WIDTH: tl.constexpr,
-    INTERLEAVED: tl.constexpr, PADDED_HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, PADDED_HEADS: tl.constexpr, VALUES: tl.constexpr, VALUE_NORMED: tl.constexpr,
 ):  # fmt: skip
     """One head of one row: sum its parts, rotate queries and keys (Su et al. 2021), write keys and values to slots.
 
     The first WIDTH dimensions are rotated, in pairs that lie beside each other or half of them apart. A norm is that of
-    the head, or of all heads of queries or of keys.
+    the head, or of all heads of queries or of keys. Without VALUES, values are the keys before their norm; they may
+    have a norm of their own, without weights.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    size: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
+    size: tl.constexpr = (HEADS + (1 + VALUES) * KV_HEADS) * DIM
     half: tl.constexpr = DIM // 2
     turned: tl.constexpr = WIDTH // 2  # pairs
     dtype: tl.constexpr = queries.dtype.element_ty
@@ -95,10 +111,16 @@ def _rotate_and_store(
     elif turned > 0 and turned < half:  # then pairs of what is not rotated
         at_first, at_second = tl.where(at < turned, at, at + turned), tl.where(at < turned, at + turned, at + half)
     exists = at < half
-    first = _summed(parts, bias, row, head * DIM + at_first, exists, num_rows, size, PARTS, BIASED, dtype)
-    second = _summed(parts, bias, row, head * DIM + at_second, exists, num_rows, size, PARTS, BIASED, dtype)
+    source = head
+    if not VALUES:
+        source = tl.where(head >= HEADS + KV_HEADS, head - KV_HEADS, head)
+    first = _summed(parts, bias, row, source * DIM + at_first, exists, num_rows, size, PARTS, BIASED, dtype)
+    second = _summed(parts, bias, row, source * DIM + at_second, exists, num_rows, size, PARTS, BIASED, dtype)
     slot = tl.load(slots + row)
     if head >= HEADS + KV_HEADS:
+        if VALUE_NORMED:
+            scale = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / DIM + value_epsilon)
+            first, second = first * scale, second * scale
         to = values + (slot * KV_HEADS + head - HEADS - KV_HEADS) * DIM
         tl.store(to + at_first, first.to(dtype))
         tl.store(to + at_second, second.to(dtype))
@@ -145,6 +167,7 @@ class KernelNorm:
     variance_epsilon: float
     rounds_once: bool = False  # after the product with the weight, and not before it, too
     all_heads: bool = False  # of queries or keys: not of each head
+    centred: bool = False  # a LayerNorm, of layers' inputs
 
 
 class AngleTable(NamedTuple):
@@ -156,20 +179,23 @@ class AngleTable(NamedTuple):
 
 
 def add_and_norm(
-    parts: Tensor | None, hidden: Tensor, norm: Any, out: Tensor, rows: int, output_norm: Any = None, scale: float = 1.0
-) -> None:
+    parts: Tensor | None, hidden: Tensor, norm: Any, out: Tensor, rows: int, output_norm: Any = None,
+    scale: float = 1.0, state_scale: float = 1.0,
+) -> None:  # fmt: skip
     """hidden [rows, size] += the sum of parts [parts, rows, size], if there are any; `out` is its norm, if it has one.
 
-    The sum goes through `output_norm`, if there is one, and is multiplied by `scale` before.
+    The sum goes through `output_norm`, if there is one, and is multiplied by `scale` before; what it makes of hidden is
+    multiplied by `state_scale`.
     """
     size = hidden.shape[1]
     first, second = norm or no_norm(hidden), output_norm or no_norm(hidden)
     _add_and_norm[(rows,)](
         hidden if parts is None else parts, hidden, first.weight, second.weight, out, rows, first.variance_epsilon,
-        second.variance_epsilon, scale,
+        second.variance_epsilon, scale, state_scale,
         SIZE=size, PADDED=power_of_two(size), PARTS=0 if parts is None else len(parts), NORMED=norm is not None,
         OUTPUT_NORMED=output_norm is not None, ROUNDS_ONCE=rounds_once(norm),
-        OUTPUT_ROUNDS_ONCE=rounds_once(output_norm), SCALED=scale != 1,
+        OUTPUT_ROUNDS_ONCE=rounds_once(output_norm), SCALED=scale != 1, STATE_SCALED=state_scale != 1,
+        CENTRED=getattr(norm, "centred", False),
         num_warps=4 if size <= 2048 else 8,
     )  # fmt: skip
 
@@ -186,25 +212,30 @@ def rounds_once(norm: Any) -> bool:
 
 def rotate_and_store(
     parts: Tensor, bias: Tensor | None, norms: tuple[Any, Any] | None, angles: Sequence[AngleTable],
-    positions: Tensor, slots: Tensor, queries: Tensor, keys: Tensor, values: Tensor,
+    positions: Tensor, slots: Tensor, queries: Tensor, keys: Tensor | None, values: Tensor | None,
+    value_epsilon: float | None = None,
 ) -> None:  # fmt: skip
     """From parts [parts, rows, size] of a product with the weights of queries, keys and values.
 
-    Queries [rows, heads, dim] are written, and a layer's keys and values [slots, kv_heads, dim] at the rows' slots.
-    `angles` are those of queries and of keys; where they are empty nothing is rotated.
+    Queries [rows, heads, dim] are written, and a layer's keys and values [slots, kv_heads, dim] at the rows' slots,
+    unless there are queries alone. `angles` are those of queries and of keys; where they are empty nothing is rotated.
+    Values have an RMSNorm without weights if it has an epsilon; the size of parts says if they are the keys.
     """
-    heads, dim, kv_heads, rows = *queries.shape[1:], keys.shape[1], parts.shape[1]
+    heads, dim, rows = *queries.shape[1:], parts.shape[1]
+    kv_heads = 0 if keys is None else keys.shape[1]
     unused = queries  # a pointer that is not read
     query_norm, key_norm = (unused, unused) if norms is None else (each.weight for each in norms)
     of_queries, of_keys = angles or [AngleTable(unused, unused)] * 2
     all_heads = norms is not None and getattr(norms[0], "all_heads", False)
     _rotate_and_store[(rows, heads + 2 * kv_heads)](
         parts, unused if bias is None else bias, query_norm, key_norm, *of_queries[:2], *of_keys[:2], positions, slots,
-        queries, keys, values, rows, 0.0 if norms is None else norms[0].variance_epsilon,
+        queries, unused if keys is None else keys, unused if values is None else values, rows,
+        0.0 if norms is None else norms[0].variance_epsilon, value_epsilon or 0.0,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PARTS=len(parts), BIASED=bias is not None, NORMED=norms is not None,
         ALL_HEADS=all_heads, ROUNDS_ONCE=norms is not None and rounds_once(norms[0]),
         WIDTH=of_keys.cosines.shape[1] if angles else 0, INTERLEAVED=of_keys.interleaved,
-        PADDED_HEADS=power_of_two(max(heads, kv_heads)), num_warps=4 if all_heads else 1,
+        PADDED_HEADS=power_of_two(max(heads, kv_heads)), VALUES=parts.shape[2] == (heads + 2 * kv_heads) * dim,
+        VALUE_NORMED=value_epsilon is not None, num_warps=4 if all_heads else 1,
     )  # fmt: skip
 
 

@@ -1,0 +1,237 @@
+"""The weights of layers as our kernels for GPUs take them: those with Llama's names, and those that are described."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saltus.models.cpu.decoder_weights import Resolver
+from saltus.models.cuda.described_layers import kinds_of_angles, layers_of, norm_of, parts_of
+from saltus.models.cuda.fixed_shape_attention import StaticInputs
+from saltus.models.cuda.gpu_experts import Mixture
+from saltus.models.cuda.packed_weight import GPUPackedWeight, joined_packed
+from saltus.models.decoder_description import Angles, Attention, Layer, PerLayerEmbeddings, PerLayerInput
+
+NO_SCALE = 1.0
+KindOfAngles = tuple[Angles, bool]
+
+
+@dataclass(frozen=True)
+class GPUAttention:
+    """Attention of a layer; the weights of queries, keys and values lie beside each other."""
+
+    heads: int
+    kv_heads: int  # whose keys and values it reads
+    dim: int
+    scale: float
+    window: int | None
+    qkv: Sequence[Tensor]  # one, or several where packed ones have several formats
+    qkv_blocks: Any
+    bias: Tensor | None
+    output: Sequence[Tensor]
+    output_blocks: Any
+    head_norms: tuple[Any, Any] | None  # of queries and keys
+    angles: tuple[int, ...] = (0, 0)  # which tables, of queries and keys; without them no rotation
+    value_epsilon: float | None = None  # of a norm without weights
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    shares: int | None = None  # the layer whose keys and values it reads, if they are not its own
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Of keys and values of a token."""
+        return self.kv_heads, self.dim
+
+    @classmethod
+    def of_llama(cls, a: Any, window: int | None) -> GPUAttention:
+        """That of a layer whose modules have Llama's names."""
+        norms = (a.q_norm, a.k_norm) if getattr(a, "q_norm", None) is not None else None
+        heads, kv_heads = (len(each.weight) // a.head_dim for each in (a.q_proj, a.k_proj))
+        return cls(
+            heads, kv_heads, a.head_dim, a.scaling, window, *merged([a.q_proj, a.k_proj, a.v_proj]),
+            *_one_weight(a.o_proj), norms,
+        )  # fmt: skip
+
+    @classmethod
+    def described(cls, a: Attention, weights: Resolver, kinds: Sequence[KindOfAngles]) -> GPUAttention:
+        """That of a description which `described_for_gpu` knows; `kinds`: the tables of angles."""
+        norms = None
+        if a.query_norm is not None:
+            every = not a.norm_per_head
+            norms = tuple(norm_of(each or a.query_norm, weights, every) for each in (a.query_norm, a.key_norm))
+        projections = layers_of([each for each in (a.query, a.key, a.value) if each], weights.base)
+        return cls(
+            a.heads, a.kv_heads, a.dim, a.scale, a.span, *merged(projections),  # pyright: ignore[reportArgumentType]
+            *_one_weight(weights.module(a.output.path)), norms, tuple(map(kinds.index, kinds_of_angles(a))),
+            None if a.value_norm is None else a.value_norm.epsilon, a.softcap,
+            None if a.sinks is None else weights.tensor(a.sinks), a.shares,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GPUMLP:
+    """down(activation(gate x) · up x)."""
+
+    gate_and_up: Sequence[Tensor]
+    down: Sequence[Tensor]
+    gate_blocks: Any
+    down_blocks: Any
+    activation: str = "silu"
+
+    @classmethod
+    def of(cls, gate_and_up: Sequence[Tensor], down: Tensor, activation: str = "silu") -> GPUMLP:
+        """Of such weights; packed ones become views of merged ones."""
+        from saltus.models.cuda.linear_kernels import blocks_of
+
+        feeding = [each.detach() for each in joined_packed(gate_and_up)]
+        down = down.detach()
+        return cls(feeding, [down], blocks_of(feeding[0], parts=False), blocks_of(down), activation)
+
+    def parts(self, x: Tensor, inputs: StaticInputs, first_slot: int) -> Tensor:
+        """[parts, rows, hidden], float32, of x [padded rows, hidden]; as that of Mixture."""
+        from saltus.models.cuda import linear_kernels
+
+        rows = inputs.shape.num_rows
+        active = x.new_empty(len(x), self.down[0].shape[1])
+        linear_kernels.gate_and_up(x, self.gate_and_up, active, self.gate_blocks, rows, self.activation)
+        return linear_kernels.linear_parts(active, self.down, self.down_blocks, rows)
+
+
+@dataclass(frozen=True)
+class GPUPerLayerEmbeddings:
+    """What `PerLayerEmbeddings` describes."""
+
+    table: Tensor
+    scale: float
+    projection: Sequence[Tensor]
+    blocks: Any
+    norm: Any
+
+    @classmethod
+    def described(cls, described: PerLayerEmbeddings, weights: Resolver) -> GPUPerLayerEmbeddings:
+        from saltus.models.cuda.linear_kernels import blocks_of
+
+        projection = weights.module(described.projection.path).weight.detach()
+        table = weights.module(described.embedding).weight.detach()
+        scale = float(torch.tensor(described.embedding_scale, dtype=table.dtype))
+        return cls(table, scale, [projection], blocks_of(projection, parts=False), norm_of(described.norm, weights))
+
+    def gates_and_parts(self, tokens: Tensor, embedded: Tensor, rows: int) -> Tensor:
+        """[layers, rows, 2 · size]: room for each layer's gate, then its part, of tokens [rows].
+
+        `embedded` [padded rows, hidden] are their embeddings.
+        """
+        from saltus.models.cuda import linear_kernels, row_kernels
+
+        size = len(self.norm.weight)
+        projected = embedded.new_empty(rows, len(self.projection[0]))
+        linear_kernels.linear(embedded, self.projection, projected, self.blocks, rows)
+        projected, normed = projected.view(-1, size), torch.empty_like(projected).view(-1, size)
+        row_kernels.add_and_norm(None, projected, self.norm, normed, len(projected))
+        parts = (normed.view(rows, -1) + self.table.index_select(0, tokens) * self.scale) * 0.5**0.5
+        parts = parts.view(rows, -1, size).transpose(0, 1)
+        both = embedded.new_empty(len(parts), rows, 2 * size)
+        both[..., size:] = parts
+        return both
+
+
+@dataclass(frozen=True)
+class GPUPerLayerInput:
+    """Adds norm(output(activation(gate x) · part)) to a layer's x."""
+
+    gate: Sequence[Tensor]
+    output: Sequence[Tensor]
+    gate_blocks: Any
+    output_blocks: Any
+    norm: Any
+    activation: str
+
+    @classmethod
+    def described(cls, described: PerLayerInput, weights: Resolver) -> GPUPerLayerInput:
+        from saltus.models.cuda.linear_kernels import blocks_of
+
+        gate, output = (weights.module(each.path).weight.detach() for each in (described.gate, described.output))
+        norm = norm_of(described.output_norm, weights)
+        return cls([gate], [output], blocks_of(gate, parts=False), blocks_of(output), norm, described.activation)
+
+    def parts(self, x: Tensor, gate_and_part: Tensor, rows: int) -> Tensor:
+        """[parts, rows, hidden], float32, before the norm, of x [padded rows, hidden]."""
+        from saltus.models.cuda import linear_kernels
+
+        linear_kernels.linear(x, self.gate, gate_and_part, self.gate_blocks, rows)
+        active = x.new_empty(len(x), gate_and_part.shape[1] // 2)
+        linear_kernels.activate(gate_and_part, active, self.activation)
+        return linear_kernels.linear_parts(active, self.output, self.output_blocks, rows)
+
+
+@dataclass(frozen=True)
+class GPULayer:
+    """A layer: x + mixer(norm(x)), then the same with the MLP; see `Layer` of descriptions."""
+
+    input_norm: Any
+    attention: GPUAttention
+    post_norm: Any
+    mlp: GPUMLP | Mixture
+    mixer_output_norm: Any = None
+    mlp_output_norm: Any = None
+    residual_scale: float = NO_SCALE  # of what mixer and MLP give
+    output_scale: float = NO_SCALE  # of what the layer gives
+    per_layer_input: GPUPerLayerInput | None = None
+    parallel: bool = False  # the MLP reads what attention reads
+
+    @classmethod
+    def of_llama(cls, layer: Any, window: int | None) -> GPULayer:
+        """A layer whose modules have Llama's names."""
+        mlp: Any = layer.mlp
+        if Mixture.is_of(mlp):
+            mlp = Mixture.of(mlp)
+        else:
+            mlp = GPUMLP.of([mlp.gate_proj.weight, mlp.up_proj.weight], mlp.down_proj.weight)
+        attention = GPUAttention.of_llama(layer.self_attn, window)
+        return cls(layer.input_layernorm, attention, layer.post_attention_layernorm, mlp)
+
+    @classmethod
+    def described(cls, layer: Layer, weights: Resolver, kinds: Sequence[KindOfAngles]) -> GPULayer:
+        """Of a description which `described_for_gpu` knows; `kinds`: the tables of angles."""
+        mlp: Any = layer.mlp
+        feeding = parts_of(layers_of([mlp.gate, mlp.up], weights.base), 2)
+        beside = layer.per_layer_input
+        return cls(
+            norm_of(layer.mixer_norm, weights),
+            GPUAttention.described(layer.mixer, weights, kinds),  # pyright: ignore[reportArgumentType]
+            norm_of(layer.mlp_norm, weights),
+            GPUMLP.of(feeding, weights.module(mlp.down.path).weight, mlp.activation),
+            norm_of(layer.mixer_output_norm, weights), norm_of(layer.mlp_output_norm, weights), layer.residual_scale,
+            NO_SCALE if layer.output_scale is None else float(weights.tensor(layer.output_scale)),
+            None if beside is None else GPUPerLayerInput.described(beside, weights), layer.parallel,
+        )  # fmt: skip
+
+
+def merged(projections: Sequence[Any]) -> tuple[Sequence[Tensor], Any, Tensor | None]:
+    """The weights of linear layers beside each other, how to cut their product, and the bias.
+
+    The model's own that are merged become views of the merged ones.
+    """
+    from saltus.models.cuda.linear_kernels import blocks_of
+
+    weights = joined_packed([each.weight for each in projections])
+    if len(projections) > 1 and not any(isinstance(weight, GPUPackedWeight) for weight in weights):
+        weights = [torch.cat([each.weight.detach() for each in projections])]
+        parts = weights[0].split([len(each.weight) for each in projections])
+        for each, part in zip(projections, parts, strict=True):
+            each.weight.data = part
+    weights = [weight.detach() for weight in weights]
+    bias = None if projections[0].bias is None else torch.cat([each.bias.detach() for each in projections])
+    return weights, blocks_of(*weights), bias
+
+
+def _one_weight(layer: Any) -> tuple[Sequence[Tensor], Any]:
+    """That of a linear layer, and how to cut its product."""
+    from saltus.models.cuda.linear_kernels import blocks_of
+
+    weight = layer.weight.detach()
+    return [weight], blocks_of(weight)
