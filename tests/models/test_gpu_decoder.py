@@ -270,12 +270,30 @@ def test_a_prompt_that_begins_like_a_known_text_is_read_from_there_with_the_same
     assert torch.equal(outputs.logits.float().cpu(), plain)
 
 
-def test_accepted_nodes_are_read_from_where_text_is_read(llama):
-    network, tokens = llama[0], text(20)
+@pytest.fixture(scope="module")
+def gemma4():
+    """Layers with heads of two sizes, of which two read the keys and values of the others."""
+    return decoded("Gemma4 of shared keys", described=True, **DESCRIBED["Gemma4 of shared keys"])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma4"])
+def test_accepted_nodes_are_read_from_where_text_is_read(request, name):
+    network, tokens = request.getfixturevalue(name)[0], text(20)
     kv_cache = network.new_kv_cache()
     wrong_then_right = (7, int(tokens[12]), 9, int(tokens[13])), (-1, -1, 0, 1)
     logits(network, tokens[:12], wrong_then_right, kv_cache)
-    assert torch.equal(logits(network, tokens[:14], kv_cache=kv_cache), logits(network, tokens[:14]))
+    expected = logits(network, tokens[:14])
+    assert torch.equal(logits(network, tokens[:14], kv_cache=kv_cache), expected)
+    tree = PrefixTree()
+    tree.put(tokens[:14].tolist(), {"target": kv_cache})
+    assert torch.equal(logits(network, tokens[:14], kv_cache=tree.take(tokens[:13].tolist())["target"]), expected)
+
+
+def test_a_text_keeps_keys_and_values_of_the_layers_that_have_their_own(gemma4):
+    kv_cache = gemma4[0].new_kv_cache()
+    logits(gemma4[0], text(3), kv_cache=kv_cache)
+    assert [each.shape[0] for each in kv_cache.pool.buffers] == [1, 1, 1, 1]
+    assert kv_cache.bytes_per_token == 2 * (32 + 64) * kv_cache.keys.element_size()
 
 
 @torch.inference_mode()
