@@ -39,13 +39,15 @@ from saltus.methods.published.gpu_eagle_layers import GPUEagleLayers
 from saltus.methods.shared.context_rows import ContextKVCache, ContextRows, DraftRows
 from saltus.models.cuda import launching, linear_kernels, pick_kernels
 from saltus.models.cuda.described_layers import described_for_gpu
-from saltus.models.cuda.expert_kernels import SortedPairs, expert_product, route, sum_experts
+from saltus.models.cuda.expert_kernels import SortedPairs, expert_product, sum_experts
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.fixed_shape_calls import FixedShape
 from saltus.models.cuda.gpu_decoder import GPUDecoder
 from saltus.models.cuda.kv_pages import KVPagePool
 from saltus.models.cuda.packed_planes import LAYOUTS
 from saltus.models.cuda.packed_weight import GPUPackedWeight
+from saltus.models.cuda.routing_kernels import RouterWeights, route
+from saltus.models.decoder_description import Experts
 
 TYPES = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int64: "*i64", torch.int32: "*i32",
@@ -266,15 +268,26 @@ def multiply_packed() -> None:
 def multiply_by_experts() -> None:
     """The experts of a row and of many, as they lie in a model, transposed and packed."""
     for rows in (1, 128):
-        slots, parts = torch.zeros(rows, dtype=torch.int64), torch.zeros(2, rows, 8)
-        picks, weights = route(parts, torch.bfloat16, 4, True, slots, 256)
-        pairs, x = SortedPairs.of(picks, 8), torch.zeros(rows, 256, dtype=torch.bfloat16)
-        stack = torch.zeros(8, 192, 256, dtype=torch.bfloat16)
+        x, stack = (torch.zeros(*sizes, dtype=torch.bfloat16) for sizes in ((128, 256), (8, 192, 256)))
+        slots, vector = torch.zeros(rows, dtype=torch.int64), torch.zeros(8)
+        plain = RouterWeights.of(stack[0, :8], x.dtype, vector.to(x.dtype))
+        grouped = RouterWeights.of(stack[0, :8].float(), x.dtype, None, vector, vector)
+        groups = {"groups": 4, "top_groups": 2, "best_of_group": 2}
+        route(x, plain, Experts("", "", 4), rows, slots, 256)
+        picks, weights = route(
+            x, grouped, Experts("", "", 4, scoring="sigmoid", is_normalized=True, **groups), rows, slots, 256
+        )
+        pairs, x, biases = SortedPairs.of(picks, 8), x[:rows], stack[:, :, 0].contiguous()
         outputs = expert_product(x, stack, pairs)
-        expert_product(x, stack.mT.contiguous(), pairs, is_transposed=True)
+        expert_product(x, stack.mT.contiguous(), pairs, True, biases)
         for format in EXPERT_FORMATS:
-            expert_product(x, packed_stack(format, 8, 192, 256), pairs)
-        sum_experts(outputs, weights, torch.float32)
+            expert_product(x, packed_stack(format, 8, 192, 256), pairs, biases=biases)
+        for activation, interleaved in (("silu", False), ("gelu_tanh", False), ("clamped_swiglu", True)):
+            linear_kernels.activate(outputs, outputs[:, :96].contiguous(), activation, interleaved, 7.0, 1.702)
+        linear_kernels.activate(outputs, outputs.clone(), "relu_squared")
+        parts = torch.zeros(2, rows, 192)
+        for shared, gate in ((None, None), (parts, None), (parts, parts[..., :1].contiguous())):
+            sum_experts(outputs, weights, torch.float32, shared, gate)
 
 
 def packed_stack(format: Format, experts: int, outputs: int, inputs: int) -> GPUPackedWeight:

@@ -1,7 +1,8 @@
 """Make Triton's interpreter faster, and let it round as a GPU does.
 
 It multiplies by NumPy, whose library rounds a product's element by its place in a tile on some processors (Zen 3). In
-float64 the places differ by far less than float32 can show.
+float64 the places differ by far less than float32 can show. Of numbers in bfloat16 it multiplies the bits, and what it
+rounds to bfloat16 it cuts off: here the numbers are multiplied, and rounded to the nearest ones.
 
 It also replaces the functions of `triton.language` at each launch, and whenever a kernel calls a function, which takes
 longer than most of these do: here once for all. And for each result it wraps the sizes of its shape anew, and checks
@@ -24,6 +25,7 @@ def install() -> None:
     except ImportError:  # not on this system
         return
     _multiply_in_float64(interpreter)
+    _round_to_bfloat16(interpreter)
     _replace_functions_once(interpreter)
     _know_shapes(interpreter)
 
@@ -32,12 +34,33 @@ def _multiply_in_float64(interpreter: Any) -> None:
     own = interpreter.InterpreterBuilder.create_dot
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *settings: Any) -> Any:
-        if d.data.dtype != np.float32 or a.data.dtype not in (np.float16, np.float32):
+        left, right = (_floats(each.data) if each.dtype.is_bf16() else each.data for each in (a, b))
+        if d.data.dtype != np.float32 or left.dtype not in (np.float16, np.float32):
             return own(self, a, b, d, *settings)
-        sums = np.matmul(a.data, b.data, dtype=np.float64) + d.data
+        sums = np.matmul(left, right, dtype=np.float64) + d.data
         return interpreter.TensorHandle(sums.astype(np.float32), d.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def _floats(bits: np.ndarray) -> np.ndarray:
+    """Numbers in bfloat16, given as their bits."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _round_to_bfloat16(interpreter: Any) -> None:
+    own, bfloat16, float32 = interpreter._convert_float, interpreter.tl.bfloat16, interpreter.tl.float32
+
+    def convert(values: np.ndarray, kind: Any, wanted: Any, rounding: Any) -> np.ndarray:
+        if (kind, wanted) == (bfloat16, float32):
+            return _floats(values)
+        if (kind, wanted) != (float32, bfloat16):
+            return own(values, kind, wanted, rounding)
+        bits = np.ascontiguousarray(values).view(np.uint32).astype(np.uint64)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+
+    interpreter._convert_float = convert
 
 
 def _replace_functions_once(interpreter: Any) -> None:

@@ -12,10 +12,12 @@ from test_gpu_packed_weights import packed as packed_weight
 
 from saltus.kernels import native
 from saltus.kernels.packed_weight import PackedWeight
-from saltus.models.cuda.expert_kernels import SortedPairs, expert_product, route, sum_experts
+from saltus.models.cuda.expert_kernels import SortedPairs, expert_product, sum_experts
 from saltus.models.cuda.gpu_experts import gpu_experts_forward, llama4_experts_forward
 from saltus.models.cuda.packed_planes import Q
 from saltus.models.cuda.packed_weight import GPUPackedWeight, can_pack
+from saltus.models.cuda.routing_kernels import RouterWeights, route
+from saltus.models.decoder_description import Experts
 
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE, BOUND = ("cuda", torch.bfloat16, 0.01) if CUDA else ("cpu", torch.float32, 1e-6)
@@ -47,12 +49,14 @@ def test_pairs_are_sorted_by_expert(rows, count, experts):
 def test_products_are_right_and_rows_do_not_depend_on_each_other(outputs, inputs, transposed):
     x, picks, stack = drawn(150, inputs), chosen(150, 2, 5), drawn(5, outputs, inputs, seed=1)
     given = stack.mT.contiguous() if transposed else stack
-    whole = expert_product(x, given, SortedPairs.of(picks, 5), transposed).unflatten(0, (150, 2))
+    biases = 10 * drawn(5, outputs, seed=3) if transposed else None
+    whole = expert_product(x, given, SortedPairs.of(picks, 5), transposed, biases).unflatten(0, (150, 2))
     expected = torch.einsum("rk,rcnk->rcn", x.double(), stack[picks].double())
+    expected += 0 if biases is None else biases[picks].double()
     assert (whole.double() - expected).norm() < BOUND * expected.norm()
     for rows in ([7], [3, 149, 20], range(100)):
-        few = expert_product(x[rows], given, SortedPairs.of(picks[rows], 5), transposed).unflatten(0, (-1, 2))
-        assert torch.equal(few, whole[rows])
+        few = expert_product(x[rows], given, SortedPairs.of(picks[rows], 5), transposed, biases)
+        assert torch.equal(few.unflatten(0, (-1, 2)), whole[rows])
     inner = whole.flatten(0, 1)
     back = drawn(5, 96, outputs, seed=2)
     of_pairs = expert_product(inner, back, SortedPairs.of(picks, 5))
@@ -69,8 +73,10 @@ def test_packed_stacks_give_the_products_of_their_matrices(format):
     stack, x, picks = GPUPackedWeight.from_packed(packed, DEVICE), drawn(40, 256), chosen(40, 2, 4)
     assert stack.shape == (4, 64, 256)
     assert torch.equal(stack.dequantize().cpu(), packed.dequantize())
-    found = expert_product(x, stack, SortedPairs.of(picks, 4))
-    assert torch.equal(expert_product(x[9:10], stack, SortedPairs.of(picks[9:10], 4)), found[18:20])
+    biases = drawn(4, 64, seed=3)
+    found = expert_product(x, stack, SortedPairs.of(picks, 4), biases=biases)
+    assert torch.equal(expert_product(x[9:10], stack, SortedPairs.of(picks[9:10], 4), biases=biases), found[18:20])
+    found -= biases[picks.flatten()]
     expected = expert_product(x, stack.dequantize().to(DTYPE), SortedPairs.of(picks, 4)).double()
     # float32 has more digits of a weight than the bfloat16 of `dequantize`
     assert (found.double() - expected).norm() < 4e-3 * expected.norm()
@@ -94,30 +100,74 @@ def test_stacks_of_outputs_that_fill_no_tile_are_not_packed():
     assert not can_pack(packed)
 
 
-@pytest.mark.parametrize(
-    ("normalised", "dtype"), [(False, torch.float32), (True, torch.float32), (True, torch.float16)]
-)
-def test_rows_are_routed_as_transformers_routes_them(normalised, dtype):
-    parts = drawn(2, 7, 6).float()
-    parts[:, 2, [1, 4]] = 5.0  # equal ones
+ROUTES = {
+    "softmax": Experts("", "", 3),
+    "normalised": Experts("", "", 3, is_normalized=True),
+    "sigmoid": Experts("", "", 3, scoring="sigmoid", is_normalized=True, least_sum=0.5, scale=2.5),
+    "a bias of logits": Experts("", "", 3, is_normalized=True),
+    "a bias of choices": Experts("", "", 3, selection_bias="bias"),
+    "scales": Experts("", "", 2, is_normalized=True, expert_scale="scale"),
+    "groups": Experts("", "", 2, scoring="sigmoid", groups=3, top_groups=2, best_of_group=2, selection_bias="bias"),
+    "groups by their best": Experts("", "", 1, groups=3, top_groups=1),
+    "a matrix in float32": Experts("", "", 3),
+}
+
+
+def routed(logits: torch.Tensor, experts: Experts, selection_bias, scale) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts and weights by the definition, of logits in float32."""
+    scores = logits.sigmoid() if experts.scoring == "sigmoid" else logits.softmax(-1)
+    choice = scores if selection_bias is None else scores + selection_bias
+    grouped = choice.unflatten(-1, (experts.groups, -1))
+    sums = grouped.sort(dim=-1, descending=True).values[..., : experts.best_of_group].sum(-1)
+    best = sums.sort(dim=-1, descending=True, stable=True).indices[:, : experts.top_groups]
+    stays = torch.zeros_like(sums, dtype=torch.bool).scatter(1, best, True)
+    choice = grouped.where(stays[..., None], -torch.inf).flatten(1)
+    picks = choice.sort(dim=-1, descending=True, stable=True).indices[:, : experts.top_k]
+    weights = scores.gather(1, picks)
+    if experts.is_normalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + experts.least_sum)
+    weights = weights * experts.scale
+    return picks, weights if scale is None else weights * scale[picks]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ROUTES)
+def test_rows_are_routed_by_the_definition(kind, dtype):
+    experts = ROUTES[kind]
+    x, matrix = drawn(16, 64).to(dtype), (drawn(6, 64, seed=1) / 4).to(dtype)
+    matrix[4] = matrix[1]  # equal scores
+    if kind == "a matrix in float32":
+        matrix = matrix.float() + drawn(6, 64, seed=2).float() / 1000
+    bias, selection, scale = (drawn(6, seed=3), drawn(6, seed=4), drawn(6, seed=5).abs())
+    bias = bias if kind == "a bias of logits" else None
+    selection = selection if experts.selection_bias else None
+    scale = scale if experts.expert_scale else None
     slots = torch.tensor([300, 301, 302, 303, 0, 1, 304], device=DEVICE)  # two rows of padding, which go with row 0
-    picks, weights = route(parts, dtype, 3, normalised, slots, 256)
-    expected = (
-        (parts[0] + parts[1])[[0, 1, 2, 3, 0, 0, 6]]
-        .to(dtype)
-        .float()
-        .softmax(-1)
-        .sort(dim=-1, descending=True, stable=True)
-    )
-    values = expected.values[:, :3]
-    assert torch.equal(picks, expected.indices[:, :3])
-    torch.testing.assert_close(weights, values / values.sum(-1, keepdim=True) if normalised else values)
+    router = RouterWeights.of(matrix, dtype, bias, selection, scale)
+    picks, weights = route(x, router, experts, len(slots), slots, 256)
+    logits = x[[0, 1, 2, 3, 0, 0, 6]].double() @ matrix.double().T + (0 if bias is None else bias.double())
+    logits = logits.to(matrix.dtype).float()  # of float32 they are not rounded
+    expected = routed(logits, experts, selection, scale)
+    assert torch.equal(picks, expected[0])
+    torch.testing.assert_close(weights, expected[1])
+    for row in (1, 6):
+        alone = route(x[row : row + 1].expand(16, -1).contiguous(), router, experts, 1, slots[:1], 256)
+        assert all(torch.equal(one[0], own[row]) for one, own in zip(alone, (picks, weights), strict=True))
 
 
 def test_experts_are_summed_by_their_weights():
     outputs, weights = drawn(12, 1030), drawn(4, 3, seed=1)
     expected = (outputs.double().view(4, 3, -1) * weights.double()[..., None]).sum(1)
     assert (sum_experts(outputs, weights).double() - expected).norm() < BOUND * expected.norm()
+
+
+def test_the_parts_of_a_shared_expert_are_added_times_the_sigmoid_of_a_gate():
+    outputs, weights, shared, gate = drawn(12, 1030), drawn(4, 3), drawn(3, 4, 1030).float(), drawn(2, 4, 1).float()
+    alone = sum_experts(outputs, weights, torch.float32).double()
+    for given, factor in (((shared,), 1.0), ((shared, gate), gate.sum(0).double().sigmoid())):
+        expected = alone + shared.sum(0).double() * factor
+        found = sum_experts(outputs, weights, torch.float32, *given)
+        assert (found.double() - expected).norm() < BOUND * expected.norm()
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -73,13 +73,21 @@ def _pairs_of_tile(order, first, end, CHOSEN: tl.constexpr, ROWS: tl.constexpr):
     return pairs, pairs // CHOSEN, inside
 
 
+@device_function
+def _with_biases(sums, biases, place, inside, BIASED: tl.constexpr):
+    """Sums [outputs, rows] and the biases of some outputs of an expert, if there are any."""
+    if BIASED:
+        sums += tl.load(biases + place, mask=inside, other=0.0).to(tl.float32)[:, None]
+    return sums
+
+
 @kernel()
 def _expert_linear(
-    x, stack, out, order, starts,
+    x, stack, biases, out, order, starts,
     N: tl.constexpr, K: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr, CHOSEN: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+    BIASED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """out[pair, n] = stack[expert, n] · x[pair // CHOSEN], of all pairs of an expert."""
+    """out[pair, n] = stack[expert, n] · x[pair // CHOSEN] + biases[expert, n], of all pairs of an expert."""
     columns, expert = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1)
     depth, inside = tl.arange(0, BLOCK_K), columns < N
     matrix = stack + expert.to(tl.int64) * N * K
@@ -94,16 +102,18 @@ def _expert_linear(
             w = tl.load(weights + start * STRIDE_K, mask=inside[:, None] & left[None, :], other=0.0)
             row = tl.load(inputs + start, mask=exists[None, :] & left[:, None], other=0.0)
             sums = tl.dot(w, row, sums, input_precision="ieee")
+        sums = _with_biases(sums, biases, expert * N + columns, inside, BIASED)
         to = out + pairs[None, :].to(tl.int64) * N + columns[:, None]
         tl.store(to, sums.to(out.dtype.element_ty), mask=inside[:, None] & exists[None, :])
 
 
 @kernel()
 def _packed_expert_linear(
-    x, low, high, fine, coarse, out, order, starts,
-    N: tl.constexpr, STRIDE: tl.constexpr, K: tl.constexpr, CHOSEN: tl.constexpr, BITS: tl.constexpr,
-    ZERO: tl.constexpr, OF_256: tl.constexpr, MINIMUMS: tl.constexpr, HALVES: tl.constexpr, BFLOAT16: tl.constexpr,
-    SPAN: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr,
+    x, low, high, fine, coarse, biases, out, order, starts,
+    N: tl.constexpr, STRIDE: tl.constexpr, K: tl.constexpr, CHOSEN: tl.constexpr, BIASED: tl.constexpr,
+    BITS: tl.constexpr, ZERO: tl.constexpr, OF_256: tl.constexpr, MINIMUMS: tl.constexpr, HALVES: tl.constexpr,
+    BFLOAT16: tl.constexpr, SPAN: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     """The same with a packed stack; N is a multiple of BLOCK_N, so that a tile of outputs belongs to one expert."""
     columns, expert = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1)
@@ -116,66 +126,59 @@ def _packed_expert_linear(
             inputs, exists[None, :], low, high, fine, coarse, expert * N + columns, whole,
             STRIDE, K, 1, BITS, ZERO, OF_256, MINIMUMS, HALVES, BFLOAT16, SPAN, True, LANES, STEP,
         )  # fmt: skip
+        sums = _with_biases(sums, biases, expert * N + columns, columns < N, BIASED)
         to = out + pairs[None, :].to(tl.int64) * N + columns[:, None]
         tl.store(to, sums.to(out.dtype.element_ty), mask=exists[None, :])
 
 
-@kernel("num_rows", "first_slot")
-def _route(
-    parts, kv_slots, picks, weights, num_rows, first_slot,
-    EXPERTS: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
-    NORMALIZED: tl.constexpr, BFLOAT16: tl.constexpr, FLOAT16: tl.constexpr,
+@kernel("num_rows")
+def _sum_experts(
+    outputs, weights, shared, gate, out, num_rows,
+    SIZE: tl.constexpr, CHOSEN: tl.constexpr, SHARED: tl.constexpr, GATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The experts of one row and their weights; see `route`."""
-    row, at, slot = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED), tl.arange(0, SLOTS)
-    source, inside = tl.where(tl.load(kv_slots + row) < first_slot, 0, row), at < EXPERTS
-    logit = tl.load(parts + source * EXPERTS + at, mask=inside, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        logit += tl.load(parts + (part * num_rows + source) * EXPERTS + at, mask=inside, other=0.0)
-    if BFLOAT16:
-        logit = logit.to(tl.bfloat16).to(tl.float32)
-    if FLOAT16:
-        logit = logit.to(tl.float16).to(tl.float32)
-    logit = tl.where(inside, logit, float("-inf"))
-    exponentials = tl.exp(logit - tl.max(logit, 0))
-    total = tl.sum(exponentials, 0)
-    chosen, values = tl.zeros((SLOTS,), dtype=tl.int32), tl.zeros((SLOTS,), dtype=tl.float32)
-    left = logit
-    for each in tl.static_range(TOP_K):
-        best = tl.argmax(left, 0)
-        value = tl.sum(tl.where(at == best, exponentials, 0.0), 0) / total
-        chosen, values = tl.where(slot == each, best, chosen), tl.where(slot == each, value, values)
-        left = tl.where(at == best, float("-inf"), left)
-    if NORMALIZED:
-        values = values / tl.sum(values, 0)
-    tl.store(picks + row * TOP_K + slot, chosen, mask=slot < TOP_K)
-    tl.store(weights + row * TOP_K + slot, values, mask=slot < TOP_K)
+    """out[row, n] = Σ_e weights[row, e] · outputs[row, e, n], in the order of e.
 
-
-@kernel()
-def _sum_experts(outputs, weights, out, SIZE: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
-    """out[row, n] = Σ_e weights[row, e] · outputs[row, e, n], in the order of e."""
+    With SHARED parts the sum is rounded, and theirs added, rounded, times the rounded sigmoid of the sum of GATE parts.
+    """
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < SIZE
+    dtype = outputs.dtype.element_ty
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
     for each in tl.range(0, CHOSEN):
         part = tl.load(outputs + (row * CHOSEN + each) * SIZE + at, mask=inside, other=0.0).to(tl.float32)
         sums += part * tl.load(weights + row * CHOSEN + each).to(tl.float32)
+    if SHARED > 0:
+        own = tl.load(shared + row * SIZE + at, mask=inside, other=0.0)
+        for part in tl.static_range(1, SHARED):
+            own += tl.load(shared + (part * num_rows + row) * SIZE + at, mask=inside, other=0.0)
+        own = own.to(dtype).to(tl.float32)
+        if GATE > 0:
+            logit = tl.load(gate + row)
+            for part in tl.static_range(1, GATE):
+                logit += tl.load(gate + part * num_rows + row)
+            logit = logit.to(dtype).to(tl.float32)
+            own = (own * (1.0 / (1.0 + tl.exp(-logit))).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        sums = sums.to(dtype).to(tl.float32) + own
     tl.store(out + row * SIZE + at, sums.to(out.dtype.element_ty), mask=inside)
 
 
-def expert_product(x: Tensor, stack: Tensor, pairs: SortedPairs, is_transposed: bool = False) -> Tensor:
+def expert_product(
+    x: Tensor, stack: Tensor, pairs: SortedPairs, is_transposed: bool = False, biases: Tensor | None = None
+) -> Tensor:
     """[pairs, N] of x [rows, K], or [pairs, K], and a stack [experts, N, K], or [experts, K, N] if it is transposed.
 
-    A packed stack is [experts, N, K] in either case. Pairs of no expert are not written.
+    A packed stack is [experts, N, K] in either case. Biases [experts, N] are added before the sums are rounded. Pairs
+    of no expert are not written.
     """
     chosen = 1 if len(x) == len(pairs.order) else pairs.chosen
+    added = {"CHOSEN": chosen, "BIASED": biases is not None}
+    biases = x if biases is None else biases.contiguous()  # a pointer that is not read
     if isinstance(stack, GPUPackedWeight):
         experts, outputs, _ = stack.shape
         out = x.new_empty(len(pairs.order), outputs)
         planes, facts = launch_facts(x, stack, outputs, pairs.tile_rows)
         _packed_expert_linear[(outputs // facts["BLOCK_N"], experts)](
-            x, *planes, out, pairs.order, pairs.starts, N=outputs, CHOSEN=chosen, **facts
+            x, *planes, biases, out, pairs.order, pairs.starts, N=outputs, **added, **facts
         )
         return out
     matrices = stack.mT if is_transposed else stack
@@ -183,38 +186,31 @@ def expert_product(x: Tensor, stack: Tensor, pairs: SortedPairs, is_transposed: 
     blocks, out = blocks_of(matrices[0], parts=False), x.new_empty(len(pairs.order), outputs)
     stage = (blocks.columns + pairs.tile_rows) * blocks.depth * x.element_size()
     _expert_linear[(-(-outputs // blocks.columns), experts)](
-        x, stack, out, pairs.order, pairs.starts,
-        N=outputs, K=inputs, STRIDE_N=matrices.stride(1), STRIDE_K=matrices.stride(2), CHOSEN=chosen,
+        x, stack, biases, out, pairs.order, pairs.starts,
+        N=outputs, K=inputs, STRIDE_N=matrices.stride(1), STRIDE_K=matrices.stride(2), **added,
         BLOCK_N=blocks.columns, BLOCK_K=blocks.depth, ROWS=pairs.tile_rows,
         num_warps=blocks.warps, num_stages=max(1, min(blocks.stages, pipeline_bytes(x.device) // stage)),
     )  # fmt: skip
     return out
 
 
-def route(
-    parts: Tensor, dtype: torch.dtype, top_k: int, is_normalized: bool, kv_slots: Tensor, first_slot: int
-) -> tuple[Tensor, Tensor]:
-    """The experts [rows, top_k] of the greatest logits, of equal ones the first, and their weights.
+def sum_experts(
+    outputs: Tensor,
+    weights: Tensor,
+    dtype: torch.dtype | None = None,
+    shared: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """[rows, N] of outputs [pairs, N] and weights [rows, chosen], in their dtype if none is given.
 
-    Logits are the sums of `parts` [parts, rows, experts], rounded to `dtype`. Weights, float32, are those of the
-    softmax over all experts, divided by the sum of the chosen ones if normalised. Padding, whose slots are before
-    `first_slot`, goes where row 0 goes, so that no expert is read for it alone.
+    The sum of the parts `shared` [parts, rows, N] of a shared expert is added, times the sigmoid of that of the parts
+    `gate` [parts, rows, 1]; each is rounded to the dtype of `outputs`, the experts' own sum, too.
     """
-    (num_parts, rows, experts), shape = parts.shape, (parts.shape[1], top_k)
-    picks, weights = parts.new_empty(shape, dtype=torch.int64), parts.new_empty(shape)
-    _route[(rows,)](
-        parts, kv_slots, picks, weights, rows, first_slot, EXPERTS=experts, PADDED=power_of_two(experts),
-        PARTS=num_parts, TOP_K=top_k, SLOTS=power_of_two(top_k), NORMALIZED=is_normalized,
-        BFLOAT16=dtype == torch.bfloat16, FLOAT16=dtype == torch.float16, num_warps=1,
-    )  # fmt: skip
-    return picks, weights
-
-
-def sum_experts(outputs: Tensor, weights: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """[rows, N] of outputs [pairs, N] and weights [rows, chosen], in their dtype if none is given."""
     (rows, chosen), size, block = weights.shape, outputs.shape[1], 1024
     out = outputs.new_empty(rows, size, dtype=dtype)
+    parts = [outputs if each is None else each for each in (shared, gate)]  # pointers that are not read
     _sum_experts[(rows, -(-size // block))](
-        outputs, weights.contiguous(), out, SIZE=size, CHOSEN=chosen, BLOCK=block, num_warps=4
-    )
+        outputs, weights.contiguous(), *parts, out, rows, SIZE=size, CHOSEN=chosen,
+        SHARED=0 if shared is None else len(shared), GATE=0 if gate is None else len(gate), BLOCK=block, num_warps=4,
+    )  # fmt: skip
     return out

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from saltus.models.cpu.decoder_weights import Resolver
+from saltus.models.cuda.described_layers import norm_of
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.kernel_support import has_kernels
+from saltus.models.cuda.packed_weight import GPUPackedWeight
+from saltus.models.decoder_description import Experts
 from saltus.models.packed_experts import expert_stacks, is_llama4
 
 GPU_EXPERTS = "saltus_gpu"
@@ -45,9 +49,8 @@ def gpu_experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, t
     pairs = SortedPairs.of(top_k_index, len(getattr(self, first)))
 
     def product(name: str, x: Tensor) -> Tensor:
-        out = expert_product(x, getattr(self, name), pairs, self.is_transposed)
         biases = getattr(self, f"{name}_bias", None)
-        return out if biases is None else out + biases[top_k_index.flatten()]
+        return expert_product(x, getattr(self, name), pairs, self.is_transposed, biases)
 
     inner = product(first, hidden_states.contiguous())
     outputs = product("down_proj", (self._apply_gate(inner) if self.has_gate else self.act_fn(inner)).contiguous())
@@ -70,15 +73,43 @@ def llama4_experts_forward(self: Any, hidden_states: Tensor) -> Tensor:
     return torch.where(chosen[:, None], outputs, 0)
 
 
+class ExpertStack(NamedTuple):
+    """A matrix of each expert, [experts, outputs, inputs] or [experts, inputs, outputs], and their biases."""
+
+    weights: Tensor
+    is_transposed: bool
+    biases: Tensor | None  # [experts, outputs]
+
+    @classmethod
+    def of(cls, module: Any, name: str, is_transposed: bool) -> ExpertStack:
+        """That of a module of Transformers; packed ones are never transposed."""
+        weights, biases = getattr(module, name).detach(), getattr(module, f"{name}_bias", None)
+        is_transposed &= not isinstance(weights, GPUPackedWeight)
+        return cls(weights, is_transposed, None if biases is None else biases.detach())
+
+    @property
+    def inputs(self) -> int:
+        return self.weights.shape[1 if self.is_transposed else 2]
+
+    def product(self, x: Tensor, pairs: Any) -> Tensor:
+        """[pairs, outputs] of x [rows or pairs, inputs] and SortedPairs."""
+        from saltus.models.cuda.expert_kernels import expert_product
+
+        return expert_product(x, self.weights, pairs, self.is_transposed, self.biases)
+
+
 @dataclass(frozen=True)
 class Mixture:
-    """The weights of a mixture as Mixtral and Qwen3 have it, in place of an MLP."""
+    """The weights of a described mixture, in place of an MLP."""
 
-    router: Tensor  # [experts, hidden]
-    gate_and_up: Tensor  # [experts, 2 · inner, hidden]
-    down: Tensor  # [experts, hidden, inner]
-    top_k: int
-    is_normalized: bool  # the chosen experts' weights add up to 1
+    description: Experts
+    router: Any  # RouterWeights
+    first: ExpertStack  # gate and up
+    down: ExpertStack
+    router_norm: Any = None
+    router_scale: Tensor | None = None  # [hidden]
+    shared: Any = None  # an MLP, which has `parts` as Mixture has
+    shared_gate: Tensor | None = None  # [1, hidden]
 
     @staticmethod
     def is_of(mlp: Any) -> bool:
@@ -88,23 +119,80 @@ class Mixture:
     @classmethod
     def of(cls, block: Any) -> Mixture:
         """That of a block of MixtralForCausalLM or Qwen3MoeForCausalLM."""
-        gate, experts = block.gate, block.experts
-        router, first, last = (each.detach() for each in (gate.weight, experts.gate_up_proj, experts.down_proj))
-        return cls(router, first, last, gate.top_k, getattr(gate, "norm_topk_prob", True))
+        normalized = getattr(block.gate, "norm_topk_prob", True)
+        return cls.described(Experts("gate", "experts", block.gate.top_k, is_normalized=normalized), Resolver(block))
 
-    def parts(self, x: Tensor, inputs: StaticInputs, first_slot: int) -> Tensor:
-        """[1, rows, hidden], float32, of x [padded rows, hidden]: the sum of each row's experts.
+    @classmethod
+    def described(cls, experts: Experts, weights: Resolver, shared: Any = None) -> Mixture:
+        """Of a description which `is_known_experts` knows; `shared` computes the MLP that it has beside experts."""
+        from saltus.models.cuda.routing_kernels import RouterWeights
 
-        Rows whose slots are before `first_slot` are padding.
+        assert (shared is None) == (experts.shared is None)
+        router, module = weights.module(experts.router), weights.module(experts.experts)
+        bias, gate = getattr(router, "bias", None), experts.shared_gate
+        first, down = (
+            ExpertStack.of(module, name, experts.is_transposed)
+            for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
+        )
+        selection_bias, expert_scale, router_scale = (
+            None if path is None else weights.tensor(path)
+            for path in (experts.selection_bias, experts.expert_scale, experts.router_scale)
+        )
+        vectors = None if bias is None else bias.detach(), selection_bias, expert_scale
+        dtype = next(weights.base.parameters()).dtype
+        return cls(
+            experts, RouterWeights.of(router.weight.detach(), dtype, *vectors), first, down,
+            _router_norm(experts, weights), router_scale, shared,
+            None if gate is None else weights.module(gate.path).weight.detach(),
+        )  # fmt: skip
+
+    def parts(self, x: Tensor, inputs: StaticInputs, first_slot: int, router_input: Tensor | None = None) -> Tensor:
+        """[1, rows, hidden], float32, of x [padded rows, hidden]: the sum of each row's experts, and the shared one.
+
+        The router reads `router_input` [padded rows, hidden], without it x. Rows whose slots are before `first_slot`
+        are padding.
         """
-        from saltus.models.cuda.expert_kernels import SortedPairs, expert_product, route, sum_experts
+        from saltus.models.cuda.expert_kernels import SortedPairs, sum_experts
         from saltus.models.cuda.linear_kernels import activate, blocks_of, linear_parts
+        from saltus.models.cuda.routing_kernels import route
 
-        rows = inputs.shape.num_rows
-        logits = linear_parts(x, [self.router], blocks_of(self.router), rows)
-        picks, weights = route(logits, x.dtype, self.top_k, self.is_normalized, inputs.slots, first_slot)
-        pairs = SortedPairs.of(picks, len(self.router))
-        both = expert_product(x[:rows], self.gate_and_up, pairs)
-        active = both.new_empty(len(both), self.down.shape[2])
-        activate(both, active)
-        return sum_experts(expert_product(active, self.down, pairs), weights, torch.float32)[None]
+        described, rows = self.description, inputs.shape.num_rows
+        routed = self._routed(x if router_input is None else router_input, rows)
+        picks, weights = route(routed, self.router, described, rows, inputs.slots, first_slot)
+        pairs, read = SortedPairs.of(picks, self.router.experts), x[:rows]
+        if described.scales_inputs:
+            read = (read[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)
+            weights = torch.ones_like(weights)
+        both = self.first.product(read, pairs)
+        active = both.new_empty(len(both), self.down.inputs)
+        gates = described.gate_up_interleaved, described.limit, described.alpha
+        activate(both, active, described.activation, *gates)
+        outputs, shared, gate = self.down.product(active, pairs), None, None
+        if self.shared is not None:
+            shared = self.shared.parts(x, inputs, first_slot)
+        if self.shared_gate is not None:
+            gate = linear_parts(x, [self.shared_gate], blocks_of(self.shared_gate), rows)
+        return sum_experts(outputs, weights, torch.float32, shared, gate)[None]
+
+    def _routed(self, x: Tensor, rows: int) -> Tensor:
+        """What the router's matrix multiplies, rounded after each step."""
+        from saltus.models.cuda.row_kernels import add_and_norm
+
+        routed = x
+        if self.router_norm is not None:
+            routed = torch.empty_like(x)
+            add_and_norm(None, x, self.router_norm, routed, rows)
+        if self.router_scale is not None:
+            routed = routed * self.router_scale
+        return routed if self.description.router_factor == 1 else routed * self.description.router_factor
+
+
+def _router_norm(experts: Experts, weights: Resolver) -> Any:
+    """A norm as the kernels read it; without weights they are 1."""
+    from saltus.models.cuda.row_kernels import KernelNorm
+
+    norm = experts.router_norm
+    if norm is None or norm.path is not None:
+        return norm_of(norm, weights)
+    matrix = weights.module(experts.router).weight
+    return KernelNorm(torch.ones(matrix.shape[1], dtype=torch.float32, device=matrix.device), norm.epsilon, True)

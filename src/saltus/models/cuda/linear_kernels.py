@@ -94,16 +94,36 @@ def _active(gated, ACTIVATION: tl.constexpr):
     return gated / (1.0 + tl.exp(-inner))
 
 
-@kernel()
-def _activate(both, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
-    """out[row, n] = active(both[row, n]) · both[row, SIZE + n], rounded as Transformers rounds it."""
+@kernel("limit", "alpha")
+def _activate(
+    both, out, limit, alpha,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """out[row, n] = active(gate) · up, or active(gate) alone, rounded as Transformers rounds it; see `activate`."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < SIZE
     dtype = out.dtype.element_ty
-    gated = tl.load(both + 2 * row * SIZE + at, mask=inside, other=0.0).to(tl.float32)
-    raised = tl.load(both + (2 * row + 1) * SIZE + at, mask=inside, other=0.0).to(tl.float32)
-    active = _active(gated, ACTIVATION).to(dtype).to(tl.float32)
-    tl.store(out + row * SIZE + at, (active * raised).to(dtype), mask=inside)
+    first, second = at, SIZE + at
+    if INTERLEAVED:
+        first, second = 2 * at, 2 * at + 1
+    width: tl.constexpr = 2 * SIZE if GATED else SIZE  # pyright: ignore[reportAssignmentType]
+    gate = tl.load(both + row * width + first, mask=inside, other=0.0).to(tl.float32)
+    up = gate
+    if GATED:
+        up = tl.load(both + row * width + second, mask=inside, other=0.0).to(tl.float32)
+    if ACTIVATION == "clamped_swiglu":
+        gate = tl.minimum(gate, limit).to(dtype).to(tl.float32)
+        up = tl.minimum(tl.maximum(up, -limit), limit).to(dtype).to(tl.float32)
+        up = (up + 1.0).to(dtype).to(tl.float32)
+        share = 1.0 / (1.0 + tl.exp(-(gate * alpha).to(dtype).to(tl.float32)))
+        active = gate * share.to(dtype).to(tl.float32)
+    elif ACTIVATION == "relu_squared":
+        active = tl.maximum(gate, 0.0) * tl.maximum(gate, 0.0)
+    else:
+        active = _active(gate, ACTIVATION)
+    if GATED:
+        active = active.to(dtype).to(tl.float32) * up
+    tl.store(out + row * SIZE + at, active.to(dtype), mask=inside)
 
 
 @kernel("num_rows")
@@ -190,12 +210,23 @@ def gate_and_up(
     _launch(_gate_and_up, grid, blocks, 2, x, gate, up, out, rows, **sizes)
 
 
-def activate(both: Tensor, out: Tensor, activation: str = "silu") -> None:
-    """out [rows, N] of the products [rows, 2 N] with gate and up."""
-    rows, block = len(both), 1024
-    _activate[(rows, -(-out.shape[1] // block))](
-        both, out, SIZE=out.shape[1], BLOCK=block, ACTIVATION=activation, num_warps=4
-    )
+def activate(
+    both: Tensor,
+    out: Tensor,
+    activation: str = "silu",
+    interleaved: bool = False,
+    limit: float = 0.0,
+    alpha: float = 0.0,
+) -> None:
+    """out [rows, N] of the products [rows, 2 N] with gate and up, perhaps in turns, or [rows, N] without a gate.
+
+    The activation is one that `_active` knows, or relu_squared or clamped_swiglu (see `Experts`).
+    """
+    size, block = out.shape[1], 1024
+    _activate[(len(both), -(-size // block))](
+        both, out, limit, alpha, SIZE=size, BLOCK=block, ACTIVATION=activation, GATED=both.shape[1] == 2 * size,
+        INTERLEAVED=interleaved, num_warps=4,
+    )  # fmt: skip
 
 
 def _launch(
