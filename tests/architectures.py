@@ -1,12 +1,17 @@
 """Make tiny random models of the architectures that a causal network must serve, and ask them."""
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel, set_seed
 
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
+from saltus.models import causal
+from saltus.models.causal import CausalNetwork
+from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
+from saltus.models.cuda.gpu_decoder import GPUDecoder
 
 VOCAB = 96
 LLAMA_LIKE = {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6, "num_key_value_heads": 2}
@@ -251,6 +256,13 @@ ONE_PER_FEATURE = [  # of attention, and of what is computed around it
     "HunYuanDenseV1", "MiniMaxM2",  # norms of rotated heads; of all heads, and experts by sigmoids and a bias
     *RECURRENT,
 ]  # fmt: skip
+
+
+def by_our_kernels(model, description, settings: FixedShapeSettings) -> CausalNetwork:
+    """A model decoded by our kernels for GPUs; without a GPU Triton's interpreter runs them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(causal, "gpu_decoder_of", lambda model: GPUDecoder(model, description=description))
+        return CausalNetwork(model, fixed_shapes=True, fixed_shape_settings=settings)
 
 
 def tiny(name: str, seed: int = 0, **changes) -> PreTrainedModel:

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from architectures import random_tree, text, tiny
+from architectures import by_our_kernels, random_tree, text, tiny
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.engine.prefix_tree import PrefixTree, supports_prefix_tree
@@ -22,7 +22,6 @@ from saltus.loading.packing import quantized_blocks
 from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
 from saltus.methods.ptp.network import DrafterShape, DraftModel, DraftNetwork
 from saltus.methods.shared.context_rows import ContextKVCache, DraftRows
-from saltus.models import causal
 from saltus.models.causal import CausalNetwork
 from saltus.models.cuda import attention_kernels, linear_kernels
 from saltus.models.cuda.described_layers import described_for_gpu
@@ -31,7 +30,7 @@ from saltus.models.cuda.fixed_shape_calls import (
     first_recent_position,
     size_class,
 )
-from saltus.models.cuda.gpu_decoder import GPUDecoder, fits_described, fits_kernels
+from saltus.models.cuda.gpu_decoder import fits_described, fits_kernels
 from saltus.models.cuda.packed_weight import GPUPackedWeight
 
 CUDA = torch.cuda.is_available()
@@ -60,13 +59,7 @@ def decoded(name: str, described: bool = False, **changes) -> tuple[CausalNetwor
         assert fits_described(model, description)
     else:
         assert fits_kernels(model)
-    return with_our_kernels(model, description), plain
-
-
-def with_our_kernels(model, description=None) -> CausalNetwork:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(causal, "gpu_decoder_of", lambda model: GPUDecoder(model, description=description))
-        return CausalNetwork(model, fixed_shapes=True, fixed_shape_settings=SETTINGS)
+    return by_our_kernels(model, description, SETTINGS), plain
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +197,7 @@ def test_packed_weights_decode_as_their_numbers_do(name):
             packed = PackedWeight.from_blocks(blocks, GGMLQuantizationType.Q8_0, "int8")
             layer._parameters["weight"] = GPUPackedWeight.from_packed(packed, DEVICE)
     model.to(DEVICE)
-    network = with_our_kernels(model, None if name == "Llama" else described_for_gpu(model))
+    network = by_our_kernels(model, None if name == "Llama" else described_for_gpu(model), SETTINGS)
     tokens = text(66)
     found = logits(network, tokens, TREE)
     expected = logits(CausalNetwork(plain, fixed_shapes=False, batch_invariant=False), tokens, TREE)

@@ -152,11 +152,15 @@ class CausalNetwork:
     @property
     def keeps_keys_and_values(self) -> bool:
         """See KeepsKeysAndValues."""
-        return self.fixed_shape_runner is None and self.state_sizes is None
+        runner = self.fixed_shape_runner
+        return self.state_sizes is None and (runner is None or runner.decoder is not None)
 
-    def num_tokens_in_cache(self, kv_cache: KVCache, tokens: np.ndarray) -> int:
+    def num_tokens_in_cache(self, kv_cache: Any, tokens: np.ndarray) -> int:
         """See KeepsKeysAndValues."""
-        return kv_cache.reuse_prefix(tokens)
+        length = kv_cache.reuse_prefix(tokens)
+        if self.fixed_shape_runner is not None:
+            self.fixed_shape_runner.copy_accepted_nodes([kv_cache])
+        return length
 
     @property
     def query_start(self) -> QueryStart:

@@ -59,7 +59,7 @@ class KeepsKeysAndValues(Protocol):
 
     @property
     def keeps_keys_and_values(self) -> bool:
-        """False where they lie in pages of a GPU."""
+        """False for a model with states, and in pages of a GPU that other kernels than ours fill."""
         ...
 
     def num_tokens_in_cache(self, kv_cache: Any, tokens: Any) -> int:

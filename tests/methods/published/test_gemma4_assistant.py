@@ -1,5 +1,6 @@
 """Gemma 4's assistants: their numbers are those of Transformers' class, and the target's keys stay as they were."""
 
+import copy
 import json
 
 import numpy as np
@@ -9,27 +10,35 @@ from reference_gemma4_assistant import published_assistant, reference_logits
 from safetensors.torch import load_file, save_file
 
 import saltus
-from architectures import tiny
+from architectures import by_our_kernels, tiny
 from conftest import byte_tokenizer
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs, NodeKind
 from saltus.engine.target_drafters import load_drafter_for_target
 from saltus.models.causal import CausalNetwork
+from saltus.models.cuda import gpu_decoder
+from saltus.models.cuda.described_layers import described_for_gpu
+from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
 from saltus.models.protocols import KeepsKeysAndValues
 
 TARGETS = ["Gemma4", "Gemma4 of shared keys"]
 COUNT = 4
+CUDA = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
+BOUND = 0.1 if CUDA else 1e-4
+SETTINGS = FixedShapeSettings(page_size=128, pages_per_block=1, prefill_chunk=64, rows_per_group=4)
 
 
-def target_model(name: str):
-    return tiny(name, vocab_size=300, vocab_size_per_layer_input=300, eos_token_id=0, pad_token_id=1, bos_token_id=2)
+def target_model(name: str, **changes):
+    tokens = {"vocab_size": 300, "vocab_size_per_layer_input": 300, "eos_token_id": 0, "pad_token_id": 1}
+    return tiny(name, **tokens, bos_token_id=2, **changes)
 
 
-def with_queries(text: np.ndarray, states: torch.Tensor) -> ForwardInputs:
-    queries = tuple(range(-1, COUNT - 1))
+def with_queries(text: np.ndarray, states: torch.Tensor, count: int = COUNT) -> ForwardInputs:
+    queries = tuple(range(-1, count - 1))
     return ForwardInputs(
-        continuation(text, COUNT), (-1,) * COUNT, queries, network_name="ptp", hidden_states=states,
-        kinds=(NodeKind.UNIFORM_QUERY,) * COUNT, uniforms=(float("nan"),) * COUNT,
+        continuation(text, count), (-1,) * count, queries, network_name="ptp", hidden_states=states,
+        kinds=(NodeKind.UNIFORM_QUERY,) * count, uniforms=(float("nan"),) * count,
     )  # fmt: skip
 
 
@@ -61,6 +70,30 @@ def test_drafts_are_those_of_transformers(name, ordered, tmp_path):
         assert seen.sum() == COUNT * (5 * 15 if ordered else 300)
         torch.testing.assert_close(computed[seen], expected[seen], atol=1e-3, rtol=1e-3)
         assert torch.equal(out.logits[0], out.logits[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clusters", [{}, {"num_centroids": 20, "centroid_intermediate_top_k": 5}], ids=["all", "some"])
+@torch.inference_mode()
+def test_drafts_by_our_kernels_over_the_targets_pages_are_those_over_its_cache(tmp_path, clusters, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {DTYPE})
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 32}
+    of_target = {"num_key_value_heads": 1, "hidden_size_per_layer_input": 64, "global_head_dim": 64}
+    model = target_model("Gemma4 of shared keys", **sizes, **of_target).to(DTYPE)
+    published_assistant(tmp_path, model, **sizes, use_ordered_embeddings=bool(clusters), **clusters)
+    ours = by_our_kernels(copy.deepcopy(model).to(DEVICE), described_for_gpu(model), SETTINGS)
+    drafts = []
+    for target in (CausalNetwork(model, batch_invariant=False), ours):
+        network = load_drafter_for_target(f"drafter:{tmp_path}", target, "tiny")
+        texts, states, caches = zip(*[after_a_tree(target, *each) for each in ((1, 20), (2, 70))], strict=True)
+        inputs = [with_queries(*each) for each in zip(texts, states, (4, 2), strict=True)]
+        drafts.append(network.forward(inputs, caches))
+    for expected, found in zip(*drafts, strict=True):
+        logits = found.logits.float().cpu()
+        seen = expected.logits > -1e3
+        assert torch.equal(logits > -1e3, seen)
+        assert (logits - expected.logits)[seen].norm() < BOUND * expected.logits[seen].norm()
 
 
 def test_a_draft_call_leaves_the_targets_next_call_as_it_was(tmp_path):
@@ -115,7 +148,7 @@ def test_an_assistant_that_does_not_fit_is_refused_in_a_line(tmp_path):
     refused("layers of sliding_attention, and tiny has none", on=CausalNetwork(tiny("Llama", vocab_size=300)))
     on_a_gpu = CausalNetwork(tiny("Llama", vocab_size=300), fixed_shapes=True)
     assert isinstance(on_a_gpu, KeepsKeysAndValues)
-    refused("on the CPU only", on=on_a_gpu)
+    refused("where our kernels run both on a GPU", on=on_a_gpu)
     order = weights["masked_embedding.token_ordering"]
     save_file(weights | {"masked_embedding.token_ordering": order.clone().fill_(3)}, tmp_path / "model.safetensors")
     refused("does not hold each token once")

@@ -7,7 +7,7 @@ order is in the states alone. The drafts of a call are the likeliest chain.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ from torch import Tensor
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.kernels.batch_invariant_ops import linear
 from saltus.kernels.packed_weight import select_rows
+from saltus.methods.published.gpu_assistant import GPUAssistant
 from saltus.methods.shared.context_rows import select_hidden_states
 from saltus.methods.shared.draft_tree import DraftOutputs
 from saltus.methods.shared.published_files import CONFIG_FILE, check_weights, read_config, read_weights, refuse
 from saltus.methods.shared.query_predictions import QueryPredictor
 from saltus.methods.shared.timed_outputs import timed_outputs
 from saltus.models.architectures import describe_decoder
-from saltus.models.cpu.kv_cache import KVCache
 from saltus.models.cpu.torch_decoder import rotated
 from saltus.models.memory_use import layer_sizes
 from saltus.models.packed_decoder import check_layer_count
@@ -44,12 +44,17 @@ def recognises(config: Mapping[str, Any]) -> bool:
 
 def load_network(folder: Path, target: TargetNetwork, target_name: str) -> AssistantNetwork:
     """The assistant for this target. Errors: ValueError of one line."""
-    if not isinstance(target, KeepsKeysAndValues) or not target.keeps_keys_and_values:
+    runner = getattr(target, "fixed_shape_runner", None)
+    readable, assistant = isinstance(target, KeepsKeysAndValues) and target.keeps_keys_and_values, None
+    if readable:
+        assistant = _load(folder, target.model, target_name)
+        readable = runner is None or GPUAssistant.supports(assistant)
+    if assistant is None or not readable:
         raise ValueError(
-            f"{folder} reads the keys and values of {target_name}, which it can on the CPU only, and not inside other"
-            " engines; take another drafter"
+            f"{folder} reads the keys and values of {target_name}, which it can on the CPU and where our kernels run"
+            " both on a GPU, and not inside other engines; take another drafter"
         )
-    return AssistantNetwork(_load(folder, target.model, target_name), target)
+    return AssistantNetwork(assistant, target, None if runner is None else GPUAssistant(assistant, runner))
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class Assistant:
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         """A linear layer, in which no row depends on the others."""
-        return linear(x, [self.weights[f"{name}.weight"]], [None])[0]
+        return _linear(x, self.weights[f"{name}.weight"])
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         """Gemma 4's norm, in float32."""
@@ -87,9 +92,12 @@ class Assistant:
 
     def inputs(self, tokens: Int[Tensor, "rows"], states: Float[Tensor, "rows hidden"]) -> Tensor:
         """What the first layer reads of tokens and the states before them."""
-        scale = torch.tensor(self.embedding_scale, dtype=states.dtype)
-        embedded = select_rows(self.embeddings, tokens).to(states.dtype) * scale
-        return self.linear("pre_projection", torch.cat([embedded, states], -1))
+        return self.linear("pre_projection", torch.cat([self.embedded(tokens), states], -1))
+
+    def embedded(self, tokens: Int[Tensor, "rows"]) -> Float[Tensor, "rows hidden"]:
+        """The target's embeddings of tokens."""
+        rows = select_rows(self.embeddings, tokens).to(self.weights["pre_projection.weight"].dtype)
+        return rows * float(torch.tensor(self.embedding_scale, dtype=rows.dtype))
 
     def rows(self, x: Float[Tensor, "rows width"], texts: Sequence[_Text]) -> Float[Tensor, "rows width"]:
         """The layers and the norm over one row of each text."""
@@ -106,7 +114,7 @@ class Assistant:
     def _attend(self, number: int, kind: str, x: Tensor, texts: Sequence[_Text]) -> Tensor:
         path, heads = f"model.layers.{number}.self_attn", self.config.num_attention_heads
         q = self.norm(f"{path}.q_norm", self.linear(f"{path}.q_proj", x).unflatten(-1, (heads, -1)))
-        places = torch.tensor([[text.position for text in texts]])
+        places = torch.tensor([[text.position for text in texts]], device=x.device)
         cos, sin = (part[0, :, None] for part in self.rotary(x, places, kind))
         q = rotated(q, cos, sin)
         seen = self.config.sliding_window + 1 if kind == "sliding_attention" else None
@@ -121,21 +129,24 @@ class Assistant:
 
     def logits(self, x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
         """Of all tokens, or of those of the likeliest clusters; the others are UNLIKELY."""
+        return self.logits_by(self.linear, x)
+
+    def logits_by(self, linear: Callable[[str, Tensor], Tensor], x: Float[Tensor, "rows width"]) -> Tensor:
+        """The same, with the linear layers of these names computed by `linear`, which may leave out last rows."""
         if self.clusters is None:
-            return self.linear("lm_head", x)
-        likely = self.linear("masked_embedding.centroids", x).topk(self.num_clusters, -1).indices
-        logits = x.new_full((len(x), len(self.tokens)), UNLIKELY)
-        for row, state, numbers in zip(logits, x, likely, strict=True):
-            tokens = self.clusters[numbers].flatten()
-            row[tokens] = linear(state[None], [self.weights["lm_head.weight"][tokens]], [None])[0][0]
-        return logits
+            return linear("lm_head", x)
+        centroids = linear("masked_embedding.centroids", x)
+        tokens = self.clusters[centroids.topk(self.num_clusters, -1).indices].flatten(1)
+        logits = x.new_full((len(tokens), len(self.tokens)), UNLIKELY)
+        weights = self.weights["lm_head.weight"][tokens]  # [rows, likely, width]
+        return logits.scatter_(1, tokens, (weights @ x[: len(tokens), :, None])[..., 0])
 
 
 @dataclass(frozen=True)
 class _Text:
     """The keys and values of a text's decided tokens but the last, which is at `position`."""
 
-    kv_cache: KVCache
+    kv_cache: Any  # a KVCache, or pages on a GPU
     length: int
     position: int
 
@@ -146,6 +157,7 @@ class AssistantNetwork:
 
     model: Assistant
     target: Any
+    on_gpu: GPUAssistant | None = None  # over the target's pages
     reads_target_kv_cache: bool = field(default=True, init=False)
     max_unread: int = field(default=1, init=False)  # the state before the last decided token
     kv_bytes_per_token: int = field(default=0, init=False)
@@ -170,10 +182,20 @@ class AssistantNetwork:
         given = [inputs.hidden_states[-1:] for inputs in batch if inputs.hidden_states is not None]
         last = [select_hidden_states(row, self.target.layers_of(row), (None,)) for row in given]
         states = torch.cat(last).to(self.target.model.dtype)
-        tokens = torch.tensor([int(text[-1]) for text in decided])
-        counts = [max(len(inputs.uniforms), 1) for inputs in batch]
-        found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in batch]
-        active = list(range(len(batch)))
+        tokens, counts = [int(text[-1]) for text in decided], [max(len(inputs.uniforms), 1) for inputs in batch]
+        if self.on_gpu is not None:
+            chains = self.on_gpu.chains(tokens, states, kv_caches, [text.length for text in texts], counts)
+        else:
+            chains = self._chains(torch.tensor(tokens, device=states.device), states, texts, counts)
+        return [self._outputs(inputs, *chain, sum(counts)) for inputs, chain in zip(batch, chains, strict=True)]
+
+    def _chains(
+        self, tokens: Int[Tensor, "texts"], states: Float[Tensor, "texts hidden"], texts: Sequence[_Text],
+        counts: Sequence[int],
+    ) -> list[tuple[Tensor, Tensor]]:  # fmt: skip
+        """For each text the logits and states of its drafts, token after likeliest token."""
+        found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in texts]
+        active = list(range(len(texts)))
         while active:
             outputs = self.model.rows(self.model.inputs(tokens, states), [texts[number] for number in active])
             logits = self.model.logits(outputs)
@@ -183,13 +205,13 @@ class AssistantNetwork:
             active = [active[place] for place in kept]
             tokens = logits[kept].float().nan_to_num().argmax(-1)
             states = self.model.linear("post_projection", outputs[kept])
-        return [self._outputs(inputs, rows, sum(counts)) for inputs, rows in zip(batch, found, strict=True)]
+        chains = [[torch.stack(part) for part in zip(*rows, strict=True)] for rows in found]
+        return [(logits, outputs) for logits, outputs in chains]
 
-    def _outputs(self, inputs: ForwardInputs, rows: Sequence[tuple[Tensor, Tensor]], num_rows: int) -> DraftOutputs:
-        logits, states = (torch.stack(part) for part in zip(*rows, strict=True))
+    def _outputs(self, inputs: ForwardInputs, logits: Tensor, states: Tensor, num_rows: int) -> DraftOutputs:
         queries = len(inputs.uniforms)
         predictions = self.predictor(logits[:queries], states[:queries])
-        kept = torch.tensor([0, *range(queries)])
+        kept = torch.tensor([0, *range(queries)], device=logits.device)
         return DraftOutputs(logits[kept], states[kept], 0.0, 1, num_rows, predictions=predictions)
 
 
@@ -213,13 +235,20 @@ def _load(folder: Path, target: Any, target_name: str) -> Assistant:
     check_weights(folder, weights, _needed(whole), "an assistant of Gemma 4")
     layers = [_layer_of_target(target, kind) for kind in config.layer_types]
     clusters = _clusters(folder, whole, weights.pop(ORDERING)) if whole.use_ordered_embeddings else None
-    weights = {name: weight.to(target.dtype).contiguous() for name, weight in weights.items()}
+    device = target.device
+    weights = {name: weight.to(device, target.dtype).contiguous() for name, weight in weights.items()}
     description = describe_decoder(target)
     return Assistant(
-        config, weights, Gemma4TextRotaryEmbedding(config), layers, target.get_input_embeddings().weight.detach(),
-        1.0 if description is None else description.embedding_scale, torch.arange(config.vocab_size), clusters,
+        config, weights, Gemma4TextRotaryEmbedding(config).to(device), layers,
+        target.get_input_embeddings().weight.detach(), 1.0 if description is None else description.embedding_scale,
+        torch.arange(config.vocab_size, device=device), None if clusters is None else clusters.to(device),
         whole.centroid_intermediate_top_k,
     )  # fmt: skip
+
+
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    """A linear layer; on the CPU no row depends on the others."""
+    return linear(x, [weight], [None])[0] if x.device.type == "cpu" else F.linear(x, weight)
 
 
 def _check_target(folder: Path, whole: Any, target: Any, target_name: str) -> None:

@@ -64,8 +64,7 @@ def _attend_split(
         slot = tl.load(tables + group * num_pages + first // PAGE) * PAGE + at % PAGE
         place = (slot[:, None] * KV_HEADS + kv_head) * DIM + dim[None, :]
         key = tl.load(keys + place)
-        if DIM == DIMS:  # comes while scores are computed
-            value = tl.load(values + place)
+        value = tl.load(values + place) if DIM == DIMS else key  # which comes while scores are computed
         own = (row * HEADS + head)[:, None] * DIM + dim[None, :]
         query = tl.load(queries + own, mask=used[:, None], other=0.0)
         products = tl.dot(query, tl.trans(key), input_precision="ieee")
@@ -79,8 +78,7 @@ def _attend_split(
         weights = tl.where(seen, tl.exp(scores - top[:, None]), 0.0)
         out = ((group * KV_HEADS + kv_head) * tl.num_programs(0) + split).to(tl.int64) * TILE + tile
         for part in tl.static_range(0, DIM, DIMS):
-            if DIM > DIMS:
-                value = tl.load(values + place + part)
+            value = tl.load(values + place + part) if DIM > DIMS else value
             weighted = tl.dot(weights.to(value.dtype), value, input_precision="ieee")
             tl.store(sums + out[:, None] * DIM + part + dim[None, :], weighted, mask=used[:, None])
         tl.store(tops + out, top)

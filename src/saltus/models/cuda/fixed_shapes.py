@@ -177,7 +177,7 @@ class FixedShapeRunner:
 
         Outputs are copied for all texts of a call at once, before the next call overwrites them.
         """
-        self._copy_accepted_nodes(kv_caches)
+        self.copy_accepted_nodes(kv_caches)
         settings, query_start = self.settings, self.adapter.settings.query_start if self.adapter else "blank"
         if self.decoder is not None:  # rows round alike in calls of any size: as few of them as a text needs
             settings = replace(settings, varied_rows=True, rows_per_call=MAX_VARIED_ROWS)
@@ -230,7 +230,7 @@ class FixedShapeRunner:
         yield from split_into_calls([drafts for drafts, _ in parts], settings)
         yield from split_into_calls([queries for _, queries in parts if queries is not None], self.settings)
 
-    def _copy_accepted_nodes(self, kv_caches: Sequence[FixedShapeKVCache]) -> None:
+    def copy_accepted_nodes(self, kv_caches: Sequence[FixedShapeKVCache]) -> None:
         """Copy the entries of accepted nodes to those of their positions."""
         slots = [
             kv_cache.slots(np.array(kv_cache.pending_copies).T) for kv_cache in kv_caches if kv_cache.pending_copies

@@ -142,7 +142,6 @@ class GPUDecoder:
                 self.per_layer_embeddings = GPUPerLayerEmbeddings.described(
                     description.per_layer_embeddings, self.weights
                 )
-        self.kv_sizes, self.kv_places = _places_of_keys([layer.attention for layer in self.layers])
         self.angles = self._angles(FIRST_ANGLES)
 
     def _angles(self, count: int) -> list[Any]:
@@ -262,8 +261,10 @@ class GPUDecoder:
             )  # fmt: skip
 
     def _allocate(self, pool: KVPagePool, like: Tensor) -> None:
-        keys = [like.new_empty(heads, 1, dim) for heads, dim in self.kv_sizes]
-        pool.allocate([(each, each) for each in keys], self.kv_places)
+        if not pool.buffers:
+            sizes, places = _places_of_keys([layer.attention for layer in self.layers])
+            keys = [like.new_empty(heads, 1, dim) for heads, dim in sizes]
+            pool.allocate([(each, each) for each in keys], places)
 
 
 class _AttentionOfCall:
@@ -284,7 +285,7 @@ class _AttentionOfCall:
 
         inputs, pool, shape = self.inputs, self.pool, self.inputs.shape
         queries, attended, sums = self._memory(a)
-        keys, values = pool.of_layer(number)
+        keys, values = pool.of_layer(number if a.shares is None else a.shares)
         new = (keys, values) if a.shares is None else (None, None)
         row_kernels.rotate_and_store(
             parts, a.bias, a.head_norms, angles, inputs.positions, inputs.slots, queries, *new, a.value_epsilon

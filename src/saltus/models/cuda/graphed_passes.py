@@ -43,15 +43,16 @@ Outputs = TypeVar("Outputs")
 
 @dataclass
 class GraphedPasses:
-    """The passes of one drafter, which run the layers of `decoder`."""
+    """The passes of one drafter, which run the layers of `decoder`, over pages of its own or the target's."""
 
     decoder: GPUDecoder
     use_cuda_graphs: bool = True
+    shared_pool: KVPagePool | None = None
     pool: KVPagePool = field(init=False)
     inputs: dict[Hashable, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.pool = KVPagePool(len(self.decoder.layers), SETTINGS.page_size)
+        self.pool = self.shared_pool or KVPagePool(len(self.decoder.layers), SETTINGS.page_size)
         self.capture = GraphCapture(self.decoder.base.norm.weight.device)
 
     def new_kv_cache(self) -> FixedShapeKVCache:
