@@ -130,7 +130,7 @@ def test_every_method_writes_the_text_of_plain_decoding(
 
 
 def test_our_kernels_for_gpus_write_the_texts_of_plain_decoding(device, monkeypatch, tiny_folder, tiny_drafter):
-    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})  # the interpreter has no bfloat16
+    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})  # of the tiny models
     folder = tiny_folder(**OWN_KERNELS)
     options = {"ptp": {"model": str(tiny_drafter(LlamaForCausalLM.from_pretrained(folder), **OWN_DRAFTER))}}
     engine = load(folder, options)
@@ -278,7 +278,7 @@ def kinds_of_weights(model) -> dict[str, set[type]]:
 
 
 def expanding(x, weight, bias=None):
-    """A product as by the kernels, which need bfloat16, that the interpreter lacks."""
+    """A product as by the kernels, which in bfloat16 have assembly, that the interpreter lacks."""
     return torch.nn.functional.linear(x, weight.dequantize(), bias)
 
 
@@ -337,8 +337,9 @@ def test_experts_on_a_gpu_do_not_depend_on_the_other_rows_of_a_call(
     assert device.graphs
 
 
-def expanding_product(x, stack, pairs, is_transposed=False):
-    """As `expanding`, of experts."""
+def expanding_product(x, stack, pairs, is_transposed=False, biases=None):
+    """As `expanding`, of experts without biases."""
+    assert biases is None
     starts, found = pairs.starts.tolist(), x.new_empty(len(pairs.order), stack.shape[1])
     for expert, matrix in enumerate(stack.dequantize()):
         own = pairs.order[starts[expert] : starts[expert + 1]].long()

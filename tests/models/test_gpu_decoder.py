@@ -49,6 +49,9 @@ pytestmark = pytest.mark.slow
 def decoded(name: str, described: bool = False, **changes) -> tuple[CausalNetwork, CausalNetwork]:
     """A tiny model run by our kernels, and the same one as Transformers computes it in float64."""
     model = tiny(name, **SIZES | changes).to(DTYPE)
+    for path, values in model.named_parameters():
+        if path.endswith("_proj.bias"):  # zeros otherwise
+            torch.nn.init.normal_(values, std=0.3)
     exact = copy.deepcopy(model).double()
     exact.set_experts_implementation("eager")
     plain = CausalNetwork(exact, fixed_shapes=False, batch_invariant=False)
@@ -111,7 +114,7 @@ def test_described_layers_are_those_of_transformers_and_rows_do_not_depend_on_ea
     assert torch.equal(together[1].logits.float().cpu(), torch.stack(alone))
 
 
-@pytest.mark.parametrize("name", ["Starcoder2", "Qwen3Moe", "Gemma3n", "Mamba2"])
+@pytest.mark.parametrize("name", ["Starcoder2", "Llama4", "Gemma3n", "Mamba2"])
 def test_layers_that_the_kernels_do_not_know_are_left_to_others(name):
     assert described_for_gpu(tiny(name)) is None
 
@@ -126,15 +129,39 @@ def test_sizes_that_the_kernels_do_not_know_are_left_to_others(changes):
     assert not fits_described(other, described_for_gpu(other))
 
 
-MIXTURE = {"num_hidden_layers": 2, "moe_intermediate_size": 48, "num_experts": 4}
+MIXTURES = {
+    "Mixtral": {"num_hidden_layers": 1}, "Qwen3Moe": {}, "Qwen2Moe": {"shared_expert_intermediate_size": 64},
+    "Olmoe": {"num_hidden_layers": 1}, "Glm4Moe": {"moe_intermediate_size": 64}, "GraniteMoe": {},
+    "GptOss": {}, "Dots1": {"moe_intermediate_size": 64}, "MiniMaxM2": {"num_hidden_layers": 1},
+    "ExaoneMoe": {"moe_intermediate_size": 64}, "Ernie4_5_Moe": {"moe_intermediate_size": 64, "use_bias": False},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("Mixtral", {"num_hidden_layers": 1}), ("Qwen3Moe", MIXTURE)])
-def test_layers_with_experts_are_those_of_transformers_and_rows_do_not_depend_on_each_other(name, sizes):
-    network, plain = decoded(name, **sizes)
-    tokens = text(5)
-    found, expected = logits(network, tokens, TREE), logits(plain, tokens, TREE)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_layers_with_experts_are_those_of_transformers(name):
+    network, plain = decoded(name, described=True, **{"moe_intermediate_size": 48} | MIXTURES[name])
+    found, expected = logits(network, text(5), TREE), logits(plain, text(5), TREE)
     assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < BOUND
+
+
+def test_routers_stay_in_float32_where_transformers_keeps_them_so():
+    model = tiny("Glm4Moe", **SIZES | MIXTURES["Glm4Moe"]).to(torch.bfloat16)
+    router = model.model.layers[1].mlp.gate
+    router.weight.data = router.weight.float() * 1.001  # numbers that bfloat16 does not have
+    expected = logits(CausalNetwork(copy.deepcopy(model).float(), fixed_shapes=False, batch_invariant=False), text(5))
+    description = described_for_gpu(model.to(DEVICE))
+    assert fits_described(model, description)
+    found = logits(by_our_kernels(model, description, SETTINGS), text(5))
+    assert (found - expected).norm() < 0.06 * expected.norm()
+    model.model.layers[1].self_attn.q_proj.float()
+    assert not fits_described(model, description)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen2Moe"])
+def test_rows_of_layers_with_experts_do_not_depend_on_each_other(name):
+    network, _ = decoded(name, described=True, **MIXTURES[name] | {"num_hidden_layers": 1, "layer_types": None})
+    tokens = text(5)
+    found = logits(network, tokens, TREE)
     assert torch.equal(logits(network, tokens)[0], found[0])
     others = [ForwardInputs(continuation(text(length, seed=length), 60), *TREE) for length in (3, 4)]
     batch = [others[0], ForwardInputs(continuation(tokens, 60), *TREE), others[1]]

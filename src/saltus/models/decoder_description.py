@@ -376,6 +376,13 @@ def experts_of(layer: Layer) -> Experts | None:
     return experts if isinstance(experts, Experts) else None
 
 
+def mlp_of(layer: Layer) -> MLP | None:
+    """The MLP of a layer, perhaps beside experts; None if it has none."""
+    if isinstance(layer.mlp, MLPAndExperts):
+        return layer.mlp.mlp
+    return layer.mlp.shared if isinstance(layer.mlp, Experts) else layer.mlp
+
+
 def router_weights(layer: Layer) -> list[str]:
     """Parameters of a router, which are taken in the model's dtype or in float32, as Transformers keeps some."""
     experts = experts_of(layer)

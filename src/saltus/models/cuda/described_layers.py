@@ -11,12 +11,14 @@ from torch import Tensor
 from saltus.models.architectures import describe_decoder
 from saltus.models.cpu.decoder_weights import Resolver
 from saltus.models.cpu.native_decoder import STATIC_ROPE_TYPES, is_unmodified_decoder
+from saltus.models.cuda.described_experts import is_known_experts
 from saltus.models.cuda.packed_weight import GPUPackedWeight
 from saltus.models.decoder_description import (
     MLP,
     Angles,
     Attention,
     DecoderDescription,
+    Experts,
     Layer,
     Norm,
     PerLayerEmbeddings,
@@ -45,12 +47,12 @@ def _have_all_tokens(inputs: PerLayerEmbeddings, model: Any) -> bool:
 
 def _is_known(layer: Layer, base: Any) -> bool:
     attention, mlp = layer.mixer, layer.mlp
-    if layer.laurel or layer.altup or not isinstance(attention, Attention) or not isinstance(mlp, MLP):
+    if layer.laurel or layer.altup or not isinstance(attention, Attention) or not isinstance(mlp, MLP | Experts):
         return False
     output_norms = layer.mixer_output_norm, layer.mlp_output_norm
     return (
         _is_known_attention(attention, base)
-        and _is_known_mlp(mlp, base)
+        and (_is_known_mixture(mlp, base) if isinstance(mlp, Experts) else _is_known_mlp(mlp, base))
         and (layer.per_layer_input is None or layer.per_layer_input.activation in ACTIVATIONS)
         and all(_is_known_norm(norm, base) for norm in (layer.mixer_norm, layer.mlp_norm))
         and all(_is_known_norm(norm, base) and not _is_centred(norm) for norm in output_norms)
@@ -81,7 +83,6 @@ def _is_known_attention(a: Attention, base: Any) -> bool:
     return (
         _whole(projections, base) is not None
         and len(biases) == 1
-        and base.get_submodule(a.output.path).bias is None
         and a.output.stop is None
         and all(_are_known_angles(angles, a.dim, base) for angles, _ in kinds_of_angles(a))
     )
@@ -108,6 +109,10 @@ def _are_known_angles(angles: Angles, dim: int, base: Any) -> bool:
 def kinds_of_angles(a: Attention) -> list[tuple[Angles, bool]]:
     """Those of queries and of keys, and whether pairs of dimensions lie beside each other; none without rotation."""
     return [] if a.angles is None else [(each, a.rope_interleaved) for each in (a.query_angles or a.angles, a.angles)]
+
+
+def _is_known_mixture(experts: Experts, base: Any) -> bool:
+    return is_known_experts(experts, base) and (experts.shared is None or _is_known_mlp(experts.shared, base))
 
 
 def _is_known_mlp(mlp: MLP, base: Any) -> bool:

@@ -1,7 +1,7 @@
 """Run decoders on a GPU by our own kernels, nine a layer, whose rows round alike in calls of any size.
 
-Layers have Llama's names, or are described (`described_layers`). A layer by Llama's names may have a mixture of experts
-in place of its MLP, which takes five kernels more.
+Layers have Llama's names, or are described (`described_layers`). These may have a mixture of experts in place of an
+MLP, which takes five kernels more.
 """
 
 from __future__ import annotations
@@ -17,15 +17,20 @@ from saltus.models.cpu.decoder_weights import Resolver
 from saltus.models.cpu.native_decoder import STATIC_ROPE_TYPES, is_unmodified_decoder
 from saltus.models.cuda.described_layers import described_for_gpu, kinds_of_angles, norm_of
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
-from saltus.models.cuda.gpu_experts import Mixture
 from saltus.models.cuda.gpu_layers import GPUAttention, GPULayer, GPUPerLayerEmbeddings
 from saltus.models.cuda.kernel_support import has_kernels
 from saltus.models.cuda.kv_pages import KVPagePool
-from saltus.models.decoder_description import LLAMA_DECODERS, Angles, DecoderDescription
+from saltus.models.decoder_description import (
+    LLAMA_DECODERS,
+    Angles,
+    DecoderDescription,
+    experts_of,
+    mlp_of,
+    router_weights,
+)
 from saltus.models.decoder_of import decoder_of
 from saltus.models.packed_decoder import PackedDecoder
 
-MIXTURES = {"MixtralForCausalLM", "Qwen3MoeForCausalLM"}  # Llama's layers with experts
 KERNEL_DTYPES = {torch.bfloat16, torch.float16}
 DEPTH_MULTIPLE = 64  # of the sizes that products sum over
 # Query heads of one key head, and the numbers of them that attention reads at once: a tile has them of eight rows, and
@@ -54,7 +59,7 @@ def can_decode(model: Any) -> bool:
     """True for an unmodified decoder of a supported type whose sizes the kernels know, where there is Triton."""
     if not has_kernels_for(model.dtype):
         return False
-    is_llama = type(model).__name__ in LLAMA_DECODERS | MIXTURES and is_unmodified_decoder(model)
+    is_llama = type(model).__name__ in LLAMA_DECODERS and is_unmodified_decoder(model)
     return (isinstance(model, PackedDecoder) or is_llama) and fits_kernels(model)
 
 
@@ -66,13 +71,9 @@ def has_kernels_for(dtype: torch.dtype) -> bool:
 def fits_kernels(model: Any) -> bool:
     """True if the kernels compute what the layers of a decoder of a supported type do."""
     config, attend = model.config, model.model.layers[0].self_attn
-    dim, dense = attend.head_dim, [layer.mlp for layer in model.model.layers if not Mixture.is_of(layer.mlp)][:1]
-    unbiased = (
-        attend.o_proj,
-        model.lm_head,
-        *(each for mlp in dense for each in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)),
-    )
-    summed = config.hidden_size, config.num_attention_heads * dim, *(config.intermediate_size for _ in dense)
+    dim, mlp = attend.head_dim, model.model.layers[0].mlp
+    unbiased = attend.o_proj, model.lm_head, mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    summed = config.hidden_size, config.num_attention_heads * dim, config.intermediate_size
     return (
         config.hidden_act == "silu"
         and model.model.rotary_emb.rope_type in STATIC_ROPE_TYPES
@@ -86,12 +87,14 @@ def fits_kernels(model: Any) -> bool:
 def fits_described(model: Any, description: DecoderDescription) -> bool:
     """The same for the sizes of layers that `described_for_gpu` knows."""
     layers: list[Any] = list(description.layers)
-    base = decoder_of(model)
-    matrices = [each for layer in layers for each in (layer.mixer.output, layer.mlp.down, layer.mlp.up)]
+    base, routers = decoder_of(model), [experts.router for layer in layers if (experts := experts_of(layer))]
+    matrices = [layer.mixer.output for layer in layers]
+    matrices += [each for layer in layers if (mlp := mlp_of(layer)) for each in (mlp.down, mlp.up)]
     matrices += [each for layer in layers if (beside := layer.per_layer_input) for each in (beside.gate, beside.output)]
-    summed = [base.get_submodule(path).weight.shape[-1] for path in {each.path for each in matrices}]
+    summed = [base.get_submodule(path).weight.shape[-1] for path in {*routers, *(each.path for each in matrices)}]
     heads = {(layer.mixer.heads, layer.mixer.kv_heads, layer.mixer.dim) for layer in layers}
-    return all(_are_known_sizes(*each, summed) for each in heads) and _have_dtype(model)
+    in_float32 = tuple(path for layer in layers for path in router_weights(layer))
+    return all(_are_known_sizes(*each, summed) for each in heads) and _have_dtype(model, in_float32)
 
 
 def _are_known_sizes(heads: int, kv_heads: int, dim: int, summed: Sequence[int]) -> bool:
@@ -108,8 +111,12 @@ def _are_known_sizes(heads: int, kv_heads: int, dim: int, summed: Sequence[int])
     )
 
 
-def _have_dtype(model: Any) -> bool:
-    return all(weight.is_contiguous() and weight.dtype == model.dtype for weight in model.parameters())
+def _have_dtype(model: Any, perhaps_float32: tuple[str, ...] = ()) -> bool:
+    return all(
+        weight.is_contiguous()
+        and (weight.dtype == model.dtype or (weight.dtype == torch.float32 and name.endswith(perhaps_float32)))
+        for name, weight in model.named_parameters()
+    )
 
 
 class GPUDecoder:
@@ -225,6 +232,8 @@ class GPUDecoder:
             angles, a = [self.angles[each] for each in layer.attention.angles], layer.attention
             attended = attend(number, a, linear_kernels.linear_parts(read, a.qkv, a.qkv_blocks, rows), angles)
             parts = linear_kernels.linear_parts(attended, a.output, a.output_blocks, rows)
+            if a.output_bias is not None:
+                parts[0] += a.output_bias
             output = {"output_norm": layer.mixer_output_norm, "scale": layer.residual_scale}
             if layer.parallel:
                 row_kernels.add_and_norm(parts, hidden, None, torch.empty_like(hidden), rows, **output)

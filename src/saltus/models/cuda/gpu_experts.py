@@ -111,17 +111,6 @@ class Mixture:
     shared: Any = None  # an MLP, which has `parts` as Mixture has
     shared_gate: Tensor | None = None  # [1, hidden]
 
-    @staticmethod
-    def is_of(mlp: Any) -> bool:
-        """True for a block of Transformers that has experts."""
-        return hasattr(mlp, "experts")
-
-    @classmethod
-    def of(cls, block: Any) -> Mixture:
-        """That of a block of MixtralForCausalLM or Qwen3MoeForCausalLM."""
-        normalized = getattr(block.gate, "norm_topk_prob", True)
-        return cls.described(Experts("gate", "experts", block.gate.top_k, is_normalized=normalized), Resolver(block))
-
     @classmethod
     def described(cls, experts: Experts, weights: Resolver, shared: Any = None) -> Mixture:
         """Of a description which `is_known_experts` knows; `shared` computes the MLP that it has beside experts."""

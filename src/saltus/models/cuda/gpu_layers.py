@@ -14,7 +14,16 @@ from saltus.models.cuda.described_layers import kinds_of_angles, layers_of, norm
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.gpu_experts import Mixture
 from saltus.models.cuda.packed_weight import GPUPackedWeight, joined_packed
-from saltus.models.decoder_description import Angles, Attention, Layer, PerLayerEmbeddings, PerLayerInput
+from saltus.models.decoder_description import (
+    MLP,
+    Angles,
+    Attention,
+    Layer,
+    PerLayerEmbeddings,
+    PerLayerInput,
+    experts_of,
+    mlp_of,
+)
 
 NO_SCALE = 1.0
 KindOfAngles = tuple[Angles, bool]
@@ -40,6 +49,7 @@ class GPUAttention:
     softcap: float | None = None
     sinks: Tensor | None = None
     shares: int | None = None  # the layer whose keys and values it reads, if they are not its own
+    output_bias: Tensor | None = None
 
     @property
     def size(self) -> tuple[int, int]:
@@ -68,7 +78,7 @@ class GPUAttention:
             a.heads, a.kv_heads, a.dim, a.scale, a.span, *merged(projections),  # pyright: ignore[reportArgumentType]
             *_one_weight(weights.module(a.output.path)), norms, tuple(map(kinds.index, kinds_of_angles(a))),
             None if a.value_norm is None else a.value_norm.epsilon, a.softcap,
-            None if a.sinks is None else weights.tensor(a.sinks), a.shares,
+            None if a.sinks is None else weights.tensor(a.sinks), a.shares, weights.module(a.output.path).bias,
         )  # fmt: skip
 
 
@@ -90,6 +100,12 @@ class GPUMLP:
         feeding = [each.detach() for each in joined_packed(gate_and_up)]
         down = down.detach()
         return cls(feeding, [down], blocks_of(feeding[0], parts=False), blocks_of(down), activation)
+
+    @classmethod
+    def described(cls, mlp: MLP, weights: Resolver) -> GPUMLP:
+        """Of a description which `described_for_gpu` knows."""
+        feeding = parts_of(layers_of([mlp.gate, mlp.up], weights.base), 2)  # pyright: ignore[reportArgumentType]
+        return cls.of(feeding, weights.module(mlp.down.path).weight, mlp.activation)
 
     def parts(self, x: Tensor, inputs: StaticInputs, first_slot: int) -> Tensor:
         """[parts, rows, hidden], float32, of x [padded rows, hidden]; as that of Mixture."""
@@ -186,25 +202,22 @@ class GPULayer:
     @classmethod
     def of_llama(cls, layer: Any, window: int | None) -> GPULayer:
         """A layer whose modules have Llama's names."""
-        mlp: Any = layer.mlp
-        if Mixture.is_of(mlp):
-            mlp = Mixture.of(mlp)
-        else:
-            mlp = GPUMLP.of([mlp.gate_proj.weight, mlp.up_proj.weight], mlp.down_proj.weight)
+        gate_and_up, down = [layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight], layer.mlp.down_proj.weight
         attention = GPUAttention.of_llama(layer.self_attn, window)
-        return cls(layer.input_layernorm, attention, layer.post_attention_layernorm, mlp)
+        return cls(layer.input_layernorm, attention, layer.post_attention_layernorm, GPUMLP.of(gate_and_up, down))
 
     @classmethod
     def described(cls, layer: Layer, weights: Resolver, kinds: Sequence[KindOfAngles]) -> GPULayer:
         """Of a description which `described_for_gpu` knows; `kinds`: the tables of angles."""
-        mlp: Any = layer.mlp
-        feeding = parts_of(layers_of([mlp.gate, mlp.up], weights.base), 2)
-        beside = layer.per_layer_input
+        beside, mlp = layer.per_layer_input, mlp_of(layer)
+        of_mlp: Any = None if mlp is None else GPUMLP.described(mlp, weights)
+        if (experts := experts_of(layer)) is not None:
+            of_mlp = Mixture.described(experts, weights, of_mlp)
         return cls(
             norm_of(layer.mixer_norm, weights),
             GPUAttention.described(layer.mixer, weights, kinds),  # pyright: ignore[reportArgumentType]
             norm_of(layer.mlp_norm, weights),
-            GPUMLP.of(feeding, weights.module(mlp.down.path).weight, mlp.activation),
+            of_mlp,
             norm_of(layer.mixer_output_norm, weights), norm_of(layer.mlp_output_norm, weights), layer.residual_scale,
             NO_SCALE if layer.output_scale is None else float(weights.tensor(layer.output_scale)),
             None if beside is None else GPUPerLayerInput.described(beside, weights), layer.parallel,
