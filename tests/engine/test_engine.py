@@ -885,6 +885,8 @@ def test_statistics_add_up(engine):
     assert found.seconds >= sum(step.seconds for step in answer.calls) >= found.prefill_seconds > 0
     assert found.draft_calls > 0
     assert answer.calls[0].context_tokens_read == len(engine.encode(PROMPT))
+    assert str(found).startswith(f"30 tokens in {found.calls} calls · {30 / found.calls:.2f} tokens a call · ")
+    assert "CallRecord" not in repr(answer), "one for each call: a screen full"
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

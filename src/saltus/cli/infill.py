@@ -65,7 +65,6 @@ def infill(
     inputs = read_text(file) if file is not None else read_stdin() if text == "-" else typed_text(str(text))
     from saltus.cli.answers import print_note
     from saltus.cli.open_engine import open_with_options
-    from saltus.cli.report import number_of
     from saltus.cli.shipped_infill_models import check_model, choose_model
     from saltus.engine.infill_template import parse_template
 
@@ -83,12 +82,7 @@ def infill(
         _print_record(infilling, model_options.model, engine.method)
         return
     _print_text(infilling, steps)
-    counted = infilling.statistics
-    print_note(
-        f"{number_of(counted.tokens, 'token')} in {number_of(counted.calls, 'call')}"
-        f" · {counted.tokens_per_call:.2f} tokens a call"
-        f" · {counted.tokens_per_second:.1f} tokens/s · {engine.method} on {model_options.model}"
-    )
+    print_note(f"{infilling.statistics} · {engine.method} on {model_options.model}")
 
 
 def _print_record(infilling: Any, model: str, method: str) -> None:

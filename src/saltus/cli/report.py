@@ -48,16 +48,7 @@ def write_result(
 
 def statistics_line(generation: Any, method: str) -> str:
     """The statistics line below an answer."""
-    counted = generation.statistics
-    parts = [
-        f"{number_of(counted.tokens, 'token')} in {number_of(counted.calls, 'call')}",
-        f"{counted.tokens_per_call:.2f} tokens a call",
-        f"{counted.tokens_per_second:.1f} tokens/s",
-        f"prefill {counted.prefill_seconds:.2f} s",
-        method,
-        FINISH_WORDS[generation.finish_reason],
-    ]
-    return " · ".join(parts)
+    return f"{generation.statistics} · {method} · {FINISH_WORDS[generation.finish_reason]}"
 
 
 def comparison_line(generation: Any, plain: Any, method: str, repeats: Sequence[tuple[Any, Any]] = ()) -> str:

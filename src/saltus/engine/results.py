@@ -100,6 +100,15 @@ class Statistics:
     ms_per_call: float  # median, without the prefill
     nodes_per_call: float  # draft tokens that a call verified, mean
 
+    def __str__(self) -> str:
+        """The line that commands print below an answer."""
+        counts = [
+            f"{count:,} {noun}{'' if count == 1 else 's'}"
+            for count, noun in ((self.tokens, "token"), (self.calls, "call"))
+        ]
+        rates = f"{self.tokens_per_call:.2f} tokens a call · {self.tokens_per_second:.1f} tokens/s"
+        return f"{' in '.join(counts)} · {rates} · prefill {self.prefill_seconds:.2f} s"
+
 
 def statistics_of(request: Request) -> Statistics:
     """The statistics of a request as far as it has been decoded."""
@@ -128,7 +137,7 @@ class Generation:
     text: str
     tokens: list[int]
     finish_reason: str | None  # "stop": an end token or a stop string; "length"; None: it was interrupted
-    calls: list[CallRecord]
+    calls: list[CallRecord] = field(repr=False)
     logprobs: list[float] | None
     statistics: Statistics
 
@@ -142,7 +151,7 @@ class Infilling:
     fillings: list[str]  # the text in each hole
     token_texts: list[list[str]]  # for each hole the text that each of its tokens adds
     tokens: list[int]  # decided tokens, hole by hole
-    calls: list[CallRecord]
+    calls: list[CallRecord] = field(repr=False)
     logprobs: list[float] | None
     statistics: Statistics
 
