@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import saltus
 from fake_cuda import fake_cuda
@@ -17,6 +17,7 @@ from loading.test_gguf import write
 from methods.published import reference_dflash, reference_eagle
 from methods.published.reference_dflash import block_drafter
 from methods.published.reference_eagle import published_head
+from methods.published.reference_gemma4_assistant import published_assistant
 from models.test_fixed_queries import adapter_folder
 from mtp_checkpoints import write_checkpoint
 from quantised_models import CASES, write_quantised
@@ -53,6 +54,10 @@ pytestmark = [
 PROMPTS = ["the cat sat on the mat and the cat sat on", "one two one two"]
 OWN_KERNELS = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
                "head_dim": 32}  # fmt: skip
+OWN_GEMMA4 = {
+    **OWN_KERNELS, "hidden_size_per_layer_input": 64, "global_head_dim": 64, "vocab_size_per_layer_input": 300,
+}  # fmt: skip
+OWN_ASSISTANT = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
 
 FIRST_LAYERS = {  # what drafters read of models with fewer layers, and how many these have
     "eagle": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, 4), "block": ({"target_layer_ids": [0, 1]}, 3),
@@ -463,6 +468,20 @@ def test_published_drafters_of_known_sizes_draft_by_our_kernels(
     network = engine.decoder.setup("ptp").networks["ptp"]
     layers = network.layers if "eagle" in kind else network.context_layers
     assert {name for name, *_ in layers.passes.pool.graphs} == passes
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_assistants_draft_by_our_kernels_over_the_targets_pages_or_in_torch(
+    device, monkeypatch, architecture_folder, tmp_path, exact
+):
+    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
+    folder = architecture_folder("Gemma4 of shared keys", **OWN_GEMMA4)
+    published_assistant(tmp_path, AutoModelForCausalLM.from_pretrained(folder), **OWN_ASSISTANT)
+    given = folder, {"ptp": {"model": str(tmp_path)}}
+    engine = load(*given, exact=exact)
+    check_texts(engine, ["ptp", "ptp+lookup"], temperature=0, tokens=5, twin=load(*given, device="cpu"))
+    assert engine.network.compute_path == ("native" if exact else "transformers")
+    assert bool(engine.decoder.setup("ptp").networks["ptp"].on_gpu) == bool(device.graphs) == exact
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from architectures import by_our_kernels, random_tree, text, tiny
+from architectures import GEMMA4_EXPERTS, by_our_kernels, random_tree, text, tiny
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.engine.prefix_tree import PrefixTree, supports_prefix_tree
@@ -133,6 +133,7 @@ MIXTURES = {
     "Mixtral": {"num_hidden_layers": 1}, "Qwen3Moe": {}, "Qwen2Moe": {"shared_expert_intermediate_size": 64},
     "Olmoe": {"num_hidden_layers": 1}, "Glm4Moe": {"moe_intermediate_size": 64}, "GraniteMoe": {},
     "GptOss": {}, "Dots1": {"moe_intermediate_size": 64}, "MiniMaxM2": {"num_hidden_layers": 1},
+    "Gemma4": {**GEMMA4_EXPERTS, "global_head_dim": 64},
     "ExaoneMoe": {"moe_intermediate_size": 64}, "Ernie4_5_Moe": {"moe_intermediate_size": 64, "use_bias": False},
 }  # fmt: skip
 

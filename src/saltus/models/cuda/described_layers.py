@@ -20,6 +20,7 @@ from saltus.models.decoder_description import (
     DecoderDescription,
     Experts,
     Layer,
+    MLPAndExperts,
     Norm,
     PerLayerEmbeddings,
     Weight,
@@ -46,13 +47,13 @@ def _have_all_tokens(inputs: PerLayerEmbeddings, model: Any) -> bool:
 
 
 def _is_known(layer: Layer, base: Any) -> bool:
-    attention, mlp = layer.mixer, layer.mlp
-    if layer.laurel or layer.altup or not isinstance(attention, Attention) or not isinstance(mlp, MLP | Experts):
+    attention = layer.mixer
+    if layer.laurel or layer.altup or not isinstance(attention, Attention):
         return False
     output_norms = layer.mixer_output_norm, layer.mlp_output_norm
     return (
         _is_known_attention(attention, base)
-        and (_is_known_mixture(mlp, base) if isinstance(mlp, Experts) else _is_known_mlp(mlp, base))
+        and _is_known_mlp_or_experts(layer.mlp, base)
         and (layer.per_layer_input is None or layer.per_layer_input.activation in ACTIVATIONS)
         and all(_is_known_norm(norm, base) for norm in (layer.mixer_norm, layer.mlp_norm))
         and all(_is_known_norm(norm, base) and not _is_centred(norm) for norm in output_norms)
@@ -111,8 +112,14 @@ def kinds_of_angles(a: Attention) -> list[tuple[Angles, bool]]:
     return [] if a.angles is None else [(each, a.rope_interleaved) for each in (a.query_angles or a.angles, a.angles)]
 
 
-def _is_known_mixture(experts: Experts, base: Any) -> bool:
-    return is_known_experts(experts, base) and (experts.shared is None or _is_known_mlp(experts.shared, base))
+def _is_known_mlp_or_experts(mlp: MLP | Experts | MLPAndExperts | None, base: Any) -> bool:
+    if isinstance(mlp, Experts):
+        return is_known_experts(mlp, base) and (mlp.shared is None or _is_known_mlp(mlp.shared, base))
+    if isinstance(mlp, MLPAndExperts):
+        norms = mlp.experts_norm, mlp.mlp_output_norm, mlp.experts_output_norm
+        parts = _is_known_mlp(mlp.mlp, base), _is_known_mlp_or_experts(mlp.experts, base)
+        return all(parts) and all(_is_known_norm(norm, base) and not _is_centred(norm) for norm in norms)
+    return mlp is not None and _is_known_mlp(mlp, base)
 
 
 def _is_known_mlp(mlp: MLP, base: Any) -> bool:

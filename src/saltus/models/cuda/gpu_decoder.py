@@ -17,7 +17,7 @@ from saltus.models.cpu.decoder_weights import Resolver
 from saltus.models.cpu.native_decoder import STATIC_ROPE_TYPES, is_unmodified_decoder
 from saltus.models.cuda.described_layers import described_for_gpu, kinds_of_angles, norm_of
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
-from saltus.models.cuda.gpu_layers import GPUAttention, GPULayer, GPUPerLayerEmbeddings
+from saltus.models.cuda.gpu_layers import GPUAttention, GPULayer, GPUMLPAndExperts, GPUPerLayerEmbeddings
 from saltus.models.cuda.kernel_support import has_kernels
 from saltus.models.cuda.kv_pages import KVPagePool
 from saltus.models.decoder_description import (
@@ -239,7 +239,10 @@ class GPUDecoder:
                 row_kernels.add_and_norm(parts, hidden, None, torch.empty_like(hidden), rows, **output)
             else:
                 row_kernels.add_and_norm(parts, hidden, layer.post_norm, x, rows, **output)
-            parts = layer.mlp.parts(x, inputs, pool.page_size)
+            if isinstance(layer.mlp, GPUMLPAndExperts):
+                parts = layer.mlp.parts(x, hidden, inputs, pool.page_size)
+            else:
+                parts = layer.mlp.parts(x, inputs, pool.page_size)
             output = {"output_norm": layer.mlp_output_norm, "scale": layer.residual_scale}
             if layer.per_layer_input is not None:
                 assert per_layer_parts is not None

@@ -19,6 +19,7 @@ from saltus.models.decoder_description import (
     Angles,
     Attention,
     Layer,
+    MLPAndExperts,
     PerLayerEmbeddings,
     PerLayerInput,
     experts_of,
@@ -118,6 +119,35 @@ class GPUMLP:
 
 
 @dataclass(frozen=True)
+@dataclass(frozen=True)
+class GPUMLPAndExperts:
+    """What `MLPAndExperts` describes."""
+
+    mlp: GPUMLP
+    experts: Mixture
+    experts_norm: Any
+    mlp_output_norm: Any
+    experts_output_norm: Any
+
+    @classmethod
+    def described(cls, both: MLPAndExperts, weights: Resolver) -> GPUMLPAndExperts:
+        norms = both.experts_norm, both.mlp_output_norm, both.experts_output_norm
+        mlp, experts = GPUMLP.described(both.mlp, weights), Mixture.described(both.experts, weights)
+        return cls(mlp, experts, *(norm_of(norm, weights) for norm in norms))
+
+    def parts(self, x: Tensor, state: Tensor, inputs: StaticInputs, first_slot: int) -> Tensor:
+        """[1, rows, hidden], float32, of x, the norm of the layer's state [padded rows, hidden]."""
+        from saltus.models.cuda.row_kernels import add_and_norm
+
+        rows, total, read = inputs.shape.num_rows, torch.zeros_like(state), torch.empty_like(state)
+        add_and_norm(None, state, self.experts_norm, read, rows)
+        of_mlp = self.mlp.parts(x, inputs, first_slot)
+        of_experts = self.experts.parts(read, inputs, first_slot, state)
+        for parts, norm in ((of_mlp, self.mlp_output_norm), (of_experts, self.experts_output_norm)):
+            add_and_norm(parts, total, None, read, rows, norm)
+        return total[None, :rows].float()
+
+
 class GPUPerLayerEmbeddings:
     """What `PerLayerEmbeddings` describes."""
 
@@ -191,7 +221,7 @@ class GPULayer:
     input_norm: Any
     attention: GPUAttention
     post_norm: Any
-    mlp: GPUMLP | Mixture
+    mlp: GPUMLP | Mixture | GPUMLPAndExperts
     mixer_output_norm: Any = None
     mlp_output_norm: Any = None
     residual_scale: float = NO_SCALE  # of what mixer and MLP give
@@ -211,7 +241,9 @@ class GPULayer:
         """Of a description which `described_for_gpu` knows; `kinds`: the tables of angles."""
         beside, mlp = layer.per_layer_input, mlp_of(layer)
         of_mlp: Any = None if mlp is None else GPUMLP.described(mlp, weights)
-        if (experts := experts_of(layer)) is not None:
+        if isinstance(layer.mlp, MLPAndExperts):
+            of_mlp = GPUMLPAndExperts.described(layer.mlp, weights)
+        elif (experts := experts_of(layer)) is not None:
             of_mlp = Mixture.described(experts, weights, of_mlp)
         return cls(
             norm_of(layer.mixer_norm, weights),
