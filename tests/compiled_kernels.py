@@ -192,7 +192,16 @@ def decode(
 
 def decode_described() -> None:
     """Calls of decoders with norms after mixer and MLP, another activation, other rotations or none."""
-    from transformers import CohereConfig, Exaone4Config, Gemma2Config, Gemma3TextConfig, Glm4Config, Olmo2Config
+    from transformers import (
+        CohereConfig,
+        Exaone4Config,
+        Gemma2Config,
+        Gemma3TextConfig,
+        Glm4Config,
+        GptOssConfig,
+        HunYuanDenseV1Config,
+        Olmo2Config,
+    )
 
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 1, "vocab_size": 300, "head_dim": 256,
@@ -201,6 +210,7 @@ def decode_described() -> None:
     for config in (
         Gemma3TextConfig(**sizes), Exaone4Config(**sizes), Glm4Config(**sizes, pad_token_id=0),
         Olmo2Config(**sizes | many_heads), Gemma2Config(**sizes), CohereConfig(**sizes), gemma4(),
+        HunYuanDenseV1Config(**sizes), GptOssConfig(**sizes, num_local_experts=4),
     ):  # fmt: skip
         run(described(config), 1)
 

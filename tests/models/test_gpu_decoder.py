@@ -52,6 +52,8 @@ def decoded(name: str, described: bool = False, **changes) -> tuple[CausalNetwor
     for path, values in model.named_parameters():
         if path.endswith("_proj.bias"):  # zeros otherwise
             torch.nn.init.normal_(values, std=0.3)
+        elif path.endswith(("q_norm.weight", "k_norm.weight", "query_layernorm.weight", "key_layernorm.weight")):
+            torch.nn.init.uniform_(values, 0.5, 1.5)
     exact = copy.deepcopy(model).double()
     exact.set_experts_implementation("eager")
     plain = CausalNetwork(exact, fixed_shapes=False, batch_invariant=False)
@@ -96,7 +98,7 @@ DESCRIBED = {
     "Gemma4 of shared keys": {
         "sliding_window": 50, "global_head_dim": 64, "hidden_size_per_layer_input": 64, "num_hidden_layers": 4,
     },
-    "Gemma4Unified": {"sliding_window": 50, "global_head_dim": 64},
+    "HunYuanDenseV1": {}, "Gemma4Unified": {"sliding_window": 50, "global_head_dim": 64},
 }  # fmt: skip
 
 
@@ -135,6 +137,7 @@ MIXTURES = {
     "GptOss": {}, "Dots1": {"moe_intermediate_size": 64}, "MiniMaxM2": {"num_hidden_layers": 1},
     "Gemma4": {**GEMMA4_EXPERTS, "global_head_dim": 64},
     "ExaoneMoe": {"moe_intermediate_size": 64}, "Ernie4_5_Moe": {"moe_intermediate_size": 64, "use_bias": False},
+    "HunYuanMoEV1": {"moe_topk": 2},
 }  # fmt: skip
 
 

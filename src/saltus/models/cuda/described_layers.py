@@ -69,7 +69,7 @@ def _is_centred(norm: Norm | None) -> bool:
 
 
 def _is_known_attention(a: Attention, base: Any) -> bool:
-    if a.norms_rotated or a.gated or not (a.span is None or isinstance(a.span, int)):
+    if (a.norms_rotated and not a.norm_per_head) or a.gated or not (a.span is None or isinstance(a.span, int)):
         return False
     if a.shares is None and (a.key is None or (a.query_norm is None) != (a.key_norm is None)):
         return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,7 +73,8 @@ class GPUAttention:
         norms = None
         if a.query_norm is not None:
             every = not a.norm_per_head
-            norms = tuple(norm_of(each or a.query_norm, weights, every) for each in (a.query_norm, a.key_norm))
+            norms = (norm_of(each or a.query_norm, weights, every) for each in (a.query_norm, a.key_norm))
+            norms = tuple(replace(norm, rotated=a.norms_rotated) for norm in norms)
         projections = layers_of([each for each in (a.query, a.key, a.value) if each], weights.base)
         return cls(
             a.heads, a.kv_heads, a.dim, a.scale, a.span, *merged(projections),  # pyright: ignore[reportArgumentType]

@@ -85,19 +85,31 @@ def _summed(
     return total.to(dtype).to(tl.float32)
 
 
+@device_function
+def _normed_head(first, second, norm, at_first, at_second, scale, ROUNDS_ONCE: tl.constexpr, dtype: tl.constexpr):
+    """Both halves times `scale` and the weights of a norm, rounded."""
+    first, second = first * scale, second * scale
+    if not ROUNDS_ONCE:
+        first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+    first = (tl.load(norm + at_first).to(tl.float32) * first).to(dtype).to(tl.float32)
+    second = (tl.load(norm + at_second).to(tl.float32) * second).to(dtype).to(tl.float32)
+    return first, second
+
+
 @kernel("num_rows", "epsilon", "value_epsilon")
 def _rotate_and_store(
     parts, bias, query_norm, key_norm, query_cosines, query_sines, key_cosines, key_sines, positions, slots, queries,
     keys, values, num_rows, epsilon, value_epsilon,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr,
-    NORMED: tl.constexpr, ALL_HEADS: tl.constexpr, ROUNDS_ONCE: tl.constexpr, WIDTH: tl.constexpr,
-    INTERLEAVED: tl.constexpr, PADDED_HEADS: tl.constexpr, VALUES: tl.constexpr, VALUE_NORMED: tl.constexpr,
+    NORMED: tl.constexpr, ALL_HEADS: tl.constexpr, ROTATED: tl.constexpr, ROUNDS_ONCE: tl.constexpr,
+    WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, PADDED_HEADS: tl.constexpr, VALUES: tl.constexpr,
+    VALUE_NORMED: tl.constexpr,
 ):  # fmt: skip
     """One head of one row: sum its parts, rotate queries and keys (Su et al. 2021), write keys and values to slots.
 
     The first WIDTH dimensions are rotated, in pairs that lie beside each other or half of them apart. A norm is that of
-    the head, or of all heads of queries or of keys. Without VALUES, values are the keys before their norm; they may
-    have a norm of their own, without weights.
+    the head, or of all heads of queries or of keys, or that of the ROTATED head. Without VALUES, values are the keys
+    before their norm; they may have a norm of their own, without weights.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     size: tl.constexpr = (HEADS + (1 + VALUES) * KV_HEADS) * DIM
@@ -125,8 +137,8 @@ def _rotate_and_store(
         tl.store(to + at_first, first.to(dtype))
         tl.store(to + at_second, second.to(dtype))
     else:
-        if NORMED:
-            norm = query_norm if head < HEADS else key_norm
+        norm = query_norm if head < HEADS else key_norm
+        if NORMED and not ROTATED:
             if ALL_HEADS:
                 begin, count = tl.where(head < HEADS, 0, HEADS), tl.where(head < HEADS, HEADS, KV_HEADS)
                 other, dim = tl.arange(0, PADDED_HEADS)[:, None], tl.arange(0, DIM)[None, :]
@@ -137,11 +149,7 @@ def _rotate_and_store(
                 norm += (head - begin) * DIM
             else:
                 scale = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / DIM + epsilon)
-            first, second = first * scale, second * scale
-            if not ROUNDS_ONCE:
-                first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
-            first = (tl.load(norm + at_first).to(tl.float32) * first).to(dtype).to(tl.float32)
-            second = (tl.load(norm + at_second).to(tl.float32) * second).to(dtype).to(tl.float32)
+            first, second = _normed_head(first, second, norm, at_first, at_second, scale, ROUNDS_ONCE, dtype)
         left, right = first, second
         if WIDTH > 0:
             angle, is_turned = tl.load(positions + row) * WIDTH + at, at < turned
@@ -151,6 +159,10 @@ def _rotate_and_store(
             sin = tl.load(sines + angle, mask=is_turned, other=0.0).to(tl.float32)
             left = (first * cos).to(dtype).to(tl.float32) + (-second * sin).to(dtype).to(tl.float32)
             right = (second * cos).to(dtype).to(tl.float32) + (first * sin).to(dtype).to(tl.float32)
+        if NORMED and ROTATED:
+            left, right = left.to(dtype).to(tl.float32), right.to(dtype).to(tl.float32)
+            scale = tl.rsqrt((tl.sum(left * left, 0) + tl.sum(right * right, 0)) / DIM + epsilon)
+            left, right = _normed_head(left, right, norm, at_first, at_second, scale, ROUNDS_ONCE, dtype)
         if head < HEADS:  # noqa: SIM108  # pointers of two tensors
             to = queries + (row * HEADS + head) * DIM
         else:
@@ -167,6 +179,7 @@ class KernelNorm:
     variance_epsilon: float
     rounds_once: bool = False  # after the product with the weight, and not before it, too
     all_heads: bool = False  # of queries or keys: not of each head
+    rotated: bool = False  # likewise: of each head after it is rotated
     centred: bool = False  # a LayerNorm, of layers' inputs
 
 
@@ -232,7 +245,8 @@ def rotate_and_store(
         queries, unused if keys is None else keys, unused if values is None else values, rows,
         0.0 if norms is None else norms[0].variance_epsilon, value_epsilon or 0.0,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PARTS=len(parts), BIASED=bias is not None, NORMED=norms is not None,
-        ALL_HEADS=all_heads, ROUNDS_ONCE=norms is not None and rounds_once(norms[0]),
+        ALL_HEADS=all_heads, ROTATED=norms is not None and getattr(norms[0], "rotated", False),
+        ROUNDS_ONCE=norms is not None and rounds_once(norms[0]),
         WIDTH=of_keys.cosines.shape[1] if angles else 0, INTERLEAVED=of_keys.interleaved,
         PADDED_HEADS=power_of_two(max(heads, kv_heads)), VALUES=parts.shape[2] == (heads + 2 * kv_heads) * dim,
         VALUE_NORMED=value_epsilon is not None, num_warps=4 if all_heads else 1,
