@@ -13,13 +13,19 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
+from test_gpu_packed_weights import blocks
+
 from architectures import GEMMA4_EXPERTS, WITH_FLOAT32_ROUTERS, tiny
+from saltus.kernels import native
+from saltus.kernels.packed_weight import PackedWeight
 from saltus.models.architectures import describe_decoder
 from saltus.models.cpu.decoder_weights import Resolver
 from saltus.models.cuda.described_experts import is_known_experts
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.fixed_shape_calls import FixedShape
 from saltus.models.cuda.gpu_experts import Mixture
+from saltus.models.cuda.packed_planes import Q
+from saltus.models.cuda.packed_weight import GPUPackedWeight
 from saltus.models.decoder_description import Experts, experts_of
 from saltus.models.decoder_of import decoder_of
 
@@ -29,10 +35,10 @@ ROUTED = {"routed_scaling_factor": 2.5}
 GROUPS = {**ROUTED, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
 EXACT = {"Mixtral", "Glm4Moe", "Dots1", "MiniMaxM2", "ExaoneMoe"}  # in the others Transformers rounds weights
 BLOCKS: dict[str, dict[str, Any]] = {
-    "Mixtral": {}, "Qwen3Moe": {}, "Qwen2Moe": {}, "Olmoe": {}, "Glm4Moe": GROUPS, "GptOss": {"swiglu_limit": 1.0},
-    "GraniteMoe": {}, "Dots1": ROUTED, "Ernie4_5_Moe": {}, "HunYuanMoEV1": {}, "MiniMaxM2": {}, "ExaoneMoe": ROUTED,
-    "Gemma4": GEMMA4_EXPERTS, "Llama4": {"num_experts_per_tok": 2, "interleave_moe_layer_step": 1},
-    "NemotronH with experts": {},
+    "Mixtral": {}, "Qwen3Moe": {}, "Qwen2Moe": {"moe_intermediate_size": 64}, "Olmoe": {}, "Glm4Moe": GROUPS,
+    "GptOss": {"swiglu_limit": 1.0, "intermediate_size": 64}, "GraniteMoe": {}, "Dots1": ROUTED, "Ernie4_5_Moe": {},
+    "HunYuanMoEV1": {}, "MiniMaxM2": {}, "ExaoneMoe": ROUTED, "Gemma4": GEMMA4_EXPERTS,
+    "Llama4": {"num_experts_per_tok": 2, "interleave_moe_layer_step": 1}, "NemotronH with experts": {},
 }  # fmt: skip
 
 pytestmark = pytest.mark.slow
@@ -154,6 +160,30 @@ def test_biases_are_added(path):
         if name.endswith("bias"):
             values.zero_()
     assert (run(base, experts, None, x) - found).norm() > 4 * BOUND * found.norm()
+
+
+@pytest.mark.skipif(native.load_kernels() is None, reason="packed weights need compiled kernels")
+@pytest.mark.parametrize("name", ["GptOss", "Qwen2Moe"])  # stacks that would be transposed, with biases, and others
+@torch.inference_mode()
+def test_packed_stacks_give_what_their_numbers_give(name):
+    base, experts, *_ = block_of(name)
+    base, experts = deepcopy(base).float(), replace(experts, shared=None, shared_gate=None)
+    module: Any = base.get_submodule(experts.experts)
+    x = inputs_of(experts)[0].float()
+    packed, found = {}, []
+    for stack in ("gate_up_proj", "down_proj"):
+        count, outputs, inputs = (getattr(module, stack).mT if experts.is_transposed else getattr(module, stack)).shape
+        weight = PackedWeight.from_blocks(
+            blocks(Q.Q8_0, count * outputs, inputs).unflatten(0, (count, outputs)), Q.Q8_0, "int8"
+        )
+        packed[stack] = GPUPackedWeight.from_packed(weight, DEVICE)
+        numbers = packed[stack].dequantize().float()
+        module._parameters[stack] = (numbers.mT if experts.is_transposed else numbers).contiguous()
+    found.append(run(base, experts, None, x))
+    module._parameters.update(packed)
+    found.append(run(base, experts, None, x))
+    assert (found[1] - found[0]).norm() < 8e-3 * found[0].norm()
+    assert torch.equal(run(base, experts, None, x[3:4])[0], found[1][3])
 
 
 @pytest.mark.parametrize(
