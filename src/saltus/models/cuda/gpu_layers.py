@@ -120,7 +120,6 @@ class GPUMLP:
 
 
 @dataclass(frozen=True)
-@dataclass(frozen=True)
 class GPUMLPAndExperts:
     """What `MLPAndExperts` describes."""
 
@@ -149,6 +148,7 @@ class GPUMLPAndExperts:
         return total[None, :rows].float()
 
 
+@dataclass(frozen=True)
 class GPUPerLayerEmbeddings:
     """What `PerLayerEmbeddings` describes."""
 
