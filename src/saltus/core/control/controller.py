@@ -13,8 +13,10 @@ from saltus.core.native_tree import best_size, grow_natively
 from saltus.core.tree import Drafts, Tree, grow_tree
 
 # Of the time of a plain decoding step: where each draft token takes more, none is looked for. All texts of a batch wait
-# while the host looks for drafts of one, a tenth of a call in all, and drafts that are right nine times in ten are few.
-MAX_DRAFT_COST = 0.55
+# while the host looks for drafts of one, of 16 a tenth of a call in all, and drafts that are right nine times in ten
+# are few. So this is the limit of a large batch, and a text alone has another.
+MAX_DRAFT_COST, MAX_DRAFT_COST_ALONE = 0.55, 0.9
+CHEAP_DRAFT = 0.1  # of the same time: where a draft token takes less, no call is made without any to see what it takes
 EMPTY_TREE = grow_tree((), 0, 0)
 
 
@@ -63,12 +65,21 @@ class Controller:
 
     def min_expected_tokens(self) -> float:
         """A node with fewer cannot pay for its row, even if rows cost as little as at the best number of rows."""
-        return self.call_cost.least_row_seconds() / self.call_cost.seconds_for(1) if self.adaptive else 0.0
+        if not self.adaptive or self.call_cost.wants_more_rows:
+            return 0.0
+        return self.call_cost.least_row_seconds() / self.call_cost.seconds_for(1)
 
     def can_pay(self) -> bool:
-        """False while rows are so dear, as in a full batch, that hardly any draft token could pay for its own."""
-        costs = self.call_cost
-        return not self.adaptive or costs.least_draft_seconds() < MAX_DRAFT_COST * costs.seconds_for(1)
+        """False while rows are so dear, as in a full batch, that hardly any draft token could pay for its own.
+
+        After many calls without drafts some are tried, and after many of one size a call without any: what rows cost
+        may have changed, or never have been known.
+        """
+        if not self.adaptive or self.call_cost.wants_more_rows:
+            return True
+        cost = self.call_cost.least_draft_seconds() / self.call_cost.seconds_for(1)
+        limit = MAX_DRAFT_COST + (MAX_DRAFT_COST_ALONE - MAX_DRAFT_COST) / self.batch_size
+        return cost < (CHEAP_DRAFT if self.call_cost.wants_fewer_rows else limit)
 
     def offered_tree(self, drafts: Sequence[Drafts], max_depth: int) -> Tree:
         """The tree of all drafts, at most `max_draft_tokens` nodes, by what their sources' records are worth."""
@@ -94,11 +105,12 @@ class Controller:
         if not tree.tokens:
             return 0
         sampled = any(tree.distributions)
+        least = int(self.call_cost.wants_more_rows and not sampled)
         if not sampled:
             size = best_size(self.call_cost.seconds, tree.expected_tokens[: self.max_draft_tokens])
             if size is not None:
-                return size
-        best, best_rate, expected = 0, 1 / self.call_cost.seconds_for(1), 1.0
+                return max(size, least)
+        best, best_rate, expected = least, 1 / self.call_cost.seconds_for(1), 1.0
         for n, value in enumerate(tree.expected_tokens[: self.max_draft_tokens], start=1):
             expected += value
             rate = expected / self.call_cost.seconds_for(n + 1)
