@@ -57,6 +57,9 @@ OWN_KERNELS = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads"
 OWN_GEMMA4 = {
     **OWN_KERNELS, "hidden_size_per_layer_input": 64, "global_head_dim": 64, "vocab_size_per_layer_input": 300,
 }  # fmt: skip
+OWN_STATES = {  # sizes of layers with a state
+    "Qwen3_5": {"linear_value_head_dim": 16}, "Lfm2": {}, "Bamba": {"mamba_n_heads": 8, "mamba_d_head": 16},
+}  # fmt: skip
 OWN_ASSISTANT = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
 
 FIRST_LAYERS = {  # what drafters read of models with fewer layers, and how many these have
@@ -408,10 +411,23 @@ def test_without_our_kernels_a_warning_says_what_does_not_hold_of_experts(
 
 
 @pytest.mark.parametrize("name", ["Qwen3_5", "Lfm2", "FalconH1", "NemotronH", "Mamba2"])
-def test_layers_with_states_are_refused_in_a_line(device, architecture_folder, name):
+def test_layers_with_states_that_our_kernels_do_not_know_are_refused_in_a_line(device, architecture_folder, name):
     with pytest.raises(ValueError, match="cannot be served") as error:
         load(architecture_folder(name))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "method"), [("Qwen3_5", "small_model"), ("Lfm2", "lookup"), ("Bamba", "lookup")])
+def test_layers_with_states_decode_by_our_kernels(device, monkeypatch, architecture_folder, name, method):
+    """The text of a draft model goes back with each draft."""
+    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
+    folder = architecture_folder(name, **OWN_KERNELS, **OWN_STATES[name])
+    given = folder, {"small_model": {"model": str(folder)}}
+    engine = load(*given, exact=name != "Lfm2")
+    assert engine.network.compute_path == "native"
+    check_texts(engine, [method], tokens=6, twin=load(*given, device="cpu"))
+    with pytest.raises(ValueError, match="does not draft for a model that keeps a state"):
+        engine.network.attach_adapter(new_adapter(engine.network.model))
 
 
 def test_heads_of_a_checkpoint_draft(device, tmp_path):

@@ -28,7 +28,7 @@ def supports_prefix_tree(network: TargetNetwork) -> bool:
         return False
     runner = getattr(network, "fixed_shape_runner", None)
     if runner is not None:  # fixed shapes alone read prompts from their beginning
-        return runner.decoder is not None
+        return runner.decoder is not None and runner.states is None
     return network.model.device.type == "cpu" and network.batch_invariant and not network.any_subset
 
 

@@ -20,6 +20,7 @@ from saltus.models.architectures import describe_decoder, ignored_setting, why_n
 from saltus.models.causal import CausalNetwork
 from saltus.models.cpu.native_decoder import supports_native_decoder
 from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
+from saltus.models.cuda.gpu_decoder import description_on_gpu
 from saltus.models.evabyte import EvaByteNetwork
 from saltus.models.evabyte_decoder import EvaByteDecoder
 from saltus.models.packed_decoder import PackedDecoder
@@ -136,7 +137,7 @@ def _why_no_layers(model: Any) -> tuple[str, str] | None:
     if description is None and (others := sorted(kinds_of_layers(model) & OTHER_KEYS)):
         return f"its {others[0]} layers attend to other keys than those of the text", OTHER_MODEL
     kinds = recurrent_layer_types(model)
-    if not kinds or supports_native_decoder(model):
+    if not kinds or supports_native_decoder(model) or description_on_gpu(model) is not None:
         return None
     state = f"it keeps a state in {kinds[0]} layers"
     if (what := why_not_described(model)) is not None:
@@ -145,7 +146,7 @@ def _why_no_layers(model: Any) -> tuple[str, str] | None:
         return f"{state}, and Transformers' layers cannot discard a rejected draft from it", OTHER_MODEL
     cure = "install a C compiler, such as gcc, or the package ziglang"
     if model.device.type != "cpu":
-        cure = "load it on the CPU (--device cpu, device='cpu')"
+        cure = "load it in bfloat16, which our kernels for GPUs read, or on the CPU (--device cpu, device='cpu')"
     elif native.kernel("linear", model.dtype, model.device) is not None:
         cure = "load it without hooks or changed layers, all weights in one type"
-    return f"{state}, which only compiled kernels on a CPU can read", cure
+    return f"{state}, which only our own kernels can read", cure

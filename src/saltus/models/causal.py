@@ -36,6 +36,7 @@ from saltus.models.hidden_state_capture import HiddenStateCapture
 from saltus.models.long_rope import LongRope, find_long_rope
 from saltus.models.packed_decoder import PackedDecoder, transformers_model
 from saltus.models.packed_experts import experts_implementation
+from saltus.models.recurrent_layers import recurrent_layer_types
 
 log = logging.getLogger("saltus")
 
@@ -86,6 +87,8 @@ class CausalNetwork:
     def __post_init__(self) -> None:
         self.device = self.model.device
         fixed = self.device.type == "cuda" if self.fixed_shapes is None else self.fixed_shapes
+        if fixed and recurrent_layer_types(self.model):  # nothing but our kernels reads trees into states
+            self.batch_invariant = True
         fixed = fixed and self.batch_invariant
         if not isinstance(self.model, PackedDecoder):
             attention.install_attention(self.model)
@@ -140,7 +143,9 @@ class CausalNetwork:
     @property
     def state_sizes(self) -> StateSizes | None:
         """What recurrent layers keep; None if there are none."""
-        decoder = self.native_decoder
+        decoder, runner = self.native_decoder, self.fixed_shape_runner
+        if runner is not None and runner.states is not None:
+            return StateSizes(runner.states.slot_bytes, runner.states.node_bytes)
         return decoder.layers.states if isinstance(decoder, NativeDecoder) and decoder.layers.states.state else None
 
     def new_kv_cache(self) -> Any:
@@ -171,6 +176,11 @@ class CausalNetwork:
         """Use this adapter, with its present weights, for query nodes. Errors: ValueError if it does not fit."""
         if adapter is not None:
             adapter.check_fits(self.model)
+            if self.fixed_shape_runner is not None and self.fixed_shape_runner.states is not None:
+                raise ValueError(
+                    "on a GPU an adapter does not draft for a model that keeps a state; load it on the CPU"
+                    " (--device cpu, device='cpu'), or take another method, such as lookup"
+                )
         with self.lock:
             self.adapter = adapter
             if adapter is not None and self.fixed_shape_runner is not None and isinstance(self.model, PackedDecoder):

@@ -12,6 +12,7 @@ from saltus.models.architectures import describe_decoder
 from saltus.models.cpu.decoder_weights import Resolver
 from saltus.models.cpu.native_decoder import STATIC_ROPE_TYPES, is_unmodified_decoder
 from saltus.models.cuda.described_experts import is_known_experts
+from saltus.models.cuda.gpu_recurrent import is_known_recurrence
 from saltus.models.cuda.packed_weight import GPUPackedWeight
 from saltus.models.decoder_description import (
     MLP,
@@ -47,12 +48,11 @@ def _have_all_tokens(inputs: PerLayerEmbeddings, model: Any) -> bool:
 
 
 def _is_known(layer: Layer, base: Any) -> bool:
-    attention = layer.mixer
-    if layer.laurel or layer.altup or not isinstance(attention, Attention):
+    if layer.laurel or layer.altup:
         return False
     output_norms = layer.mixer_output_norm, layer.mlp_output_norm
     return (
-        _is_known_attention(attention, base)
+        _is_known_mixer(layer.mixer, base)
         and _is_known_mlp_or_experts(layer.mlp, base)
         and (layer.per_layer_input is None or layer.per_layer_input.activation in ACTIVATIONS)
         and all(_is_known_norm(norm, base) for norm in (layer.mixer_norm, layer.mlp_norm))
@@ -68,8 +68,12 @@ def _is_centred(norm: Norm | None) -> bool:
     return norm is not None and norm.kind == "layer"
 
 
+def _is_known_mixer(mixer: Any, base: Any) -> bool:
+    return _is_known_attention(mixer, base) if isinstance(mixer, Attention) else is_known_recurrence(mixer, base)
+
+
 def _is_known_attention(a: Attention, base: Any) -> bool:
-    if (a.norms_rotated and not a.norm_per_head) or a.gated or not (a.span is None or isinstance(a.span, int)):
+    if ((a.norms_rotated or a.gated) and not a.norm_per_head) or not (a.span is None or isinstance(a.span, int)):
         return False
     if a.shares is None and (a.key is None or (a.query_norm is None) != (a.key_norm is None)):
         return False

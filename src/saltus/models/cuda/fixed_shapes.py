@@ -44,8 +44,11 @@ from saltus.models.cuda.fixed_shape_calls import (
 )
 from saltus.models.cuda.gpu_decoder import GPUDecoder
 from saltus.models.cuda.gpu_experts import GPU_EXPERTS
+from saltus.models.cuda.gpu_recurrent import StatesOfCall
 from saltus.models.cuda.kernel_support import has_kernels
 from saltus.models.cuda.kv_pages import FixedShapeKVCache, KVPagePool
+from saltus.models.cuda.recurrent_inputs import RecurrentInputs, keep_snapshots
+from saltus.models.cuda.state_pages import StateKVCache, StatePool
 from saltus.models.gated_lora import Adapter, StaticGate
 from saltus.models.memory_use import layer_sizes
 
@@ -110,16 +113,23 @@ class FixedShapeRunner:
     adapter: Adapter | None = None  # of the query rows
     query_inputs: QueryInputs | None = None  # for this adapter
     static_inputs: dict[FixedShape, StaticInputs] = field(default_factory=dict)
+    states: StatePool | None = field(init=False, default=None)  # of recurrent layers
+    recurrent_inputs: dict[FixedShape, RecurrentInputs] = field(init=False, default_factory=dict)
     capture: GraphCapture = field(init=False)
 
     def __post_init__(self) -> None:
         self.pool = KVPagePool(self.num_layers, self.settings.page_size)
         self.capture = GraphCapture(self.device)
+        if self.decoder is not None and (shape := self.decoder.state_shape) is not None:
+            count, dtype = len(self.decoder.places_of_states), self.decoder.model.dtype
+            self.states = StatePool(count, shape, dtype, self.device, self.pool.graphs.clear)
         if self.device.type == "cuda":  # parts of a product's sums are added in float32, in this process from now on
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
     def new_kv_cache(self) -> FixedShapeKVCache:
-        return FixedShapeKVCache(self.pool)
+        if self.states is None:
+            return FixedShapeKVCache(self.pool)
+        return StateKVCache(self.pool, states=self.states)
 
     def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[FixedShapeKVCache]) -> list[ForwardOutputs]:
         """Logits after each decided text and after each of its nodes.
@@ -136,6 +146,8 @@ class FixedShapeRunner:
         read = [len(inputs.canvas.decided_prefix) - length for inputs, length in zip(batch, past, strict=True)]
         for inputs, kv_cache in zip(batch, kv_caches, strict=True):
             kv_cache.reserve(len(inputs.canvas.decided_prefix) + len(inputs.tokens))
+            if isinstance(kv_cache, StateKVCache):
+                kv_cache.reserve_nodes(len(inputs.tokens))
         try:
             outputs = self._forward(batch, kv_caches, past)
             candidates = find_candidates(batch, [each.logits for each in outputs])
@@ -187,6 +199,8 @@ class FixedShapeRunner:
         found, places, num_found = list[Tensor](), [list[slice]() for _ in batch], 0  # of each text, in `found`
         for call in self._calls(texts, settings):
             out, placed = self._run_call(call), list(call.placed())
+            if self.states is not None:
+                keep_snapshots(call)
             ends = [start + part.num_rows for start, part in placed]
             outputs = [
                 (max(start, end - 1 - int(part.output_rows[-1])), end, part.text)
@@ -252,7 +266,7 @@ class FixedShapeRunner:
         shape = call.shape
         if shape not in self.static_inputs:
             self.static_inputs[shape] = StaticInputs(shape, self.settings.max_tree_depth, self.device)
-        inputs, queries = self.static_inputs[shape], None
+        inputs, queries, recurrent = self.static_inputs[shape], None, self._allocated_recurrent_inputs(shape)
         if self.decoder is not None and self.decoder.reserve_positions(
             1 + max(int(p.positions.max()) for p in call.parts)
         ):
@@ -263,6 +277,8 @@ class FixedShapeRunner:
         if self.use_cuda_graphs and key not in self.pool.graphs:
             self._capture_cuda_graph(inputs, queries)
         inputs.fill(call)
+        if recurrent is not None:
+            recurrent.fill(call)
         if queries is not None:
             assert self.adapter is not None
             queries.fill(call, self.adapter)
@@ -271,6 +287,13 @@ class FixedShapeRunner:
         graph, out = self.pool.graphs[key]
         graph.replay()
         return out
+
+    def _allocated_recurrent_inputs(self, shape: FixedShape) -> RecurrentInputs | None:
+        """Those of calls of a model with states."""
+        if self.states is not None and shape not in self.recurrent_inputs:
+            taps, depth = self.states.shape.taps, self.settings.max_tree_depth
+            self.recurrent_inputs[shape] = RecurrentInputs(shape, taps, depth, self.device)
+        return self.recurrent_inputs.get(shape)
 
     def _allocated_query_inputs(self, shape: FixedShape) -> QueryInputs:
         """Those of decoding calls; prompts have no queries."""
@@ -282,7 +305,10 @@ class FixedShapeRunner:
 
     def _run_static_inputs(self, inputs: StaticInputs, queries: QueryInputs | None) -> CallOutputs:
         if queries is None and self.decoder is not None:
-            return CallOutputs.of(*self.decoder(inputs, self.pool, self.hidden_state_layers), inputs)
+            states = None
+            if self.states is not None:
+                states = StatesOfCall(self.states, self.recurrent_inputs[inputs.shape])
+            return CallOutputs.of(*self.decoder(inputs, self.pool, self.hidden_state_layers, states), inputs)
         call = FixedShapeAttention(self.pool, inputs, self.settings.pages_per_block, queries)
         with attention.attention_context(call):
             gate = None if queries is None else queries.gate
@@ -292,6 +318,8 @@ class FixedShapeRunner:
     def _capture_cuda_graph(self, inputs: StaticInputs, queries: QueryInputs | None) -> None:
         """Capture a call, or go on without graphs."""
         inputs.clear()
+        if self.states is not None:
+            self.recurrent_inputs[inputs.shape].clear()
         if queries is not None:
             queries.clear()
         captured = self.capture.capture_or_warn(

@@ -18,11 +18,14 @@ from saltus.models.cpu.native_decoder import STATIC_ROPE_TYPES, is_unmodified_de
 from saltus.models.cuda.described_layers import described_for_gpu, kinds_of_angles, norm_of
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.gpu_layers import GPUAttention, GPULayer, GPUMLPAndExperts, GPUPerLayerEmbeddings
+from saltus.models.cuda.gpu_recurrent import StatesOfCall
 from saltus.models.cuda.kernel_support import has_kernels
 from saltus.models.cuda.kv_pages import KVPagePool
+from saltus.models.cuda.state_pages import StateShape
 from saltus.models.decoder_description import (
     LLAMA_DECODERS,
     Angles,
+    Attention,
     DecoderDescription,
     experts_of,
     mlp_of,
@@ -37,6 +40,7 @@ DEPTH_MULTIPLE = 64  # of the sizes that products sum over
 # more do not fit into the shared memory of most GPUs.
 MAX_SHARED_HEADS, MAX_SHARED_NUMBERS = 16, 2048
 MAX_HEAD_DIM = 512
+RECURRENT_CONSTANTS = ".A_log", ".dt_bias", ".D"  # which Transformers may keep in float32
 FIRST_ANGLES = 8192  # positions of the table of angles, at first
 
 
@@ -49,10 +53,16 @@ def gpu_decoder_of(model: Any) -> GPUDecoder | None:
     """What decodes a model on a GPU by our kernels; None where they do not know its layers."""
     if supports_gpu_decoder(model):
         return GPUDecoder(model)
+    description = description_on_gpu(model)
+    return None if description is None else GPUDecoder(model, (), description)
+
+
+def description_on_gpu(model: Any) -> DecoderDescription | None:
+    """What a model on a GPU computes, if our kernels decode it by its description; else None."""
     if model.device.type != "cuda" or not has_kernels_for(model.dtype):
         return None
     description = described_for_gpu(model)
-    return None if description is None or not fits_described(model, description) else GPUDecoder(model, (), description)
+    return None if description is None or not fits_described(model, description) else description
 
 
 def can_decode(model: Any) -> bool:
@@ -89,11 +99,12 @@ def fits_described(model: Any, description: DecoderDescription) -> bool:
     layers: list[Any] = list(description.layers)
     base, routers = decoder_of(model), [experts.router for layer in layers if (experts := experts_of(layer))]
     matrices = [layer.mixer.output for layer in layers]
+    attention = [layer.mixer for layer in layers if isinstance(layer.mixer, Attention)]
     matrices += [each for layer in layers if (mlp := mlp_of(layer)) for each in (mlp.down, mlp.up)]
     matrices += [each for layer in layers if (beside := layer.per_layer_input) for each in (beside.gate, beside.output)]
     summed = [base.get_submodule(path).weight.shape[-1] for path in {*routers, *(each.path for each in matrices)}]
-    heads = {(layer.mixer.heads, layer.mixer.kv_heads, layer.mixer.dim) for layer in layers}
-    in_float32 = tuple(path for layer in layers for path in router_weights(layer))
+    heads = {(each.heads, each.kv_heads, each.dim) for each in attention}
+    in_float32 = (*(path for layer in layers for path in router_weights(layer)), *RECURRENT_CONSTANTS)
     return all(_are_known_sizes(*each, summed) for each in heads) and _have_dtype(model, in_float32)
 
 
@@ -141,7 +152,7 @@ class GPUDecoder:
             self.norm = self.base.norm
         else:
             self.base, self.weights = decoder_of(model), Resolver(decoder_of(model))
-            mixers: list[Any] = [layer.mixer for layer in description.layers]
+            mixers = [layer.mixer for layer in description.layers if isinstance(layer.mixer, Attention)]
             self.kinds_of_angles = list(dict.fromkeys(kind for each in mixers for kind in kinds_of_angles(each)))
             self.layers = [GPULayer.described(each, self.weights, self.kinds_of_angles) for each in description.layers]
             self.norm = norm_of(description.norm, self.weights)
@@ -150,6 +161,15 @@ class GPUDecoder:
                     description.per_layer_embeddings, self.weights
                 )
         self.angles = self._angles(FIRST_ANGLES)
+        recurrent = [number for number, layer in enumerate(self.layers) if not isinstance(layer.mixer, GPUAttention)]
+        self.places_of_states = {number: place for place, number in enumerate(recurrent)}
+
+    @property
+    def state_shape(self) -> StateShape | None:
+        """What each recurrent layer keeps; None if there are none."""
+        shapes = {layer.mixer.shape for layer in self.layers if not isinstance(layer.mixer, GPUAttention)}
+        assert len(shapes) <= 1, "layers keep the same"
+        return shapes.pop() if shapes else None
 
     def _angles(self, count: int) -> list[Any]:
         from saltus.models.cuda.row_kernels import angle_table
@@ -165,9 +185,10 @@ class GPUDecoder:
         return True
 
     def __call__(
-        self, inputs: StaticInputs, pool: KVPagePool, hidden_state_layers: Sequence[int] = ()
-    ) -> tuple[Tensor, Tensor]:
-        """Logits of the rows that have some, and hidden states of all rows.
+        self, inputs: StaticInputs, pool: KVPagePool, hidden_state_layers: Sequence[int] = (),
+        recurrent: StatesOfCall | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Logits of the rows that have some, and hidden states of all rows; `recurrent`: of layers that keep a state.
 
         Memory is taken as it is needed, so that the graphs of all shapes share it.
         """
@@ -184,7 +205,9 @@ class GPUDecoder:
         parts = None
         if self.per_layer_embeddings is not None:
             parts = self.per_layer_embeddings.gates_and_parts(inputs.tokens, hidden, rows)
-        x, collected = self.run_layers(hidden, inputs, pool, hidden_state_layers, per_layer_parts=parts)
+        x, collected = self.run_layers(
+            hidden, inputs, pool, hidden_state_layers, per_layer_parts=parts, recurrent=recurrent
+        )
         first = rows - inputs.shape.num_logits if inputs.shape.num_logits else 0
         states = torch.cat([*collected, x[:rows]], -1) if collected else x[:rows]
         logits = linear_kernels.product(x[first:], self.model.lm_head.weight, rows - first)
@@ -208,6 +231,7 @@ class GPUDecoder:
         first_input: Tensor | None = None,
         last_seen: Tensor | None = None,
         per_layer_parts: Tensor | None = None,
+        recurrent: StatesOfCall | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """The normalised last hidden states of rows, and their states after some layers.
 
@@ -229,11 +253,15 @@ class GPUDecoder:
                 row_kernels.add_and_norm(parts, hidden, layer.input_norm, x, rows, **output)
             if number in hidden_state_layers:
                 collected.append(hidden[:rows].clone())
-            angles, a = [self.angles[each] for each in layer.attention.angles], layer.attention
-            attended = attend(number, a, linear_kernels.linear_parts(read, a.qkv, a.qkv_blocks, rows), angles)
-            parts = linear_kernels.linear_parts(attended, a.output, a.output_blocks, rows)
-            if a.output_bias is not None:
-                parts[0] += a.output_bias
+            if isinstance(a := layer.mixer, GPUAttention):
+                angles = [self.angles[each] for each in a.angles]
+                attended = attend(number, a, linear_kernels.linear_parts(read, a.qkv, a.qkv_blocks, rows), angles)
+                parts = linear_kernels.linear_parts(attended, a.output, a.output_blocks, rows)
+                if a.output_bias is not None:
+                    parts[0] += a.output_bias
+            else:
+                assert recurrent is not None
+                parts = a.parts(read, self.places_of_states[number], recurrent)
             output = {"output_norm": layer.mixer_output_norm, "scale": layer.residual_scale}
             if layer.parallel:
                 row_kernels.add_and_norm(parts, hidden, None, torch.empty_like(hidden), rows, **output)
@@ -262,7 +290,8 @@ class GPUDecoder:
         rows = inputs.shape.num_rows
         self._allocate(pool, x)
         for number, layer in enumerate(self.layers):
-            a = layer.attention
+            a = layer.mixer
+            assert isinstance(a, GPUAttention), "of a drafter"
             assert len(a.qkv) == 1, "packed projections of several formats"
             first = a.heads * a.dim
             weight, bias = a.qkv[0][first:], None if a.bias is None else a.bias[first:]
@@ -274,7 +303,7 @@ class GPUDecoder:
 
     def _allocate(self, pool: KVPagePool, like: Tensor) -> None:
         if not pool.buffers:
-            sizes, places = _places_of_keys([layer.attention for layer in self.layers])
+            sizes, places = _places_of_keys([layer.mixer for layer in self.layers])
             keys = [like.new_empty(heads, 1, dim) for heads, dim in sizes]
             pool.allocate([(each, each) for each in keys], places)
 
@@ -293,20 +322,31 @@ class _AttentionOfCall:
 
         The next layer may overwrite it.
         """
-        from saltus.models.cuda import attention_kernels, row_kernels
+        from saltus.models.cuda import attention_kernels, recurrent_kernels, row_kernels
 
         inputs, pool, shape = self.inputs, self.pool, self.inputs.shape
         queries, attended, sums = self._memory(a)
         keys, values = pool.of_layer(number if a.shares is None else a.shares)
         new = (keys, values) if a.shares is None else (None, None)
         row_kernels.rotate_and_store(
-            parts, a.bias, a.head_norms, angles, inputs.positions, inputs.slots, queries, *new, a.value_epsilon
+            parts,
+            a.bias,
+            a.head_norms,
+            angles,
+            inputs.positions,
+            inputs.slots,
+            queries,
+            *new,
+            a.value_epsilon,
+            a.gated,
         )
         attention_kernels.attend(
             queries[: shape.num_rows], keys, values, inputs.block_tables, self.recent, self.seen, sums, attended,
             rows_per_group=shape.rows_per_group, page=pool.page_size, scale=a.scale, window=a.window,
             softcap=a.softcap, sinks=a.sinks,
         )  # fmt: skip
+        if a.gated:
+            recurrent_kernels.gate_heads(attended[: shape.num_rows], parts, a.bias)
         return attended.flatten(1)
 
     def _memory(self, a: GPUAttention) -> tuple[Tensor, Tensor, Any]:
@@ -320,12 +360,18 @@ class _AttentionOfCall:
         return self.memory[key]
 
 
-def _places_of_keys(layers: Sequence[GPUAttention]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """The sizes of keys that layers have, and of each layer which of these and its place among those that have it."""
-    sizes = list(dict.fromkeys(each.size for each in layers if each.shares is None))
+def _places_of_keys(layers: Sequence[Any]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """The sizes of keys that layers have, and of each layer which of these and its place among those that have it.
+
+    Recurrent layers, which have none, are at −1.
+    """
+    attention = [each for each in layers if isinstance(each, GPUAttention)]
+    sizes = list(dict.fromkeys(each.size for each in attention if each.shares is None))
     places: list[tuple[int, int]] = []
     for each in layers:
-        if each.shares is None:
+        if not isinstance(each, GPUAttention):
+            places.append((-1, -1))
+        elif each.shares is None:
             which = sizes.index(each.size)
             places.append((which, len({place for place in places if place[0] == which})))
         else:

@@ -13,6 +13,7 @@ from saltus.models.cpu.decoder_weights import Resolver
 from saltus.models.cuda.described_layers import kinds_of_angles, layers_of, norm_of, parts_of
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.gpu_experts import Mixture
+from saltus.models.cuda.gpu_recurrent import GPURecurrence, GPUShortConvolution, recurrence_of
 from saltus.models.cuda.packed_weight import GPUPackedWeight, joined_packed
 from saltus.models.decoder_description import (
     MLP,
@@ -51,6 +52,7 @@ class GPUAttention:
     sinks: Tensor | None = None
     shares: int | None = None  # the layer whose keys and values it reads, if they are not its own
     output_bias: Tensor | None = None
+    gated: bool = False  # a gate of outputs follows each query
 
     @property
     def size(self) -> tuple[int, int]:
@@ -81,6 +83,7 @@ class GPUAttention:
             *_one_weight(weights.module(a.output.path)), norms, tuple(map(kinds.index, kinds_of_angles(a))),
             None if a.value_norm is None else a.value_norm.epsilon, a.softcap,
             None if a.sinks is None else weights.tensor(a.sinks), a.shares, weights.module(a.output.path).bias,
+            gated=a.gated,
         )  # fmt: skip
 
 
@@ -220,7 +223,7 @@ class GPULayer:
     """A layer: x + mixer(norm(x)), then the same with the MLP; see `Layer` of descriptions."""
 
     input_norm: Any
-    attention: GPUAttention
+    mixer: GPUAttention | GPURecurrence | GPUShortConvolution
     post_norm: Any
     mlp: GPUMLP | Mixture | GPUMLPAndExperts
     mixer_output_norm: Any = None
@@ -241,6 +244,9 @@ class GPULayer:
     def described(cls, layer: Layer, weights: Resolver, kinds: Sequence[KindOfAngles]) -> GPULayer:
         """Of a description which `described_for_gpu` knows; `kinds`: the tables of angles."""
         beside, mlp = layer.per_layer_input, mlp_of(layer)
+        mixer: Any = layer.mixer
+        is_attention = isinstance(mixer, Attention)
+        mixer = GPUAttention.described(mixer, weights, kinds) if is_attention else recurrence_of(mixer, weights)
         of_mlp: Any = None if mlp is None else GPUMLP.described(mlp, weights)
         if isinstance(layer.mlp, MLPAndExperts):
             of_mlp = GPUMLPAndExperts.described(layer.mlp, weights)
@@ -248,7 +254,7 @@ class GPULayer:
             of_mlp = Mixture.described(experts, weights, of_mlp)
         return cls(
             norm_of(layer.mixer_norm, weights),
-            GPUAttention.described(layer.mixer, weights, kinds),  # pyright: ignore[reportArgumentType]
+            mixer,
             norm_of(layer.mlp_norm, weights),
             of_mlp,
             norm_of(layer.mixer_output_norm, weights), norm_of(layer.mlp_output_norm, weights), layer.residual_scale,

@@ -103,16 +103,16 @@ def _rotate_and_store(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr,
     NORMED: tl.constexpr, ALL_HEADS: tl.constexpr, ROTATED: tl.constexpr, ROUNDS_ONCE: tl.constexpr,
     WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, PADDED_HEADS: tl.constexpr, VALUES: tl.constexpr,
-    VALUE_NORMED: tl.constexpr,
+    VALUE_NORMED: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """One head of one row: sum its parts, rotate queries and keys (Su et al. 2021), write keys and values to slots.
 
     The first WIDTH dimensions are rotated, in pairs that lie beside each other or half of them apart. A norm is that of
     the head, or of all heads of queries or of keys, or that of the ROTATED head. Without VALUES, values are the keys
-    before their norm; they may have a norm of their own, without weights.
+    before their norm; they may have a norm of their own, without weights. GATED: a gate follows each query.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    size: tl.constexpr = (HEADS + (1 + VALUES) * KV_HEADS) * DIM
+    size: tl.constexpr = ((1 + GATED) * HEADS + (1 + VALUES) * KV_HEADS) * DIM
     half: tl.constexpr = DIM // 2
     turned: tl.constexpr = WIDTH // 2  # pairs
     dtype: tl.constexpr = queries.dtype.element_ty
@@ -126,6 +126,8 @@ def _rotate_and_store(
     source = head
     if not VALUES:
         source = tl.where(head >= HEADS + KV_HEADS, head - KV_HEADS, head)
+    if GATED:
+        source += tl.minimum(head, HEADS)
     first = _summed(parts, bias, row, source * DIM + at_first, exists, num_rows, size, PARTS, BIASED, dtype)
     second = _summed(parts, bias, row, source * DIM + at_second, exists, num_rows, size, PARTS, BIASED, dtype)
     slot = tl.load(slots + row)
@@ -226,13 +228,14 @@ def rounds_once(norm: Any) -> bool:
 def rotate_and_store(
     parts: Tensor, bias: Tensor | None, norms: tuple[Any, Any] | None, angles: Sequence[AngleTable],
     positions: Tensor, slots: Tensor, queries: Tensor, keys: Tensor | None, values: Tensor | None,
-    value_epsilon: float | None = None,
+    value_epsilon: float | None = None, gated: bool = False,
 ) -> None:  # fmt: skip
     """From parts [parts, rows, size] of a product with the weights of queries, keys and values.
 
     Queries [rows, heads, dim] are written, and a layer's keys and values [slots, kv_heads, dim] at the rows' slots,
     unless there are queries alone. `angles` are those of queries and of keys; where they are empty nothing is rotated.
-    Values have an RMSNorm without weights if it has an epsilon; the size of parts says if they are the keys.
+    Values have an RMSNorm without weights if it has an epsilon; the size of parts says if they are the keys. `gated`: a
+    gate follows each head's query.
     """
     heads, dim, rows = *queries.shape[1:], parts.shape[1]
     kv_heads = 0 if keys is None else keys.shape[1]
@@ -248,8 +251,9 @@ def rotate_and_store(
         ALL_HEADS=all_heads, ROTATED=norms is not None and getattr(norms[0], "rotated", False),
         ROUNDS_ONCE=norms is not None and rounds_once(norms[0]),
         WIDTH=of_keys.cosines.shape[1] if angles else 0, INTERLEAVED=of_keys.interleaved,
-        PADDED_HEADS=power_of_two(max(heads, kv_heads)), VALUES=parts.shape[2] == (heads + 2 * kv_heads) * dim,
-        VALUE_NORMED=value_epsilon is not None, num_warps=4 if all_heads else 1,
+        PADDED_HEADS=power_of_two(max(heads, kv_heads)), GATED=gated,
+        VALUES=parts.shape[2] == ((1 + gated) * heads + 2 * kv_heads) * dim, VALUE_NORMED=value_epsilon is not None,
+        num_warps=4 if all_heads else 1,
     )  # fmt: skip
 
 

@@ -1,0 +1,229 @@
+"""Recurrent layers of described decoders by our kernels for GPUs: the gated delta rule, Mamba-2, short convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saltus.models.cpu.decoder_weights import Resolver
+from saltus.models.cuda.packed_weight import GPUPackedWeight, joined_packed
+from saltus.models.cuda.recurrent_inputs import RecurrentInputs
+from saltus.models.cuda.state_pages import StatePool, StateShape
+from saltus.models.decoder_description import DeltaNet, Mamba2, Mixer, ShortConvolution
+
+L2_EPSILON = 1e-6  # of the gated delta rule's keys and queries
+
+
+@dataclass(frozen=True)
+class StatesOfCall:
+    """The states of all texts, and what a call's rows read of them."""
+
+    pool: StatePool
+    inputs: RecurrentInputs
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Some linear layers of the same inputs, whose outputs lie beside each other."""
+
+    weights: Sequence[Tensor]
+    blocks: Any
+
+    @classmethod
+    def of(cls, layers: Sequence[Any], order: Tensor | None = None) -> _Inputs:
+        """With `order` the outputs change places, and weights are copied."""
+        from saltus.models.cuda.linear_kernels import blocks_of
+
+        if order is not None:
+            weights = [torch.cat([each.weight.detach() for each in layers])[order].contiguous()]
+        else:
+            weights = [each.detach() for each in joined_packed([layer.weight for layer in layers])]
+        return cls(weights, blocks_of(*weights, parts=False))
+
+    def __call__(self, x: Tensor, rows: int) -> Tensor:
+        """[rows, outputs] of x [padded rows, inputs]."""
+        from saltus.models.cuda import linear_kernels
+
+        out = x.new_empty(rows, sum(map(len, self.weights)))
+        linear_kernels.linear(x, self.weights, out, self.blocks, rows)
+        return out
+
+
+@dataclass(frozen=True)
+class GPURecurrence:
+    """The gated delta rule, or Mamba-2: columns `first` and on of its inputs go through a convolution."""
+
+    inputs: _Inputs
+    first: int
+    gate: int  # the first column of gates
+    kernel: Tensor  # [width, channels]
+    kernel_bias: Tensor | None
+    constants: tuple[Tensor, Tensor, Tensor | None]
+    places: tuple[int, int, int]  # of queries, keys and values among what was convolved
+    groups: int
+    state: tuple[int, int, int]  # heads, keys, values
+    settings: dict[str, Any]
+    norm: Tensor | None
+    norm_epsilon: float
+    norm_size: int
+    gate_first: bool
+    output: Sequence[Tensor]
+    output_blocks: Any
+
+    @classmethod
+    def of_delta_net(cls, mixer: DeltaNet, weights: Resolver) -> GPURecurrence:
+        """Of a description which `is_known_recurrence` knows."""
+        keys, values = mixer.groups * mixer.key_dim, mixer.heads * mixer.value_dim
+        layers, order = [weights.module(each.path) for each in mixer.inputs], None
+        if len(layers) == 2:
+            order = _ungrouped(mixer)
+        else:
+            qkv, gate, weight, step = layers
+            layers = [qkv, step, weight, gate]
+        heads = (mixer.heads, mixer.key_dim, mixer.value_dim)
+        settings = {"delta": True, "scale": mixer.key_dim**-0.5, "epsilon": L2_EPSILON}
+        return cls(
+            _Inputs.of(layers, None if order is None else order.to(layers[0].weight.device)), 0,
+            2 * keys + values + 2 * mixer.heads, *_kernel(weights, f"{mixer.path}.conv1d"),
+            _constants(weights, mixer.path, False), (0, keys, 2 * keys), mixer.groups, heads, settings,
+            weights.module(f"{mixer.path}.norm").weight.detach(), mixer.epsilon, mixer.value_dim, False,
+            *_output(weights, mixer.output.path),
+        )  # fmt: skip
+
+    @classmethod
+    def of_mamba(cls, mixer: Mamba2, weights: Resolver) -> GPURecurrence:
+        """The same."""
+        size, keys = mixer.heads * mixer.head_dim, mixer.groups * mixer.state
+        settings = {"delta": False, "limits": mixer.limits}
+        norm = weights.module(f"{mixer.path}.norm").weight.detach() if mixer.has_norm else None
+        return cls(
+            _Inputs.of([weights.module(mixer.inputs.path)]), size, 0, *_kernel(weights, f"{mixer.path}.conv1d"),
+            _constants(weights, mixer.path, True), (size + keys, size, 0), mixer.groups,
+            (mixer.heads, mixer.state, mixer.head_dim), settings, norm, mixer.epsilon, size // mixer.norm_groups,
+            mixer.has_norm and mixer.gate_first, *_output(weights, mixer.output.path),
+        )  # fmt: skip
+
+    @property
+    def shape(self) -> StateShape:
+        width, channels = self.kernel.shape
+        steps = self.state[0] * (1 + self.settings["delta"])
+        return StateShape(width - 1, channels, channels + steps, self.state)
+
+    def parts(self, x: Tensor, number: int, call: StatesOfCall) -> Tensor:
+        """[parts, rows, hidden], float32, of x [padded rows, hidden]; `number` counts the recurrent layers."""
+        from saltus.models.cuda import linear_kernels, recurrent_kernels
+
+        tables, pool, (heads, _, values) = call.inputs, call.pool, self.state
+        rows = tables.shape.num_rows
+        columns = self.inputs(x, rows)
+        mixed, gate = columns[:, self.first :], columns[:, self.gate : self.gate + heads * values]
+        windows, states = pool.windows[number], pool.states[number]
+        kept, kept_x = pool.kept[number], pool.convolved[number]
+        convolved = recurrent_kernels.convolve(
+            mixed, windows, kept, tables.row_sources, self.kernel, self.kernel_bias, True
+        )
+        recurrent_kernels.keep_window(mixed, windows, kept, tables.text_sources, tables.texts.slots)
+        out = x.new_zeros(len(x), heads * values)
+        for jobs, writes in ((tables.texts, True), (tables.nodes, False)):
+            recurrent_kernels.recur(
+                mixed, convolved, kept, kept_x, self.constants, states, jobs, out, self.places, self.groups,
+                writes=writes, **self.settings,
+            )  # fmt: skip
+        recurrent_kernels.keep_nodes(mixed, kept, tables.node_places)
+        recurrent_kernels.keep_nodes(convolved, kept_x, tables.node_places)
+        recurrent_kernels.gate_outputs(out[:rows], gate, self.norm, self.norm_epsilon, self.norm_size, self.gate_first)
+        return linear_kernels.linear_parts(out, self.output, self.output_blocks, rows)
+
+
+@dataclass(frozen=True)
+class GPUShortConvolution:
+    """What `ShortConvolution` describes."""
+
+    inputs: _Inputs
+    kernel: Tensor
+    kernel_bias: Tensor | None
+    output: Sequence[Tensor]
+    output_blocks: Any
+
+    @classmethod
+    def of(cls, mixer: ShortConvolution, weights: Resolver) -> GPUShortConvolution:
+        """Of a description which `is_known_recurrence` knows."""
+        inputs = _Inputs.of([weights.module(mixer.inputs.path)])
+        return cls(inputs, *_kernel(weights, mixer.kernel), *_output(weights, mixer.output.path))
+
+    @property
+    def shape(self) -> StateShape:
+        width, channels = self.kernel.shape
+        return StateShape(width - 1, channels, channels)
+
+    def parts(self, x: Tensor, number: int, call: StatesOfCall) -> Tensor:
+        """As `GPURecurrence.parts`."""
+        from saltus.models.cuda import linear_kernels, recurrent_kernels
+
+        tables, windows, kept = call.inputs, call.pool.windows[number], call.pool.kept[number]
+        rows = tables.shape.num_rows
+        before, after, given = self.inputs(x, rows).chunk(3, 1)
+        given = before * given
+        found = recurrent_kernels.convolve(
+            given, windows, kept, tables.row_sources, self.kernel, self.kernel_bias, False
+        )
+        recurrent_kernels.keep_window(given, windows, kept, tables.text_sources, tables.texts.slots)
+        recurrent_kernels.keep_nodes(given, kept, tables.node_places)
+        out = x.new_zeros(len(x), found.shape[1])
+        out[:rows] = found * after
+        return linear_kernels.linear_parts(out, self.output, self.output_blocks, rows)
+
+
+def recurrence_of(mixer: Mixer, weights: Resolver) -> GPURecurrence | GPUShortConvolution:
+    """Of a description which `is_known_recurrence` knows."""
+    if isinstance(mixer, ShortConvolution):
+        return GPUShortConvolution.of(mixer, weights)
+    if isinstance(mixer, DeltaNet):
+        return GPURecurrence.of_delta_net(mixer, weights)
+    assert isinstance(mixer, Mamba2)
+    return GPURecurrence.of_mamba(mixer, weights)
+
+
+def is_known_recurrence(mixer: Mixer | None, base: Any) -> bool:
+    """True for a recurrent mixer that our kernels compute. `base` is the model without its output layer."""
+    if not isinstance(mixer, ShortConvolution | DeltaNet | Mamba2) or (isinstance(mixer, Mamba2) and mixer.scales):
+        return False
+    inputs = mixer.inputs if isinstance(mixer, DeltaNet) else (mixer.inputs,)
+    layers = [base.get_submodule(each.path) for each in (*inputs, mixer.output)]
+    if any(layer.bias is not None for layer in layers) or any(each.stop is not None for each in inputs):
+        return False
+    packed = any(isinstance(layer.weight, GPUPackedWeight) for layer in layers)
+    return not (packed and len(inputs) == 2)
+
+
+def _kernel(weights: Resolver, path: str) -> tuple[Tensor, Tensor | None]:
+    module = weights.module(path)
+    bias = None if module.bias is None else module.bias.detach()
+    return module.weight.detach()[:, 0].T.contiguous(), bias
+
+
+def _constants(weights: Resolver, path: str, skips: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The bias of steps, the rate of decay, what the value is multiplied by where outputs read it."""
+    bias, rate = (weights.tensor(f"{path}.{name}").float() for name in ("dt_bias", "A_log"))
+    return bias.contiguous(), -rate.exp(), weights.tensor(f"{path}.D").float().contiguous() if skips else None
+
+
+def _output(weights: Resolver, path: str) -> tuple[Sequence[Tensor], Any]:
+    from saltus.models.cuda.linear_kernels import blocks_of
+
+    weight = weights.module(path).weight.detach()
+    return [weight], blocks_of(weight)
+
+
+def _ungrouped(mixer: DeltaNet) -> Tensor:
+    """Where outputs that stand by heads of keys are: queries, keys, values, then steps, weights, and gates."""
+    shared = mixer.heads // mixer.groups
+    sizes = (mixer.key_dim, mixer.key_dim, shared * mixer.value_dim, shared * mixer.value_dim)
+    first = torch.arange(mixer.groups * sum(sizes)).view(mixer.groups, -1)
+    query, key, value, gate = (part.flatten() for part in first.split(sizes, 1))
+    weight, step = (first.numel() + torch.arange(2 * mixer.heads)).view(mixer.groups, 2, shared).unbind(1)
+    return torch.cat([query, key, value, step.flatten(), weight.flatten(), gate])

@@ -1,0 +1,130 @@
+"""Layers that keep a state by our kernels for GPUs: right, and alike as text, as a tree and in batches."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from architectures import by_our_kernels, text, tiny
+from saltus.core.canvas import continuation
+from saltus.core.forward import ForwardInputs
+from saltus.models.causal import CausalNetwork
+from saltus.models.cuda.described_layers import described_for_gpu
+from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
+from saltus.models.cuda.gpu_decoder import fits_described
+
+CUDA = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
+BOUND = 0.06 if CUDA else 1e-4  # of the error's norm over the logits'; Transformers adds in chunks, in float32
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+    "moe_intermediate_size": 48,
+}  # fmt: skip
+STATES = {
+    "Qwen3_5": {"linear_value_head_dim": 16}, "Qwen3Next": {"linear_value_head_dim": 16},
+    "Qwen3_5Moe": {"linear_value_head_dim": 16, "shared_expert_intermediate_size": 64}, "Lfm2": {}, "Lfm2Moe": {},
+    "Bamba": {"mamba_n_heads": 8, "mamba_d_head": 16},
+    "GraniteMoeHybrid without experts": {"mamba_n_heads": 8, "mamba_d_head": 16, "shared_intermediate_size": 64},
+}  # fmt: skip
+SETTINGS = FixedShapeSettings(page_size=128, pages_per_block=1, prefill_chunk=32, rows_per_group=4)
+TREE = (7, 9, 4, 11, 5), (-1, 0, -1, 1, 2)
+PATHS = (), (7,), (7, 9), (4,), (7, 9, 11), (4, 5)
+
+pytestmark = pytest.mark.slow
+
+
+def decoded(name: str) -> tuple[CausalNetwork, torch.nn.Module]:
+    """A tiny model run by our kernels, and Transformers' layers."""
+    model = tiny(name, **SIZES | STATES[name]).to(DTYPE)
+    plain, description = copy.deepcopy(model).float(), described_for_gpu(model.to(DEVICE))
+    assert description is not None
+    assert fits_described(model, description)
+    return by_our_kernels(model, description, SETTINGS), plain
+
+
+@pytest.fixture(scope="module")
+def qwen() -> CausalNetwork:
+    return decoded("Qwen3_5")[0]
+
+
+@torch.inference_mode()
+def logits(network: CausalNetwork, tokens, tree=(), kv_cache=None) -> torch.Tensor:
+    inputs = ForwardInputs(continuation(np.asarray(tokens), 60), *tree)
+    return network.forward([inputs], [kv_cache or network.new_kv_cache()])[0].logits.float().cpu()
+
+
+@pytest.mark.parametrize("name", STATES)
+@torch.inference_mode()
+def test_layers_are_those_of_transformers(name):
+    """A prompt of several calls, and a tree after it."""
+    network, plain = decoded(name)
+    tokens = text(40).tolist()
+    for row, path in zip(logits(network, tokens, TREE), PATHS, strict=True):
+        expected = plain(torch.tensor([[*tokens, *path]])).logits[0, -1]
+        assert (row - expected).norm() < BOUND * expected.norm(), path
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5", "Lfm2", "Bamba"])
+def test_a_token_has_the_same_bits_as_text_as_a_node_and_in_a_batch(name):
+    network, tokens = decoded(name)[0], text(18)
+    kv_cache, other = network.new_kv_cache(), network.new_kv_cache()
+    plain = [logits(network, tokens[:length], kv_cache=kv_cache)[0] for length in range(10, 15)]
+    chain = tuple(tokens[10:14].tolist()), (-1, 0, 1, 2)
+    assert torch.equal(logits(network, tokens[:10], chain, other), torch.stack(plain))
+    tree = (7, int(tokens[13]), 9, int(tokens[14])), (-1, -1, 1, 1)
+    logits(network, tokens[:13], tree, other)  # which applies two accepted nodes
+    assert torch.equal(logits(network, tokens[:16], kv_cache=other), logits(network, tokens[:16]))  # and two others
+    inputs = [ForwardInputs(continuation(each, 60), *chain) for each in (text(7, seed=3), tokens[:10])]
+    together = network.forward(inputs, [network.new_kv_cache() for _ in inputs])
+    assert torch.equal(together[1].logits.float().cpu(), torch.stack(plain))
+
+
+def test_a_text_that_goes_back_continues_a_snapshot(qwen):
+    tokens, kv_cache = text(70), qwen.new_kv_cache()
+    logits(qwen, tokens, kv_cache=kv_cache)
+    assert list(kv_cache.snapshots) == [69]
+    changed = np.concatenate([tokens[:69], [5, 6]])
+    outputs = qwen.forward([ForwardInputs(continuation(changed, 9))], [kv_cache])[0]
+    assert outputs.context_tokens_read == 2
+    assert torch.equal(outputs.logits.float().cpu(), logits(qwen, changed))
+    outputs = qwen.forward([ForwardInputs(continuation(tokens[:40], 9))], [kv_cache])[0]
+    assert outputs.context_tokens_read == 40
+    assert torch.equal(outputs.logits.float().cpu(), logits(qwen, tokens[:40]))
+
+
+def test_a_draft_models_text_goes_back_to_where_its_drafts_began(qwen):
+    tokens, kv_cache = text(30), qwen.new_kv_cache()
+    logits(qwen, tokens[:10], kv_cache=kv_cache)
+    read = []
+    for length in range(11, 24, 3):  # two drafts after each text, of which the target takes none
+        for drafts in ([], [7], [7, 9]):
+            context = np.concatenate([tokens[:length], drafts]).astype(np.int64)
+            outputs = qwen.forward([ForwardInputs(continuation(context, 9))], [kv_cache])[0]
+            read.append(outputs.context_tokens_read)
+    assert max(read[6:]) <= 4, read
+    assert torch.equal(outputs.logits.float().cpu(), logits(qwen, context))
+
+
+def test_a_failed_call_loses_a_texts_state_and_not_its_bits(qwen, monkeypatch):
+    tokens, kv_cache = text(20), qwen.new_kv_cache()
+    logits(qwen, tokens[:9], kv_cache=kv_cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(qwen.fixed_shape_runner.decoder), "__call__", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            logits(qwen, tokens[:12], kv_cache=kv_cache)
+    assert torch.equal(logits(qwen, tokens[:12], kv_cache=kv_cache), logits(qwen, tokens[:12]))
+
+
+def test_slots_and_nodes_of_ended_texts_are_free_again(qwen):
+    pool = qwen.fixed_shape_runner.states
+    kept = [qwen.new_kv_cache() for _ in range(3)]
+    for kv_cache in kept:
+        logits(qwen, text(40), TREE, kv_cache)
+    slots, blocks = len(pool.free_slots), len(pool.free_blocks)
+    del kept, kv_cache
+    assert len(pool.free_slots) == slots + 2 * 3  # a state and a snapshot
+    assert len(pool.free_blocks) == blocks + 3
+    assert len(set(pool.free_slots)) == len(pool.free_slots)
