@@ -55,11 +55,14 @@ def check_what_is_taken(put, asked, max_tokens):
         found = each.take(asked).get("target")
         length = 0 if found is None else len(found.tokens)
         assert length == longest if exact else length <= longest
-        if found is not None:
+        caches = each.take(asked, max_tokens=2)
+        for _ in asked:
+            each.extend(asked, caches, 2)
+        for each_way in (found, caches.get("target")) if found is not None else ():
             expected = cache_of(asked[:length])
-            assert found.tokens.tolist() == asked[:length]
-            assert torch.equal(found.keys[:, :, :length], expected.keys[:, :, :length])
-            assert torch.equal(found.values[:, :, :length], expected.values[:, :, :length])
+            assert each_way.tokens.tolist() == asked[:length]
+            assert torch.equal(each_way.keys[:, :, :length], expected.keys[:, :, :length])
+            assert torch.equal(each_way.values[:, :, :length], expected.values[:, :, :length])
 
 
 def test_of_a_text_too_long_for_the_tree_the_beginning_is_kept():

@@ -55,3 +55,26 @@ def test_what_was_read_is_kept_chunk_by_chunk(tiny_folder, monkeypatch):
         scheduler.step()
     assert max(copied) == 16
     assert sum(copied) == 202
+
+
+def test_a_known_prompt_is_copied_piece_by_piece(tiny_folder, monkeypatch):
+    """All texts wait for a copy; none of the prompt is read again, and a text goes on with what the tree still has."""
+    engine = saltus.load(str(tiny_folder()), "plain")
+    prompt = [40 + number % 30 for number in range(200)]
+    alone = engine.text_request(prompt, max_new_tokens=3, ignore_eos=True).request
+    scheduler = Scheduler(engine.decoder, prefix_tree=PrefixTree(), prefill_chunk_tokens=16)
+    scheduler.add(ScheduledRequest(alone, "plain"))
+    while scheduler.requests:
+        scheduler.step()
+    for forgets in (False, True):
+        request = engine.text_request(prompt, max_new_tokens=3, ignore_eos=True).request
+        scheduled, cached = ScheduledRequest(request, "plain"), []
+        scheduler.add(scheduled)
+        while scheduler.requests:
+            scheduler.step()
+            cached.append(scheduled.cached_tokens)
+            if forgets:
+                scheduler.prefix_tree.clear()
+        assert cached[:4] == ([64, 128, 192, 199] if not forgets else [64, 64, 64, 64])
+        assert request.calls[0].context_tokens_read == (1 if not forgets else 200 - 64 - 8 * 16)
+        assert request.tokens == alone.tokens

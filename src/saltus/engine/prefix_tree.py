@@ -111,10 +111,13 @@ class PrefixTree:
         self._states_by_use.clear()
         self.num_bytes = self._state_bytes = 0
 
-    def take(self, prompt: Sequence[int], networks: Collection[str] | None = None) -> dict[str, Any]:
+    def take(
+        self, prompt: Sequence[int], networks: Collection[str] | None = None, max_tokens: int | None = None
+    ) -> dict[str, Any]:
         """New KV caches by network, filled with the longest known prefix of the prompt; empty if none is known.
 
         With `networks` of these alone: a copy for a network that does not read the text would be memory for nothing.
+        With `max_tokens` those that can be cut have no more tokens, and room for the others, which `extend` copies.
         """
         tokens, taken = np.asarray(prompt, dtype=np.int64), {}
         for name, root in self._roots.items():
@@ -129,11 +132,27 @@ class PrefixTree:
                 taken[name] = kv_cache = FixedShapeKVCache(pool)
                 kv_cache.fill(*_joined(path, 0))
             elif path:
-                taken[name] = KVCache(*_joined(path, len(tokens) + MIN_GROWTH))
+                first = path if max_tokens is None else _cut(path, max_tokens)
+                taken[name] = KVCache(*_joined(first, len(tokens) + MIN_GROWTH))
         for name in {name for name, *_ in self._whole} - set(taken):
             if (networks is None or name in networks) and (kv_cache := self._take_whole(name, tokens)) is not None:
                 taken[name] = kv_cache
         return taken
+
+    def extend(self, prompt: Sequence[int], kv_caches: Mapping[str, Any], max_tokens: int) -> None:
+        """Copy what is known of the next `max_tokens` tokens of a prompt into caches that `take` has begun with."""
+        tokens = np.asarray(prompt, dtype=np.int64)
+        for name, kv_cache in kv_caches.items():
+            if name not in self._roots or type(kv_cache) is not KVCache or kv_cache.keys is None:
+                continue
+            assert kv_cache.values is not None
+            begin = len(kv_cache.tokens)
+            path = _cut(self._path(self._roots[name], tokens), min(begin + max_tokens, kv_cache.keys.shape[2]))
+            end = sum(shared for _, shared in path)
+            if end > begin:
+                self._touch(path)
+                _copy(path, begin, kv_cache.keys, kv_cache.values)
+                kv_cache.tokens = tokens[:end].copy()
 
     def _taken_with_states(self, name: str, path: list[tuple[_Node, int]], capacity: int) -> HybridKVCache | None:
         """A new cache of the path up to its last snapshot; None if there is none."""
@@ -305,12 +324,18 @@ def _joined(path: Sequence[tuple[_Node, int]], capacity: int) -> tuple[np.ndarra
     keys, values = (
         like.new_empty(like.shape[0], like.shape[1], capacity, like.shape[3]) for like in (first.keys, first.values)
     )
+    _copy(path, 0, keys, values)
+    return tokens, keys, values
+
+
+def _copy(path: Sequence[tuple[_Node, int]], begin: int, keys: Tensor, values: Tensor) -> None:
+    """Copy keys and values of a path from its token `begin` on to the same places of buffers."""
     at = 0
     for node, shared in path:
-        keys[:, :, at : at + shared] = node.keys[:, :, :shared]
-        values[:, :, at : at + shared] = node.values[:, :, :shared]
+        if (first := max(begin - at, 0)) < shared:
+            keys[:, :, at + first : at + shared] = node.keys[:, :, first:shared]
+            values[:, :, at + first : at + shared] = node.values[:, :, first:shared]
         at += shared
-    return tokens, keys, values
 
 
 def _num_bytes(kv_cache: KVCache) -> int:

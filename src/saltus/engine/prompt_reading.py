@@ -17,6 +17,8 @@ from saltus.models.protocols import TargetNetwork
 
 log = logging.getLogger("saltus")
 
+COPIED_CHUNKS = 4  # of a prompt that are copied in the time of one that is read; a copy takes far less time
+
 
 @dataclass(eq=False)
 class PromptReader:
@@ -49,13 +51,20 @@ class PromptReader:
             scheduled.num_unread_tokens = 0
             return
         prompt, kv_caches = scheduled.request.prompt, scheduled.sequence.kv_caches
+        known = prompt[: -1 - _num_unread_states(scheduled)] if scheduled.reuses_prefix else ()
+        most = None if self.prefill_chunk_tokens is None else COPIED_CHUNKS * self.prefill_chunk_tokens
+        before = 0
         if TARGET not in kv_caches:  # only now: what runs beside it may have read a part
-            if scheduled.reuses_prefix:
-                known = prompt[: -1 - _num_unread_states(scheduled)]
-                kv_caches |= self.tree.take(known, scheduled.setup.networks)
+            kv_caches |= self.tree.take(known, scheduled.setup.networks, most)
             kv_caches.setdefault(TARGET, self.target.new_kv_cache())
-            scheduled.cached_tokens = len(kv_caches[TARGET].tokens)
-            scheduled.num_unread_tokens -= scheduled.cached_tokens
+        elif most is not None:
+            before = len(kv_caches[TARGET].tokens)
+            self.tree.extend(known, kv_caches, most)
+        found = len(kv_caches[TARGET].tokens) - before
+        scheduled.cached_tokens += found
+        scheduled.num_unread_tokens -= found
+        if found and found == most:
+            return  # more may be known
         if not self.needs_call(scheduled):
             scheduled.num_unread_tokens = 0
             return
