@@ -43,10 +43,13 @@ from saltus.models.cuda.expert_kernels import SortedPairs, expert_product, sum_e
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.fixed_shape_calls import FixedShape
 from saltus.models.cuda.gpu_decoder import GPUDecoder
+from saltus.models.cuda.gpu_recurrent import StatesOfCall
 from saltus.models.cuda.kv_pages import KVPagePool
 from saltus.models.cuda.packed_planes import LAYOUTS
 from saltus.models.cuda.packed_weight import GPUPackedWeight
+from saltus.models.cuda.recurrent_inputs import RecurrentInputs
 from saltus.models.cuda.routing_kernels import RouterWeights, route
+from saltus.models.cuda.state_pages import StatePool
 from saltus.models.decoder_description import Experts
 
 TYPES = {
@@ -215,6 +218,22 @@ def decode_described() -> None:
         run(described(config), 1)
 
 
+def decode_recurrently() -> None:
+    """Calls of decoders whose layers keep a state: the gated delta rule beside attention, Mamba-2, convolutions."""
+    from transformers import BambaConfig, Lfm2Config, Qwen3_5TextConfig
+
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 1, "vocab_size": 300, "head_dim": 64, "pad_token_id": 0}  # fmt: skip
+    kinds = {"layer_types": ["linear_attention", "full_attention"]}
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    mamba = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 128, "attn_layer_indices": [1]}
+    for config in (
+        Qwen3_5TextConfig(**sizes, **kinds, **heads), BambaConfig(**sizes, **mamba),
+        Lfm2Config(**sizes, layer_types=["conv", "full_attention"]),
+    ):  # fmt: skip
+        run(described(config), 1)
+
+
 def gemma4() -> Any:
     """Heads of two sizes, the larger of which a program reads in parts, values that are keys, per-layer inputs."""
     from transformers import Gemma4TextConfig
@@ -239,9 +258,12 @@ def described(config: Any) -> GPUDecoder:
 
 def run(decoder: GPUDecoder, rows: int) -> None:
     """A call of so many rows."""
-    pool = KVPagePool(len(decoder.layers), 256)
-    inputs = StaticInputs(FixedShape(-(-rows // 8), 8, 2, 0), 32, torch.device("cpu"))
-    logits, _ = decoder(inputs, pool)
+    pool, device, recurrent = KVPagePool(len(decoder.layers), 256), torch.device("cpu"), None
+    inputs = StaticInputs(FixedShape(-(-rows // 8), 8, 2, 0), 32, device)
+    if (shape := decoder.state_shape) is not None:
+        states = StatePool(len(decoder.places_of_states), shape, decoder.model.dtype, device, pool.graphs.clear)
+        recurrent = StatesOfCall(states, RecurrentInputs(inputs.shape, shape.taps, 32, device))
+    logits, _ = decoder(inputs, pool, recurrent=recurrent)
     greatest = torch.zeros(len(logits), dtype=torch.float64)
     pick_kernels.pick_tokens(logits, greatest, inputs.keys, inputs.temperatures)
 
@@ -342,6 +364,7 @@ def launch_all() -> None:
     decode(1, norms=True, heads=8, kv_heads=1, head_dim=256)
     decode(1, packed=(GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K))
     decode_described()
+    decode_recurrently()
     multiply_packed()
     multiply_by_experts()
     draft()

@@ -40,7 +40,8 @@ def test_every_kernel_compiles(cache):
     assert {name for _, name in compiled(cache, "90")} == {
         "_linear", "_gate_and_up", "_activate", "_packed_linear", "_add_and_norm", "_rotate_and_store", "_attend_split",
         "_combine", "_race", "_best", "_sort_pairs", "_expert_linear",
-        "_packed_expert_linear", "_route", "_sum_experts", "_normalize_features", "_draft_inputs",
+        "_packed_expert_linear", "_route", "_sum_experts", "_normalize_features", "_draft_inputs", "_convolve",
+        "_keep_window", "_recur", "_keep_nodes", "_gate_outputs", "_gate_heads",
     }  # fmt: skip
 
 

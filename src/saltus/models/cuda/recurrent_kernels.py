@@ -158,7 +158,8 @@ def _gate_outputs(
 ):  # fmt: skip
     """A group of a row's numbers times SiLU of their gates: after a norm of the group, before it (FIRST) or without."""
     row, group, at = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PADDED)
-    inside, dtype = at < SIZE, x.dtype.element_ty
+    inside = at < SIZE
+    dtype: tl.constexpr = x.dtype.element_ty
     place = x + (row * GROUPS + group) * SIZE + at
     here = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     opened = tl.load(gate + row * gate_row + group * gate_group + at, mask=inside, other=0.0).to(tl.float32)
