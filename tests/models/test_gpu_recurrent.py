@@ -26,7 +26,9 @@ SIZES = {
 STATES = {
     "Qwen3_5": {"linear_value_head_dim": 16}, "Qwen3Next": {"linear_value_head_dim": 16},
     "Qwen3_5Moe": {"linear_value_head_dim": 16, "shared_expert_intermediate_size": 64}, "Lfm2": {}, "Lfm2Moe": {},
-    "Bamba": {"mamba_n_heads": 8, "mamba_d_head": 16},
+    "NemotronH": {"mamba_num_heads": 4, "use_bias": False},
+    "NemotronH with experts": {"mamba_num_heads": 4, "moe_shared_expert_intermediate_size": 64},
+    "Mamba2": {"num_heads": 8, "head_dim": 16}, "Bamba": {"mamba_n_heads": 8, "mamba_d_head": 16},
     "GraniteMoeHybrid without experts": {"mamba_n_heads": 8, "mamba_d_head": 16, "shared_intermediate_size": 64},
 }  # fmt: skip
 SETTINGS = FixedShapeSettings(page_size=128, pages_per_block=1, prefill_chunk=32, rows_per_group=4)

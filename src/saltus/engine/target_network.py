@@ -70,7 +70,7 @@ def _checked_network(model: Any, name: str, exact: bool, max_draft_tokens: int) 
         return first_line(error)
     if not expected.isfinite().all():
         _require_finite_weights(model, name)
-    if kv_cache.keys is None:
+    if kv_cache.keys is None and network.state_sizes is None:
         return "its attention does not go through Transformers' AttentionInterface"
     if differs:
         return "a tree of tokens gets other logits than its branches get alone"

@@ -69,7 +69,9 @@ def _is_centred(norm: Norm | None) -> bool:
 
 
 def _is_known_mixer(mixer: Any, base: Any) -> bool:
-    return _is_known_attention(mixer, base) if isinstance(mixer, Attention) else is_known_recurrence(mixer, base)
+    if isinstance(mixer, Attention):
+        return _is_known_attention(mixer, base)
+    return mixer is None or is_known_recurrence(mixer, base)
 
 
 def _is_known_attention(a: Attention, base: Any) -> bool:
@@ -123,15 +125,17 @@ def _is_known_mlp_or_experts(mlp: MLP | Experts | MLPAndExperts | None, base: An
         norms = mlp.experts_norm, mlp.mlp_output_norm, mlp.experts_output_norm
         parts = _is_known_mlp(mlp.mlp, base), _is_known_mlp_or_experts(mlp.experts, base)
         return all(parts) and all(_is_known_norm(norm, base) and not _is_centred(norm) for norm in norms)
-    return mlp is not None and _is_known_mlp(mlp, base)
+    return mlp is None or _is_known_mlp(mlp, base)
 
 
 def _is_known_mlp(mlp: MLP, base: Any) -> bool:
     scaled = mlp.gate_scale != 1 or mlp.output_scale != 1 or mlp.gate_cutoff is not None
-    if mlp.gate is None or scaled or mlp.activation not in ACTIVATIONS or mlp.down.stop is not None:
+    known = ACTIVATIONS if mlp.gate is not None else ACTIVATIONS | {"relu_squared"}
+    if scaled or mlp.activation not in known or mlp.down.stop is not None:
         return False
-    unbiased = all(base.get_submodule(each.path).bias is None for each in (mlp.gate, mlp.up, mlp.down))
-    return unbiased and _whole([mlp.gate, mlp.up], base) is not None
+    feeding = [each for each in (mlp.gate, mlp.up) if each is not None]
+    unbiased = all(base.get_submodule(each.path).bias is None for each in (*feeding, mlp.down))
+    return unbiased and _whole(feeding, base) is not None
 
 
 def _whole(weights: Sequence[Weight], base: Any) -> list[Any] | None:

@@ -18,7 +18,7 @@ from saltus.models.cpu.native_decoder import STATIC_ROPE_TYPES, is_unmodified_de
 from saltus.models.cuda.described_layers import described_for_gpu, kinds_of_angles, norm_of
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.gpu_layers import GPUAttention, GPULayer, GPUMLPAndExperts, GPUPerLayerEmbeddings
-from saltus.models.cuda.gpu_recurrent import StatesOfCall
+from saltus.models.cuda.gpu_recurrent import StatesOfCall, is_recurrent
 from saltus.models.cuda.kernel_support import has_kernels
 from saltus.models.cuda.kv_pages import KVPagePool
 from saltus.models.cuda.state_pages import StateShape
@@ -98,7 +98,7 @@ def fits_described(model: Any, description: DecoderDescription) -> bool:
     """The same for the sizes of layers that `described_for_gpu` knows."""
     layers: list[Any] = list(description.layers)
     base, routers = decoder_of(model), [experts.router for layer in layers if (experts := experts_of(layer))]
-    matrices = [layer.mixer.output for layer in layers]
+    matrices = [layer.mixer.output for layer in layers if layer.mixer is not None]
     attention = [layer.mixer for layer in layers if isinstance(layer.mixer, Attention)]
     matrices += [each for layer in layers if (mlp := mlp_of(layer)) for each in (mlp.down, mlp.up)]
     matrices += [each for layer in layers if (beside := layer.per_layer_input) for each in (beside.gate, beside.output)]
@@ -161,13 +161,13 @@ class GPUDecoder:
                     description.per_layer_embeddings, self.weights
                 )
         self.angles = self._angles(FIRST_ANGLES)
-        recurrent = [number for number, layer in enumerate(self.layers) if not isinstance(layer.mixer, GPUAttention)]
+        recurrent = [number for number, layer in enumerate(self.layers) if is_recurrent(layer.mixer)]
         self.places_of_states = {number: place for place, number in enumerate(recurrent)}
 
     @property
     def state_shape(self) -> StateShape | None:
         """What each recurrent layer keeps; None if there are none."""
-        shapes = {layer.mixer.shape for layer in self.layers if not isinstance(layer.mixer, GPUAttention)}
+        shapes = {layer.mixer.shape for layer in self.layers if is_recurrent(layer.mixer)}
         assert len(shapes) <= 1, "layers keep the same"
         return shapes.pop() if shapes else None
 
@@ -239,48 +239,42 @@ class GPUDecoder:
         rows, inputs] is what the first layer's attention reads, if that is not their norm. Rows see positions up to
         `last_seen` [rows], without it up to their own. `per_layer_parts`: see `GPUPerLayerEmbeddings`.
         """
-        from saltus.models.cuda import linear_kernels, row_kernels
-
-        rows = inputs.shape.num_rows
         self._allocate(pool, hidden)
         x, attend = torch.empty_like(hidden), _AttentionOfCall(hidden, inputs, pool, last_seen)
-        collected, parts, output = [], None, {}  # what parts go through
+        states, collected = _HiddenStates(hidden, inputs.shape.num_rows), list[Tensor]()
         for number, layer in enumerate(self.layers):
-            read = x
-            if number == 0 and first_input is not None:
-                read = first_input
-            else:
-                row_kernels.add_and_norm(parts, hidden, layer.input_norm, x, rows, **output)
-            if number in hidden_state_layers:
-                collected.append(hidden[:rows].clone())
-            if isinstance(a := layer.mixer, GPUAttention):
-                angles = [self.angles[each] for each in a.angles]
-                attended = attend(number, a, linear_kernels.linear_parts(read, a.qkv, a.qkv_blocks, rows), angles)
-                parts = linear_kernels.linear_parts(attended, a.output, a.output_blocks, rows)
-                if a.output_bias is not None:
-                    parts[0] += a.output_bias
-            else:
-                assert recurrent is not None
-                parts = a.parts(read, self.places_of_states[number], recurrent)
-            output = {"output_norm": layer.mixer_output_norm, "scale": layer.residual_scale}
-            if layer.parallel:
-                row_kernels.add_and_norm(parts, hidden, None, torch.empty_like(hidden), rows, **output)
-            else:
-                row_kernels.add_and_norm(parts, hidden, layer.post_norm, x, rows, **output)
-            if isinstance(layer.mlp, GPUMLPAndExperts):
-                parts = layer.mlp.parts(x, hidden, inputs, pool.page_size)
-            else:
-                parts = layer.mlp.parts(x, inputs, pool.page_size)
-            output = {"output_norm": layer.mlp_output_norm, "scale": layer.residual_scale}
+            if number and number in hidden_state_layers:
+                collected.append(states.added())
+            if layer.mixer is not None:
+                read = x
+                if number == 0 and first_input is not None:
+                    read = first_input
+                else:
+                    states.normalise(layer.input_norm, x)
+                if isinstance(layer.mixer, GPUAttention):
+                    angles = [self.angles[each] for each in layer.mixer.angles]
+                    parts = attend(number, layer.mixer, read, angles)
+                else:
+                    assert recurrent is not None
+                    parts = layer.mixer.parts(read, self.places_of_states[number], recurrent)
+                states.add(parts, output_norm=layer.mixer_output_norm, scale=layer.residual_scale)
+            if layer.mlp is not None:
+                if not layer.parallel:
+                    states.normalise(layer.post_norm, x)
+                if isinstance(layer.mlp, GPUMLPAndExperts):
+                    parts = layer.mlp.parts(x, hidden, inputs, pool.page_size)
+                else:
+                    parts = layer.mlp.parts(x, inputs, pool.page_size)
+                states.add(parts, output_norm=layer.mlp_output_norm, scale=layer.residual_scale)
             if layer.per_layer_input is not None:
                 assert per_layer_parts is not None
-                row_kernels.add_and_norm(parts, hidden, None, x, rows, **output)
-                parts = layer.per_layer_input.parts(x, per_layer_parts[number], rows)
-                output = {"output_norm": layer.per_layer_input.norm}
-            output["state_scale"] = layer.output_scale
-        row_kernels.add_and_norm(parts, hidden, self.norm, x, rows, **output)
+                states.normalise(None, x)
+                parts = layer.per_layer_input.parts(x, per_layer_parts[number], inputs.shape.num_rows)
+                states.add(parts, output_norm=layer.per_layer_input.norm)
+            states.output["state_scale"] = layer.output_scale
         if len(self.layers) in hidden_state_layers:
-            collected.append(hidden[:rows].clone())
+            collected.append(states.added())
+        states.normalise(self.norm, x)
         return x, collected
 
     def write_context(self, x: Tensor, inputs: StaticInputs, pool: KVPagePool) -> None:
@@ -305,7 +299,36 @@ class GPUDecoder:
         if not pool.buffers:
             sizes, places = _places_of_keys([layer.mixer for layer in self.layers])
             keys = [like.new_empty(heads, 1, dim) for heads, dim in sizes]
-            pool.allocate([(each, each) for each in keys], places)
+            if keys:
+                pool.allocate([(each, each) for each in keys], places)
+
+
+class _HiddenStates:
+    """The hidden states of a call's rows [padded rows, hidden], and parts that the next kernel adds to them."""
+
+    def __init__(self, hidden: Tensor, rows: int) -> None:
+        self.hidden, self.rows = hidden, rows
+        self.parts: Tensor | None = None
+        self.output: dict[str, Any] = {}  # what parts go through
+
+    def add(self, parts: Tensor, **output: Any) -> None:
+        """Add parts [parts, rows, hidden]; see `add_and_norm`."""
+        if self.parts is not None:
+            self.normalise(None, torch.empty_like(self.hidden))
+        self.parts, self.output = parts, output
+
+    def normalise(self, norm: Any, out: Tensor) -> None:
+        """Let `out` [padded rows, hidden] be the norm of the states, or the states."""
+        from saltus.models.cuda import row_kernels
+
+        row_kernels.add_and_norm(self.parts, self.hidden, norm, out, self.rows, **self.output)
+        self.parts, self.output = None, {}
+
+    def added(self) -> Tensor:
+        """A copy of the states, [rows, hidden]."""
+        if self.parts is not None:
+            self.normalise(None, torch.empty_like(self.hidden))
+        return self.hidden[: self.rows].clone()
 
 
 class _AttentionOfCall:
@@ -317,14 +340,12 @@ class _AttentionOfCall:
         self.recent = inputs.recent_slots.view(inputs.shape.num_rows, -1)
         self.memory: dict[tuple[int, int, int], tuple[Tensor, Tensor, Any]] = {}
 
-    def __call__(self, number: int, a: GPUAttention, parts: Tensor, angles: Sequence[Any]) -> Tensor:
-        """[padded rows, heads · dim] of the product with the weights of a layer's queries, keys and values.
-
-        The next layer may overwrite it.
-        """
-        from saltus.models.cuda import attention_kernels, recurrent_kernels, row_kernels
+    def __call__(self, number: int, a: GPUAttention, x: Tensor, angles: Sequence[Any]) -> Tensor:
+        """[parts, rows, hidden], float32, of what a layer reads [padded rows, inputs]."""
+        from saltus.models.cuda import attention_kernels, linear_kernels, recurrent_kernels, row_kernels
 
         inputs, pool, shape = self.inputs, self.pool, self.inputs.shape
+        parts = linear_kernels.linear_parts(x, a.qkv, a.qkv_blocks, shape.num_rows)
         queries, attended, sums = self._memory(a)
         keys, values = pool.of_layer(number if a.shares is None else a.shares)
         new = (keys, values) if a.shares is None else (None, None)
@@ -347,7 +368,10 @@ class _AttentionOfCall:
         )  # fmt: skip
         if a.gated:
             recurrent_kernels.gate_heads(attended[: shape.num_rows], parts, a.bias)
-        return attended.flatten(1)
+        parts = linear_kernels.linear_parts(attended.flatten(1), a.output, a.output_blocks, shape.num_rows)
+        if a.output_bias is not None:
+            parts[0] += a.output_bias
+        return parts
 
     def _memory(self, a: GPUAttention) -> tuple[Tensor, Tensor, Any]:
         """Queries, what they attended to, and the sums of splits: for heads of these sizes."""
@@ -363,7 +387,7 @@ class _AttentionOfCall:
 def _places_of_keys(layers: Sequence[Any]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """The sizes of keys that layers have, and of each layer which of these and its place among those that have it.
 
-    Recurrent layers, which have none, are at −1.
+    Other layers, which have none, are at −1.
     """
     attention = [each for each in layers if isinstance(each, GPUAttention)]
     sizes = list(dict.fromkeys(each.size for each in attention if each.shares is None))

@@ -89,28 +89,30 @@ class GPUAttention:
 
 @dataclass(frozen=True)
 class GPUMLP:
-    """down(activation(gate x) · up x)."""
+    """down(activation(gate x) · up x), or down(activation(up x)) without a gate."""
 
     gate_and_up: Sequence[Tensor]
     down: Sequence[Tensor]
     gate_blocks: Any
     down_blocks: Any
     activation: str = "silu"
+    has_gate: bool = True
 
     @classmethod
-    def of(cls, gate_and_up: Sequence[Tensor], down: Tensor, activation: str = "silu") -> GPUMLP:
+    def of(cls, gate_and_up: Sequence[Tensor], down: Tensor, activation: str = "silu", has_gate: bool = True) -> GPUMLP:
         """Of such weights; packed ones become views of merged ones."""
         from saltus.models.cuda.linear_kernels import blocks_of
 
         feeding = [each.detach() for each in joined_packed(gate_and_up)]
         down = down.detach()
-        return cls(feeding, [down], blocks_of(feeding[0], parts=False), blocks_of(down), activation)
+        return cls(feeding, [down], blocks_of(feeding[0], parts=False), blocks_of(down), activation, has_gate)
 
     @classmethod
     def described(cls, mlp: MLP, weights: Resolver) -> GPUMLP:
         """Of a description which `described_for_gpu` knows."""
-        feeding = parts_of(layers_of([mlp.gate, mlp.up], weights.base), 2)  # pyright: ignore[reportArgumentType]
-        return cls.of(feeding, weights.module(mlp.down.path).weight, mlp.activation)
+        given = [each for each in (mlp.gate, mlp.up) if each is not None]
+        feeding = parts_of(layers_of(given, weights.base), len(given))
+        return cls.of(feeding, weights.module(mlp.down.path).weight, mlp.activation, mlp.gate is not None)
 
     def parts(self, x: Tensor, inputs: StaticInputs, first_slot: int) -> Tensor:
         """[parts, rows, hidden], float32, of x [padded rows, hidden]; as that of Mixture."""
@@ -118,7 +120,12 @@ class GPUMLP:
 
         rows = inputs.shape.num_rows
         active = x.new_empty(len(x), self.down[0].shape[1])
-        linear_kernels.gate_and_up(x, self.gate_and_up, active, self.gate_blocks, rows, self.activation)
+        if self.has_gate:
+            linear_kernels.gate_and_up(x, self.gate_and_up, active, self.gate_blocks, rows, self.activation)
+        else:
+            raised = x.new_empty(rows, active.shape[1])
+            linear_kernels.linear(x, self.gate_and_up, raised, self.gate_blocks, rows)
+            linear_kernels.activate(raised, active, self.activation)
         return linear_kernels.linear_parts(active, self.down, self.down_blocks, rows)
 
 
@@ -223,9 +230,9 @@ class GPULayer:
     """A layer: x + mixer(norm(x)), then the same with the MLP; see `Layer` of descriptions."""
 
     input_norm: Any
-    mixer: GPUAttention | GPURecurrence | GPUShortConvolution
+    mixer: GPUAttention | GPURecurrence | GPUShortConvolution | None
     post_norm: Any
-    mlp: GPUMLP | Mixture | GPUMLPAndExperts
+    mlp: GPUMLP | Mixture | GPUMLPAndExperts | None
     mixer_output_norm: Any = None
     mlp_output_norm: Any = None
     residual_scale: float = NO_SCALE  # of what mixer and MLP give
@@ -245,8 +252,10 @@ class GPULayer:
         """Of a description which `described_for_gpu` knows; `kinds`: the tables of angles."""
         beside, mlp = layer.per_layer_input, mlp_of(layer)
         mixer: Any = layer.mixer
-        is_attention = isinstance(mixer, Attention)
-        mixer = GPUAttention.described(mixer, weights, kinds) if is_attention else recurrence_of(mixer, weights)
+        if isinstance(mixer, Attention):
+            mixer = GPUAttention.described(mixer, weights, kinds)
+        elif mixer is not None:
+            mixer = recurrence_of(mixer, weights)
         of_mlp: Any = None if mlp is None else GPUMLP.described(mlp, weights)
         if isinstance(layer.mlp, MLPAndExperts):
             of_mlp = GPUMLPAndExperts.described(layer.mlp, weights)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -186,6 +186,11 @@ def recurrence_of(mixer: Mixer, weights: Resolver) -> GPURecurrence | GPUShortCo
         return GPURecurrence.of_delta_net(mixer, weights)
     assert isinstance(mixer, Mamba2)
     return GPURecurrence.of_mamba(mixer, weights)
+
+
+def is_recurrent(mixer: Any) -> TypeGuard[GPURecurrence | GPUShortConvolution]:
+    """True for what keeps a state."""
+    return isinstance(mixer, GPURecurrence | GPUShortConvolution)
 
 
 def is_known_recurrence(mixer: Mixer | None, base: Any) -> bool:
