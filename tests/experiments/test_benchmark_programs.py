@@ -137,3 +137,9 @@ def test_a_surface_finds_the_polynomial_that_it_is_given_and_smooths_noise():
     noisy = SpeedupSurface.fit([(*place, height(*place) + own) for place, own in zip(places, noise, strict=True)])
     assert max(places, key=lambda place: noisy.evaluate(*place)) in [(16, 2), (16, 4), (16, 1), (8, 2), (32, 2)]
     assert SpeedupSurface.fit([(4, 0, 1.5)]).evaluate(4, 0) == 1.5
+
+
+def test_the_control_of_drafts_is_simulated(run, capsys):
+    run("benchmarks/draft_control.py", "--calls", 30, "--scenarios", "right calibration", "drafts seem dear")
+    table = capsys.readouterr().out.splitlines()
+    assert [row.split("|")[1].strip() for row in table[2:]] == ["right calibration", "drafts seem dear", "all"]
