@@ -121,8 +121,7 @@ def _as_decoder(model: Any) -> Any:
     base: Any = whole.get_submodule("model")
     base.rotary_emb = model.rotary
     dtype = model.embeddings.dtype
-    names = {"parameters": base.parameters, "named_parameters": base.named_parameters}
-    return SimpleNamespace(get_decoder=lambda: base, dtype=dtype, **names)
+    return SimpleNamespace(get_decoder=lambda: base, dtype=dtype, named_parameters=base.named_parameters)
 
 
 class _Module(nn.Module):

@@ -163,5 +163,6 @@ def _as_decoder(model: EagleModel) -> Any:
     rotary: Any = copy.deepcopy(model.rotary).to(model.tokens.device)
     layers = SimpleNamespace(layers=model.layers, norm=model.norm, rotary_emb=rotary)
     return SimpleNamespace(
-        model=layers, config=model.config, lm_head=model.lm_head, dtype=model.dtype, parameters=model.parameters
-    )
+        model=layers, config=model.config, lm_head=model.lm_head, dtype=model.dtype,
+        named_parameters=model.named_parameters,
+    )  # fmt: skip
