@@ -22,7 +22,7 @@ from saltus.evaluation.audit.features import connect, find_features
 from saltus.evaluation.audit.prompts import SHARED_PREFIX, default_prompts
 from saltus.evaluation.audit.statistics import exchangeability_test, holm, mcnemar, rate_interval
 from saltus.evaluation.audit.text_comparison import gap_in_reference, rounding_tolerance, token_differences
-from saltus.evaluation.audit.verdicts import FINDING, SAME, Verdict
+from saltus.evaluation.audit.verdicts import FIGURE, FINDING, NOT_CHECKED, NOTE, SAME, Verdict
 from saltus.evaluation.benchmarks.suites import find_grader, load_tasks
 
 SWITCH = '{"speculative": false}'
@@ -239,7 +239,9 @@ def test_a_wrong_command_line_is_refused_with_the_cure():
     assert "leave the others out" in complaint("check", "--server", "http://x", "--off", SWITCH, "--method", "lookup")
 
 
-def test_one_check_is_not_called_several():
-    assert summarize([Verdict("texts", SAME, "")]).endswith("in 1 check.")
-    assert summarize([Verdict("texts", SAME, "")] * 2).endswith("in 2 checks.")
-    assert summarize([Verdict("texts", FINDING, "")]) == "1 of 1 checks found something."
+def test_the_summary_counts_checks_by_their_verdicts():
+    verdicts = [Verdict("texts", status, "") for status in (SAME, SAME, NOTE, FIGURE, NOT_CHECKED)]
+    assert summarize(verdicts[:1]) == "No difference in 1 check."
+    explained = "No difference in 2 checks; in 1, one that repetition or rounding may explain; 1 could not be checked."
+    assert summarize(verdicts) == explained
+    assert summarize([*verdicts, Verdict("seeds", FINDING, "")]).startswith("1 of 4 checks found something; 1 could")

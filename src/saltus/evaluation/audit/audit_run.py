@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +14,7 @@ import saltus
 from saltus.evaluation.audit.checks import CHECKS
 from saltus.evaluation.audit.client import Side
 from saltus.evaluation.audit.context import Audit
-from saltus.evaluation.audit.verdicts import FINDING, Verdict, judge
+from saltus.evaluation.audit.verdicts import FINDING, NOT_CHECKED, NOTE, SAME, Verdict, judge
 
 
 def run_checks(
@@ -51,13 +52,15 @@ def make_report(verdicts: Sequence[Verdict], facts: Mapping[str, Any]) -> dict[s
 
 
 def summarize(verdicts: Sequence[Verdict]) -> str:
-    """The run in one sentence."""
-    counted = {status: sum(verdict.status == status for verdict in verdicts) for status in ("finding", "not checked")}
-    checked = len(verdicts) - counted["not checked"]
-    lacking = f"; {counted['not checked']} could not be checked" if counted["not checked"] else ""
-    if counted["finding"]:
-        return f"{counted['finding']} of {checked} checks found something{lacking}."
-    return f"No difference that noise or rounding does not explain, in {checked} check{'s' * (checked != 1)}{lacking}."
+    """The run in one sentence; measurements are no checks."""
+    counted = Counter(verdict.status for verdict in verdicts)
+    checked = counted[SAME] + counted[NOTE] + counted[FINDING]
+    lacking = f"; {counted[NOT_CHECKED]} could not be checked" if counted[NOT_CHECKED] else ""
+    if counted[FINDING]:
+        return f"{counted[FINDING]} of {checked} checks found something{lacking}."
+    alike = checked - counted[NOTE]
+    explained = f"; in {counted[NOTE]}, one that repetition or rounding may explain" if counted[NOTE] else ""
+    return f"No difference in {alike} check{'s' * (alike != 1)}{explained}{lacking}."
 
 
 def describe_side(side: Side) -> dict[str, Any]:
