@@ -691,7 +691,7 @@ def test_no_compiler_is_a_warning_that_says_what_to_install(fresh_library, monke
         assert native.load_kernels() is None
         assert native.load_kernels() is None
     assert [record.getMessage() for record in caplog.records] == [
-        "the compiled kernels cannot be had, going on with slower exact ones:"
+        "no compiled kernels; PyTorch computes instead, several times slower and with other rounding:"
         " no C compiler was found; install gcc or clang, or ziglang from PyPI"
     ]
 

@@ -28,6 +28,7 @@ from saltus.storage.cache_folder import cache_folder
 log = logging.getLogger("saltus")
 
 KERNEL_SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32", torch.float16: "f16"}
+WITHOUT_KERNELS = "no compiled kernels; PyTorch computes instead, several times slower and with other rounding"
 MAX_WEIGHTS = 4  # of one call of linear, at most
 
 POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -333,19 +334,19 @@ def load_kernels() -> ctypes.CDLL | None:
     settings = (sorted(sources.items()), flags, compilers[:1], features, torch.__version__)
     target = cache_folder() / "native" / f"{blake2b(repr(settings).encode(), digest_size=8).hexdigest()}.so"
     if error := make_private_folder(target.parent):
-        log.warning("the compiled kernels cannot be had, going on with slower exact ones: %s", error)
+        log.warning("%s: %s", WITHOUT_KERNELS, error)
         return None
     if not is_own_file(target):
         sets = [flags, *lesser_flags(features)]  # of a compiler that is older than the processor
         commands = [[*compiler, *some] for some in sets for compiler in compilers]
         error = compile_library(commands, sources, target) if commands else NO_COMPILER
         if error:
-            log.warning("the compiled kernels cannot be had, going on with slower exact ones: %s", error)
+            log.warning("%s: %s", WITHOUT_KERNELS, error)
             return None
     try:
         library = ctypes.CDLL(str(target))
     except OSError as error:
-        log.warning("the compiled kernels did not load, going on with slower exact ones: %s", error)
+        log.warning("%s: %s", WITHOUT_KERNELS, error)
         return None
     library.saltus_packed_bytes.restype = INTEGER
     library.saltus_tree_rows.argtypes = POINTER, INTEGER, INTEGER, INTEGER, POINTER, POINTER
