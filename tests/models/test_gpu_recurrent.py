@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from architectures import by_our_kernels, text, tiny
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
+from saltus.engine.prefix_tree import PrefixTree, supports_prefix_tree
 from saltus.models.causal import CausalNetwork
 from saltus.models.cuda.described_layers import described_for_gpu
 from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
@@ -118,6 +119,23 @@ def test_a_failed_call_loses_a_texts_state_and_not_its_bits(qwen, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             logits(qwen, tokens[:12], kv_cache=kv_cache)
     assert torch.equal(logits(qwen, tokens[:12], kv_cache=kv_cache), logits(qwen, tokens[:12]))
+
+
+def test_the_next_turn_of_a_conversation_continues_the_last_one(qwen):
+    tokens, tree, kv_cache = text(60), PrefixTree(), qwen.new_kv_cache()
+    assert supports_prefix_tree(qwen)
+    logits(qwen, tokens[:40], kv_cache=kv_cache)
+    logits(qwen, tokens[:43], kv_cache=kv_cache)  # an answer
+    tree.put(tokens[:40].tolist(), {"target": kv_cache}, ended=False)
+    assert not tree.take(tokens[:50].tolist())
+    tree.put(tokens[:40].tolist(), {"target": kv_cache})
+    assert tree.num_bytes == kv_cache.num_bytes > 0
+    taken = tree.take(tokens[:50].tolist())["target"]
+    assert taken is kv_cache
+    assert tree.num_bytes == 0
+    outputs = qwen.forward([ForwardInputs(continuation(tokens[:50], 9))], [taken])[0]
+    assert outputs.context_tokens_read == 7
+    assert torch.equal(outputs.logits.float().cpu(), logits(qwen, tokens[:50]))
 
 
 def test_slots_and_nodes_of_ended_texts_are_free_again(qwen):

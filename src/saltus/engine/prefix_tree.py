@@ -13,6 +13,7 @@ from torch import Tensor
 from saltus.models.cpu.hybrid_kv_cache import HybridKVCache, StateSizes
 from saltus.models.cpu.kv_cache import MIN_GROWTH, KVCache
 from saltus.models.cuda.kv_pages import FixedShapeKVCache, KVPagePool
+from saltus.models.cuda.state_pages import StateKVCache
 from saltus.models.protocols import TargetNetwork
 
 MAX_WHOLE_CACHES = 4
@@ -28,7 +29,7 @@ def supports_prefix_tree(network: TargetNetwork) -> bool:
         return False
     runner = getattr(network, "fixed_shape_runner", None)
     if runner is not None:  # fixed shapes alone read prompts from their beginning
-        return runner.decoder is not None and runner.states is None
+        return runner.decoder is not None
     return network.model.device.type == "cpu" and network.batch_invariant and not network.any_subset
 
 
@@ -85,16 +86,18 @@ class PrefixTree:
 
     Caches in pages of a GPU give copies, which stay on the GPU.
 
-    KV caches that cannot be cut in pieces (EvaByte's, and those whose layers differ in size) are kept whole, the latest
-    four, and taken whole by one text: one that begins with all of the kept text's prompt, such as the next turn of a
-    conversation.
+    KV caches that cannot be cut in pieces (EvaByte's, unlike layers on a CPU, states on a GPU) are kept whole, the
+    latest four, and taken whole by one text: one that begins with all of the kept text's prompt, such as the next turn
+    of a conversation.
     """
 
     max_bytes: int = 2**30
     num_bytes: int = field(default=0, init=False)
     _roots: dict[str, _Node] = field(default_factory=dict, init=False)  # by network
     _pools: dict[str, KVPagePool] = field(default_factory=dict, init=False)  # of networks whose caches have pages
-    _whole: list[tuple[str, int, KVCache]] = field(default_factory=list, init=False)  # network, prompt's length, cache
+    _whole: list[tuple[str, int, KVCache | StateKVCache]] = field(
+        default_factory=list, init=False
+    )  # network, prompt's length, cache
     # All nodes but the roots, those first that were not used for longest. A use moves children before their parents to
     # the end, so that the first node of all is always an end of the tree.
     _by_use: OrderedDict[_Node, None] = field(default_factory=OrderedDict, init=False, repr=False)
@@ -167,7 +170,7 @@ class PrefixTree:
             snapshots=snapshots,
         )  # fmt: skip
 
-    def _take_whole(self, name: str, tokens: np.ndarray) -> KVCache | None:
+    def _take_whole(self, name: str, tokens: np.ndarray) -> KVCache | StateKVCache | None:
         """The kept whole cache that shares most with a prompt, cut to what it shares; it is no longer kept."""
         best, most = None, 0
         for entry in self._whole:
@@ -178,8 +181,12 @@ class PrefixTree:
             return None
         self._whole = [entry for entry in self._whole if entry is not best]
         self.num_bytes -= _num_bytes(best[2])
-        best[2].reuse_prefix(tokens, 0)
-        return best[2]
+        kv_cache = best[2]
+        if isinstance(kv_cache, StateKVCache):
+            kv_cache.reuse_prefix(tokens)
+        else:
+            kv_cache.reuse_prefix(tokens, 0)
+        return kv_cache
 
     def put(self, prompt: Sequence[int], kv_caches: Mapping[str, Any], ended: bool = True) -> None:
         """Copy what the KV caches of a text have and the tree has not.
@@ -187,6 +194,10 @@ class PrefixTree:
         Where a text has `ended`, its caches that cannot be cut are kept themselves.
         """
         for name, kv_cache in kv_caches.items():
+            if isinstance(kv_cache, StateKVCache):
+                if ended and len(kv_cache.tokens):
+                    self._keep_whole(name, prompt, kv_cache)
+                continue
             if isinstance(kv_cache, FixedShapeKVCache):
                 if len(kv_cache.tokens):
                     self._pools[name] = kv_cache.pool
@@ -199,14 +210,17 @@ class PrefixTree:
             elif type(kv_cache) is KVCache and not kv_cache.odd_layers:
                 self._add(name, kv_cache.tokens, _reader(kv_cache))
             elif ended:
-                self._whole.append((name, len(prompt), kv_cache))
-                self.num_bytes += _num_bytes(kv_cache)
+                self._keep_whole(name, prompt, kv_cache)
         while self._whole and (len(self._whole) > MAX_WHOLE_CACHES or self.num_bytes > self.max_bytes):
             self.num_bytes -= _num_bytes(self._whole.pop(0)[2])
         while self._states_by_use and self._state_bytes > self.max_bytes // 2:
             self._drop_state(next(iter(self._states_by_use)))
         while self.num_bytes > self.max_bytes and self._by_use:
             self._drop_oldest_end()
+
+    def _keep_whole(self, name: str, prompt: Sequence[int], kv_cache: KVCache | StateKVCache) -> None:
+        self._whole.append((name, len(prompt), kv_cache))
+        self.num_bytes += _num_bytes(kv_cache)
 
     def _path(self, root: _Node, tokens: np.ndarray) -> list[tuple[_Node, int]]:
         """The nodes along the tokens, and how many of each node's tokens agree."""
@@ -338,7 +352,9 @@ def _copy(path: Sequence[tuple[_Node, int]], begin: int, keys: Tensor, values: T
         at += shared
 
 
-def _num_bytes(kv_cache: KVCache) -> int:
+def _num_bytes(kv_cache: KVCache | StateKVCache) -> int:
+    if isinstance(kv_cache, StateKVCache):
+        return kv_cache.num_bytes
     pairs = [(kv_cache.keys, kv_cache.values), *kv_cache.odd_layers.values()]
     return sum(tensor.nbytes for pair in pairs for tensor in pair if tensor is not None)
 

@@ -88,20 +88,13 @@ class RecurrentInputs:
     ) -> None:  # fmt: skip
         """Of nodes whose rows begin at `start`, after the text that ends with a window."""
         row_sources, slots, paths, counts, firsts, rows = tables[0], *tables[8:]
-        first, paths_of = int(nodes[0]), dict[int, list[int]]()
-
-        def source(node: int) -> int:
-            return start + node - first if node >= first else OF_NODES + cache.node_place(node)
-
-        for row, node in enumerate(nodes.tolist(), start):
-            parent, path = parents[node], []
-            if parent in paths_of:
-                path = [*paths_of[parent], source(parent)]
-            else:
-                while parent >= 0:
-                    path.insert(0, source(parent))
-                    parent = parents[parent]
-            paths_of[node] = path
-            row_sources[row] = [*window, *path][-self.taps :]
-            paths[row, : len(path)], counts[row] = path, len(path)
-            slots[row], firsts[row], rows[row] = cache.slot, row, 1
+        first, numbers, end = int(nodes[0]), nodes.tolist(), list(map(int, window))
+        own, path_of = slice(start, start + len(numbers)), dict[int, list[int]]()
+        for node in range(numbers[-1] + 1):  # those before the first one are rows of an earlier call
+            parent = parents[node]
+            source = start + parent - first if parent >= first else OF_NODES + cache.node_place(max(parent, 0))
+            path_of[node] = [*path_of[parent], source] if parent >= 0 else []
+        row_sources[own] = [[*end, *path_of[node]][-self.taps :] for node in numbers]
+        paths[own] = [path_of[node] + [0] * (self.depth - len(path_of[node])) for node in numbers]
+        counts[own] = [len(path_of[node]) for node in numbers]
+        slots[own], firsts[own], rows[own] = cache.slot, np.arange(own.start, own.stop), 1

@@ -134,6 +134,12 @@ class StateKVCache(FixedShapeKVCache):
         weakref.finalize(self, self.states.free_slots.extend, self.owned)
         weakref.finalize(self, self.states.free_blocks.extend, self.blocks)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of its pages, its states and snapshots."""
+        entries = len(self.pages) * self.pool.page_size
+        return entries * self.bytes_per_token + len(self.owned) * self.states.slot_bytes
+
     def reuse_prefix(self, tokens: Int[np.ndarray, "tokens"]) -> int:
         """How many of the decided tokens are in the cache; the accepted branch is kept."""
         tree = self.token_history.pending_tree
