@@ -14,8 +14,9 @@ from saltus.core.forward import ForwardInputs
 from saltus.engine.prefix_tree import PrefixTree, supports_prefix_tree
 from saltus.models.causal import CausalNetwork
 from saltus.models.cuda.described_layers import described_for_gpu
-from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
+from saltus.models.cuda.fixed_shape_calls import FixedShape, FixedShapeSettings
 from saltus.models.cuda.gpu_decoder import fits_described
+from saltus.models.cuda.recurrent_inputs import RecurrentInputs
 
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
@@ -148,3 +149,10 @@ def test_slots_and_nodes_of_ended_texts_are_free_again(qwen):
     assert len(pool.free_slots) == slots + 2 * 3  # a state and a snapshot
     assert len(pool.free_blocks) == blocks + 3
     assert len(set(pool.free_slots)) == len(pool.free_slots)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_tables_begin_where_every_call_has_the_same_binary(groups):
+    tables = RecurrentInputs(FixedShape(groups, 1, 2, 0), 3, 32, torch.device("cpu"))
+    for table in (tables.row_sources, tables.text_sources, tables.node_places, *tables.texts, *tables.nodes):
+        assert (table.data_ptr() - tables.packed.data_ptr()) % 16 == 0

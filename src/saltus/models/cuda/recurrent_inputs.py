@@ -35,8 +35,10 @@ class RecurrentInputs:
         self.sizes = [
             (rows, taps), (groups, taps), (rows,), *self._jobs(groups), *self._jobs(rows),
         ]  # fmt: skip
-        ends = list(accumulate(int(np.prod(size)) for size in self.sizes))
-        self.spans = [slice(end - int(np.prod(size)), end) for end, size in zip(ends, self.sizes, strict=True)]
+        counts = [int(np.prod(size)) for size in self.sizes]
+        # each begins at a multiple of 16 bytes: Triton has another binary for pointers that do not
+        ends = list(accumulate(count + count % 2 for count in counts))
+        self.spans = [slice(end - count - count % 2, end - count % 2) for end, count in zip(ends, counts, strict=True)]
         self.packed = torch.zeros(ends[-1], dtype=torch.long, device=device)
         views = [self.packed[span].view(size) for span, size in zip(self.spans, self.sizes, strict=True)]
         self.row_sources, self.text_sources, self.node_places = views[:3]
