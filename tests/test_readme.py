@@ -171,6 +171,16 @@ def test_the_python_of_the_readme_runs(capsys):
     assert capsys.readouterr().out.strip()
 
 
+@pytest.mark.parametrize("page", ["index.md", "api.md", "requests.md", "integrations.md"])
+def test_the_python_of_the_docs_runs(page, tiny_folder, capsys):
+    model = repr(str(tiny_folder()))
+    names: dict[str, Any] = {}
+    for block in blocks("python", (ROOT / "docs" / page).read_text(encoding="utf-8")):
+        if "LLM" not in block:  # vLLM's
+            exec(re.sub(r'"(smollm2-135m|some-model)"', lambda _: model, block), names)
+    assert page == "integrations.md" or capsys.readouterr().out.strip()
+
+
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 
 
