@@ -41,7 +41,7 @@ def _scores(products, scale, softcap, CAPPED: tl.constexpr):
     return scores
 
 
-@kernel("num_pages", "window", "group_rows")
+@kernel("num_pages", "window", "group_rows", anywhere=("positions",))
 def _attend_split(
     queries, keys, values, tables, positions, sums, tops, totals, num_pages, scale, softcap, window, group_rows,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
@@ -85,7 +85,7 @@ def _attend_split(
         tl.store(totals + out, tl.sum(weights, 1))
 
 
-@kernel("num_splits", "window", "group_rows")
+@kernel("num_splits", "window", "group_rows", anywhere=("positions",))
 def _combine(
     queries, keys, values, recent, positions, sinks, sums, tops, totals, out, num_splits, scale, softcap, window,
     group_rows,

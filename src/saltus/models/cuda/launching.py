@@ -20,12 +20,13 @@ def power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def kernel(*shared: str) -> Callable[[Callable[..., None]], Any]:
+def kernel(*shared: str, anywhere: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Any]:
     """A kernel with one binary for all values of the arguments named here, so that none of them changes its rounding.
 
-    Import hooks that check types wrap functions; Triton needs the one that was written.
+    Those of `anywhere` are pointers, which are at multiples of 16 bytes in some calls only. Import hooks that check
+    types wrap functions; Triton needs the one that was written.
     """
-    make: Any = triton.jit(do_not_specialize=list(shared))
+    make: Any = triton.jit(do_not_specialize=list(shared), do_not_specialize_on_alignment=list(anywhere))
     return lambda function: make(inspect.unwrap(function))
 
 
