@@ -553,22 +553,24 @@ def test_in_a_batch_all_texts_wait_for_what_one_computes_outside_of_calls():
     assert rates[0] > 1 > rates[1]
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
-def test_costs_by_rows_of_each_text_follow_the_calls_of_a_batch(batch_size):
+@pytest.mark.parametrize(("batch_size", "num_texts"), [(1, 1), (4, 4), (4, 3)])
+def test_costs_by_rows_of_each_text_follow_the_calls_of_a_batch(batch_size: int, num_texts: int):
     tree = grow_tree([Branch([4, 5], [0.6, 0.6], "a")], 9, 9)
     controller = Controller(9, call_cost=CallCost({1: 1.0, 8: 1.0}), batch_size=batch_size)
+    controller.num_texts = num_texts
 
     def record(num_rows: int, seconds: float) -> None:
         made = step(tree, 2, [4, 1])
         outputs = replace(made.outputs, context_tokens_read=1, num_rows=num_rows, seconds=seconds)
         controller.record(tree, replace(made, outputs=outputs))
 
-    for _ in range(batch_size):
+    for _ in range(num_texts):
         record(num_rows=1000, seconds=9.0)
     assert controller.call_cost.seconds == {1: 1.0, 8: 1.0}, "a prompt of another text was read, too"
-    for _ in range(40 * batch_size):
-        record(num_rows=3 * batch_size, seconds=1.9)
+    for _ in range(40 * num_texts):
+        record(num_rows=3 * num_texts, seconds=1.9)
     assert controller.call_cost.seconds_for(3) == pytest.approx(1.9, rel=0.05)
+    assert controller.call_cost.calls_alike == 40, "each call is recorded once"
 
 
 @dataclass

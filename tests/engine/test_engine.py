@@ -805,6 +805,16 @@ def test_a_batch_learns_what_its_calls_cost(tiny_folder, monkeypatch):
     assert setup.call_cost.seconds == alone, "texts alone have costs of their own"
 
 
+def test_costs_of_a_batch_are_by_the_rows_of_the_texts_that_run(tiny_folder, monkeypatch):
+    """Three texts go by the costs of four; a call of a row each would seem to be one of three quarters of a row."""
+    engine, rows = saltus.load(str(tiny_folder()), "lookup", batch_size=4), []
+    costs = engine.decoder.setup("lookup").controller(4).call_cost
+    monkeypatch.setattr(costs, "record", lambda number, seconds: rows.append(number))
+    calls = max(answer.statistics.calls for answer in engine.generate([PROMPT] * 3, max_new_tokens=20, ignore_eos=True))
+    assert min(rows) >= 1
+    assert calls - 3 <= len(rows) <= calls, "once for each call after those that read the prompts"
+
+
 def test_a_stream_can_be_left(engine):
     stream = engine.stream(PROMPT, max_new_tokens=30, ignore_eos=True)
     first = next(stream)

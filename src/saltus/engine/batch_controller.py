@@ -30,10 +30,12 @@ class BatchController(Controller):
     def _current(self) -> Controller:
         if self._fixed is not None:
             return self._fixed
-        together = 1 << (max(self._num_running(), 1) - 1).bit_length()
+        running = max(self._num_running(), 1)
+        together = 1 << (running - 1).bit_length()
         if together != self._together or self._latest is None:
             self._together, self._latest = together, self._setup.controller(together)
             self.call_cost, self.drafting_switch = self._latest.call_cost, self._latest.drafting_switch
+        self._latest.num_texts = running
         return self._latest
 
     def should_draft(self) -> bool:

@@ -38,10 +38,12 @@ class Controller:
     call_cost: CallCost = field(default_factory=CallCost)
     # texts that are decoded together, one after another outside of calls; costs are by the rows of each
     batch_size: int = 1
+    num_texts: int = field(init=False)  # that really are: as many as `batch_size`, or a few less
     drafting_switch: DraftingSwitch = field(init=False)
     num_steps: int = field(default=0, init=False)  # that were recorded, of all texts
 
     def __post_init__(self) -> None:
+        self.num_texts = self.batch_size
         self.drafting_switch = DraftingSwitch(batch_size=self.batch_size)
 
     def should_draft(self) -> bool:
@@ -137,7 +139,7 @@ class Controller:
         if not self.adaptive:
             return
         self.num_steps += 1
-        if step.outputs.context_tokens_read == 1 and self.num_steps % self.batch_size == 0:
+        if step.outputs.context_tokens_read == 1 and self.num_steps % self.num_texts == 0:
             self._record_call(step)  # one for each call of a batch
         if not tree.tokens and not self.can_pay():
             return  # nothing was tried
@@ -165,9 +167,9 @@ class Controller:
         Calls in which another text read a prompt, and has more rows than drafts, say nothing of drafts.
         """
         rows, num_rows = len(step.inputs.tokens) + 1, step.outputs.num_rows
-        most = rows if self.batch_size == 1 else self.batch_size * max(rows, 1 + self.max_draft_tokens)
+        most = rows if self.num_texts == 1 else self.num_texts * max(rows, 1 + self.max_draft_tokens)
         if rows <= num_rows <= most:
-            self.call_cost.record(num_rows / self.batch_size, step.outputs.seconds)
+            self.call_cost.record(num_rows / self.num_texts, step.outputs.seconds)
 
 
 def _tokens_of(tree: Tree, step: Step) -> float:
