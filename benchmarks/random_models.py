@@ -11,7 +11,15 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from saltus.kernels.packed_weight import PackedWeight
 from saltus.models.cuda.packed_weight import GPUPackedWeight
@@ -36,10 +44,13 @@ SHAPES: dict[str, Callable[[], Any]] = {  # configurations by the name of a shap
     "30B-A3B": lambda: Qwen3MoeConfig(
         **_sizes(48, 2048, 6144, 32, 4, 151_936), **_EXPERTS, head_dim=128, tie_word_embeddings=False
     ),
+    "9B-hybrid": Qwen3_5TextConfig,
+    "20B-A4B": lambda: GptOssConfig(num_hidden_layers=24, num_local_experts=32),
     "tiny": lambda: LlamaConfig(**_sizes(2, 64, 64, 2, 1, 304), head_dim=32, tie_word_embeddings=False),
 }
 SHAPE_NAMES = (
-    "0.6B and 1.7B: Qwen3's; 7B: Qwen2.5's; 8B: Llama 3's; 30B-A3B: Qwen3's with experts; tiny: for rehearsals"
+    "0.6B and 1.7B: Qwen3's; 7B: Qwen2.5's; 8B: Llama 3's; 30B-A3B: Qwen3's with experts; 9B-hybrid: Qwen3.5's, whose"
+    " layers mostly keep a state; 20B-A4B: gpt-oss's; tiny: for rehearsals"
 )
 
 
