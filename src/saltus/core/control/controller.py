@@ -133,8 +133,8 @@ class Controller:
         """Record a step: which nodes of the whole tree were right, and whether drafting paid for its seconds.
 
         `draft_seconds` were spent in calls of draft models (None: they read a prompt too, and the step says nothing of
-        what drafting costs), `other_seconds` outside of calls, for this text alone: the
-        others of a batch wait for them. `drafters_on`: those that can be switched off were not.
+        what drafting costs), `other_seconds` outside of calls, for this text alone: the others of a batch wait for
+        them. `drafters_on`: those that can be switched off were not.
         """
         if not self.adaptive:
             return
