@@ -743,6 +743,13 @@ def test_a_full_disk_is_one_line():
     assert (done.returncode, done.stderr) == (2, "saltus: the disk that the output goes to is full; free some space\n")
 
 
+def test_a_terminal_that_says_it_has_no_columns_gets_the_usual_lines():
+    done = subprocess.run(
+        [*PROGRAM, "--help"], capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "0"}
+    )
+    assert "saltus demo" in done.stdout
+
+
 @pytest.mark.parametrize(("closed", "arguments", "code"), [
     ("<&- >&- 2>&-", "--version", 0),
     (">&- 2>&-", "no-such-command", 2),

@@ -11,6 +11,8 @@ def main() -> None:
 
     if "RANK" in os.environ:  # one of several processes of a training run: without torch's hints on its own settings
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if os.environ.get("COLUMNS") == "0":  # as some terminals say; rich would write lines of no width
+        del os.environ["COLUMNS"]
     prepare_streams()
     with one_line_errors():
         from saltus.cli.app import app
