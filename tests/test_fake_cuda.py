@@ -310,7 +310,7 @@ def test_a_gguf_file_is_packed_and_decoded_by_our_kernels_on_the_device(device, 
     kinds = kinds_of_weights(engine.network.model)
     assert kinds["gate_proj"] == kinds["v_proj"] == {GPUPackedWeight}
     assert GPUPackedWeight not in kinds["embed_tokens"]
-    (joined,) = engine.network.fixed_shape_runner.decoder.layers[0].mixer.qkv
+    (joined,) = engine.network.fixed_shape_runner.decoder.layers[0].attention.qkv
     attention = engine.network.model.model.layers[0].self_attn
     assert torch.equal(joined.dequantize()[-128:], attention.v_proj.weight.dequantize())
     engine.network.attach_adapter(new_adapter(engine.network.model))

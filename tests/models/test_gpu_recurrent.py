@@ -30,6 +30,7 @@ STATES = {
     "Qwen3_5Moe": {"linear_value_head_dim": 16, "shared_expert_intermediate_size": 64}, "Lfm2": {}, "Lfm2Moe": {},
     "NemotronH": {"mamba_num_heads": 4, "use_bias": False},
     "NemotronH with experts": {"mamba_num_heads": 4, "moe_shared_expert_intermediate_size": 64},
+    "FalconH1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128},
     "Mamba2": {"num_heads": 8, "head_dim": 16}, "Bamba": {"mamba_n_heads": 8, "mamba_d_head": 16},
     "GraniteMoeHybrid without experts": {"mamba_n_heads": 8, "mamba_d_head": 16, "shared_intermediate_size": 64},
 }  # fmt: skip

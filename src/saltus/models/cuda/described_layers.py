@@ -25,6 +25,7 @@ from saltus.models.decoder_description import (
     Norm,
     PerLayerEmbeddings,
     Weight,
+    mixers_of,
 )
 from saltus.models.decoder_of import decoder_of
 
@@ -52,7 +53,7 @@ def _is_known(layer: Layer, base: Any) -> bool:
         return False
     output_norms = layer.mixer_output_norm, layer.mlp_output_norm
     return (
-        _is_known_mixer(layer.mixer, base)
+        all(_is_known_mixer(mixer, base) for mixer, _ in mixers_of(layer))
         and _is_known_mlp_or_experts(layer.mlp, base)
         and (layer.per_layer_input is None or layer.per_layer_input.activation in ACTIVATIONS)
         and all(_is_known_norm(norm, base) for norm in (layer.mixer_norm, layer.mlp_norm))
@@ -71,7 +72,7 @@ def _is_centred(norm: Norm | None) -> bool:
 def _is_known_mixer(mixer: Any, base: Any) -> bool:
     if isinstance(mixer, Attention):
         return _is_known_attention(mixer, base)
-    return mixer is None or is_known_recurrence(mixer, base)
+    return is_known_recurrence(mixer, base)
 
 
 def _is_known_attention(a: Attention, base: Any) -> bool:
@@ -129,9 +130,8 @@ def _is_known_mlp_or_experts(mlp: MLP | Experts | MLPAndExperts | None, base: An
 
 
 def _is_known_mlp(mlp: MLP, base: Any) -> bool:
-    scaled = mlp.gate_scale != 1 or mlp.output_scale != 1 or mlp.gate_cutoff is not None
     known = ACTIVATIONS if mlp.gate is not None else ACTIVATIONS | {"relu_squared"}
-    if scaled or mlp.activation not in known or mlp.down.stop is not None:
+    if mlp.gate_cutoff is not None or mlp.activation not in known or mlp.down.stop is not None:
         return False
     feeding = [each for each in (mlp.gate, mlp.up) if each is not None]
     unbiased = all(base.get_submodule(each.path).bias is None for each in (*feeding, mlp.down))

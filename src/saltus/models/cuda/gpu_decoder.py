@@ -18,7 +18,7 @@ from saltus.models.cpu.native_decoder import STATIC_ROPE_TYPES, is_unmodified_de
 from saltus.models.cuda.described_layers import described_for_gpu, kinds_of_angles, norm_of
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.gpu_layers import GPUAttention, GPULayer, GPUMLPAndExperts, GPUPerLayerEmbeddings
-from saltus.models.cuda.gpu_recurrent import StatesOfCall, is_recurrent
+from saltus.models.cuda.gpu_recurrent import StatesOfCall
 from saltus.models.cuda.kernel_support import has_kernels
 from saltus.models.cuda.kv_pages import KVPagePool
 from saltus.models.cuda.state_pages import StateShape
@@ -28,6 +28,7 @@ from saltus.models.decoder_description import (
     Attention,
     DecoderDescription,
     experts_of,
+    mixers_of,
     mlp_of,
     router_weights,
 )
@@ -98,8 +99,9 @@ def fits_described(model: Any, description: DecoderDescription) -> bool:
     """The same for the sizes of layers that `described_for_gpu` knows."""
     layers: list[Any] = list(description.layers)
     base, routers = decoder_of(model), [experts.router for layer in layers if (experts := experts_of(layer))]
-    matrices = [layer.mixer.output for layer in layers if layer.mixer is not None]
-    attention = [layer.mixer for layer in layers if isinstance(layer.mixer, Attention)]
+    mixers: list[Any] = [mixer for layer in layers for mixer, _ in mixers_of(layer)]
+    matrices = [each.output for each in mixers]
+    attention = [each for each in mixers if isinstance(each, Attention)]
     matrices += [each for layer in layers if (mlp := mlp_of(layer)) for each in (mlp.down, mlp.up)]
     matrices += [each for layer in layers if (beside := layer.per_layer_input) for each in (beside.gate, beside.output)]
     summed = [base.get_submodule(path).weight.shape[-1] for path in {*routers, *(each.path for each in matrices)}]
@@ -152,7 +154,9 @@ class GPUDecoder:
             self.norm = self.base.norm
         else:
             self.base, self.weights = decoder_of(model), Resolver(decoder_of(model))
-            mixers = [layer.mixer for layer in description.layers if isinstance(layer.mixer, Attention)]
+            mixers = [
+                mixer for each in description.layers for mixer, _ in mixers_of(each) if isinstance(mixer, Attention)
+            ]
             self.kinds_of_angles = list(dict.fromkeys(kind for each in mixers for kind in kinds_of_angles(each)))
             self.layers = [GPULayer.described(each, self.weights, self.kinds_of_angles) for each in description.layers]
             self.norm = norm_of(description.norm, self.weights)
@@ -161,13 +165,13 @@ class GPUDecoder:
                     description.per_layer_embeddings, self.weights
                 )
         self.angles = self._angles(FIRST_ANGLES)
-        recurrent = [number for number, layer in enumerate(self.layers) if is_recurrent(layer.mixer)]
+        recurrent = [number for number, layer in enumerate(self.layers) if layer.recurrence is not None]
         self.places_of_states = {number: place for place, number in enumerate(recurrent)}
 
     @property
     def state_shape(self) -> StateShape | None:
         """What each recurrent layer keeps; None if there are none."""
-        shapes = {layer.mixer.shape for layer in self.layers if is_recurrent(layer.mixer)}
+        shapes = {layer.recurrence.shape for layer in self.layers if layer.recurrence is not None}
         assert len(shapes) <= 1, "layers keep the same"
         return shapes.pop() if shapes else None
 
@@ -245,19 +249,18 @@ class GPUDecoder:
         for number, layer in enumerate(self.layers):
             if number and number in hidden_state_layers:
                 collected.append(states.added())
-            if layer.mixer is not None:
-                read = x
-                if number == 0 and first_input is not None:
-                    read = first_input
-                else:
-                    states.normalise(layer.input_norm, x)
-                if isinstance(layer.mixer, GPUAttention):
-                    angles = [self.angles[each] for each in layer.mixer.angles]
-                    parts = attend(number, layer.mixer, read, angles)
+            read = x
+            if number == 0 and first_input is not None:
+                read = first_input
+            elif layer.mixers:
+                states.normalise(layer.input_norm, x)
+            for mixer, scale in layer.mixers:
+                if isinstance(mixer, GPUAttention):
+                    parts = attend(number, mixer, read, [self.angles[each] for each in mixer.angles])
                 else:
                     assert recurrent is not None
-                    parts = layer.mixer.parts(read, self.places_of_states[number], recurrent)
-                states.add(parts, output_norm=layer.mixer_output_norm, scale=layer.residual_scale)
+                    parts = mixer.parts(read, self.places_of_states[number], recurrent)
+                states.add(parts, output_norm=layer.mixer_output_norm, scale=scale * layer.residual_scale)
             if layer.mlp is not None:
                 if not layer.parallel:
                     states.normalise(layer.post_norm, x)
@@ -265,7 +268,8 @@ class GPUDecoder:
                     parts = layer.mlp.parts(x, hidden, inputs, pool.page_size)
                 else:
                     parts = layer.mlp.parts(x, inputs, pool.page_size)
-                states.add(parts, output_norm=layer.mlp_output_norm, scale=layer.residual_scale)
+                scale = layer.mlp_scale * layer.residual_scale
+                states.add(parts, output_norm=layer.mlp_output_norm, scale=scale)
             if layer.per_layer_input is not None:
                 assert per_layer_parts is not None
                 states.normalise(None, x)
@@ -284,8 +288,8 @@ class GPUDecoder:
         rows = inputs.shape.num_rows
         self._allocate(pool, x)
         for number, layer in enumerate(self.layers):
-            a = layer.mixer
-            assert isinstance(a, GPUAttention), "of a drafter"
+            a = layer.attention
+            assert a is not None, "of a drafter"
             assert len(a.qkv) == 1, "packed projections of several formats"
             first = a.heads * a.dim
             weight, bias = a.qkv[0][first:], None if a.bias is None else a.bias[first:]
@@ -297,7 +301,7 @@ class GPUDecoder:
 
     def _allocate(self, pool: KVPagePool, like: Tensor) -> None:
         if not pool.buffers:
-            sizes, places = _places_of_keys([layer.mixer for layer in self.layers])
+            sizes, places = _places_of_keys([layer.attention for layer in self.layers])
             keys = [like.new_empty(heads, 1, dim) for heads, dim in sizes]
             if keys:
                 pool.allocate([(each, each) for each in keys], places)
@@ -384,16 +388,17 @@ class _AttentionOfCall:
         return self.memory[key]
 
 
-def _places_of_keys(layers: Sequence[Any]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def _places_of_keys(
+    layers: Sequence[GPUAttention | None],
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """The sizes of keys that layers have, and of each layer which of these and its place among those that have it.
 
-    Other layers, which have none, are at −1.
+    Layers without attention are at −1.
     """
-    attention = [each for each in layers if isinstance(each, GPUAttention)]
-    sizes = list(dict.fromkeys(each.size for each in attention if each.shares is None))
+    sizes = list(dict.fromkeys(each.size for each in layers if each is not None and each.shares is None))
     places: list[tuple[int, int]] = []
     for each in layers:
-        if not isinstance(each, GPUAttention):
+        if each is None:
             places.append((-1, -1))
         elif each.shares is None:
             which = sizes.index(each.size)

@@ -24,6 +24,7 @@ from saltus.models.decoder_description import (
     PerLayerEmbeddings,
     PerLayerInput,
     experts_of,
+    mixers_of,
     mlp_of,
 )
 
@@ -87,6 +88,9 @@ class GPUAttention:
         )  # fmt: skip
 
 
+GPUMixer = GPUAttention | GPURecurrence | GPUShortConvolution
+
+
 @dataclass(frozen=True)
 class GPUMLP:
     """down(activation(gate x) · up x), or down(activation(up x)) without a gate."""
@@ -97,22 +101,24 @@ class GPUMLP:
     down_blocks: Any
     activation: str = "silu"
     has_gate: bool = True
+    gate_scale: float = NO_SCALE  # before the activation
 
     @classmethod
-    def of(cls, gate_and_up: Sequence[Tensor], down: Tensor, activation: str = "silu", has_gate: bool = True) -> GPUMLP:
+    def of(cls, gate_and_up: Sequence[Tensor], down: Tensor, *settings: Any) -> GPUMLP:
         """Of such weights; packed ones become views of merged ones."""
         from saltus.models.cuda.linear_kernels import blocks_of
 
         feeding = [each.detach() for each in joined_packed(gate_and_up)]
         down = down.detach()
-        return cls(feeding, [down], blocks_of(feeding[0], parts=False), blocks_of(down), activation, has_gate)
+        return cls(feeding, [down], blocks_of(feeding[0], parts=False), blocks_of(down), *settings)
 
     @classmethod
     def described(cls, mlp: MLP, weights: Resolver) -> GPUMLP:
         """Of a description which `described_for_gpu` knows."""
         given = [each for each in (mlp.gate, mlp.up) if each is not None]
         feeding = parts_of(layers_of(given, weights.base), len(given))
-        return cls.of(feeding, weights.module(mlp.down.path).weight, mlp.activation, mlp.gate is not None)
+        down = weights.module(mlp.down.path).weight
+        return cls.of(feeding, down, mlp.activation, mlp.gate is not None, mlp.gate_scale)
 
     def parts(self, x: Tensor, inputs: StaticInputs, first_slot: int) -> Tensor:
         """[parts, rows, hidden], float32, of x [padded rows, hidden]; as that of Mixture."""
@@ -120,12 +126,15 @@ class GPUMLP:
 
         rows = inputs.shape.num_rows
         active = x.new_empty(len(x), self.down[0].shape[1])
-        if self.has_gate:
+        if self.has_gate and self.gate_scale == NO_SCALE:
             linear_kernels.gate_and_up(x, self.gate_and_up, active, self.gate_blocks, rows, self.activation)
         else:
-            raised = x.new_empty(rows, active.shape[1])
-            linear_kernels.linear(x, self.gate_and_up, raised, self.gate_blocks, rows)
-            linear_kernels.activate(raised, active, self.activation)
+            size = active.shape[1]
+            given = x.new_empty(rows, size * (1 + self.has_gate))
+            linear_kernels.linear(x, self.gate_and_up, given, self.gate_blocks, rows)
+            if self.gate_scale != NO_SCALE:
+                given[:, :size] *= self.gate_scale
+            linear_kernels.activate(given, active, self.activation)
         return linear_kernels.linear_parts(active, self.down, self.down_blocks, rows)
 
 
@@ -230,32 +239,47 @@ class GPULayer:
     """A layer: x + mixer(norm(x)), then the same with the MLP; see `Layer` of descriptions."""
 
     input_norm: Any
-    mixer: GPUAttention | GPURecurrence | GPUShortConvolution | None
+    mixers: Sequence[tuple[GPUMixer, float]]  # and what their outputs are multiplied by
     post_norm: Any
     mlp: GPUMLP | Mixture | GPUMLPAndExperts | None
     mixer_output_norm: Any = None
     mlp_output_norm: Any = None
     residual_scale: float = NO_SCALE  # of what mixer and MLP give
+    mlp_scale: float = NO_SCALE  # of what the MLP gives, too
     output_scale: float = NO_SCALE  # of what the layer gives
     per_layer_input: GPUPerLayerInput | None = None
     parallel: bool = False  # the MLP reads what attention reads
+
+    @property
+    def attention(self) -> GPUAttention | None:
+        """Its attention, if it has some."""
+        return next((each for each, _ in self.mixers if isinstance(each, GPUAttention)), None)
+
+    @property
+    def recurrence(self) -> GPURecurrence | GPUShortConvolution | None:
+        """Its mixer that keeps a state, if it has one."""
+        return next((each for each, _ in self.mixers if not isinstance(each, GPUAttention)), None)
 
     @classmethod
     def of_llama(cls, layer: Any, window: int | None) -> GPULayer:
         """A layer whose modules have Llama's names."""
         gate_and_up, down = [layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight], layer.mlp.down_proj.weight
-        attention = GPUAttention.of_llama(layer.self_attn, window)
-        return cls(layer.input_layernorm, attention, layer.post_attention_layernorm, GPUMLP.of(gate_and_up, down))
+        mixers = [(GPUAttention.of_llama(layer.self_attn, window), NO_SCALE)]
+        return cls(layer.input_layernorm, mixers, layer.post_attention_layernorm, GPUMLP.of(gate_and_up, down))
 
     @classmethod
     def described(cls, layer: Layer, weights: Resolver, kinds: Sequence[KindOfAngles]) -> GPULayer:
         """Of a description which `described_for_gpu` knows; `kinds`: the tables of angles."""
         beside, mlp = layer.per_layer_input, mlp_of(layer)
-        mixer: Any = layer.mixer
-        if isinstance(mixer, Attention):
-            mixer = GPUAttention.described(mixer, weights, kinds)
-        elif mixer is not None:
-            mixer = recurrence_of(mixer, weights)
+        mixers: list[tuple[GPUMixer, float]] = [
+            (
+                GPUAttention.described(each, weights, kinds)
+                if isinstance(each, Attention)
+                else recurrence_of(each, weights),
+                scale,
+            )
+            for each, scale in mixers_of(layer)
+        ]
         of_mlp: Any = None if mlp is None else GPUMLP.described(mlp, weights)
         if isinstance(layer.mlp, MLPAndExperts):
             of_mlp = GPUMLPAndExperts.described(layer.mlp, weights)
@@ -263,10 +287,11 @@ class GPULayer:
             of_mlp = Mixture.described(experts, weights, of_mlp)
         return cls(
             norm_of(layer.mixer_norm, weights),
-            mixer,
+            mixers,
             norm_of(layer.mlp_norm, weights),
             of_mlp,
             norm_of(layer.mixer_output_norm, weights), norm_of(layer.mlp_output_norm, weights), layer.residual_scale,
+            NO_SCALE if mlp is None else mlp.output_scale,
             NO_SCALE if layer.output_scale is None else float(weights.tensor(layer.output_scale)),
             None if beside is None else GPUPerLayerInput.described(beside, weights), layer.parallel,
         )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +71,7 @@ class GPURecurrence:
     norm_epsilon: float
     norm_size: int
     gate_first: bool
+    scales: Tensor | None  # of all inputs, in float32
     output: Sequence[Tensor]
     output_blocks: Any
 
@@ -90,7 +91,7 @@ class GPURecurrence:
             _Inputs.of(layers, None if order is None else order.to(layers[0].weight.device)), 0,
             2 * keys + values + 2 * mixer.heads, *_kernel(weights, f"{mixer.path}.conv1d"),
             _constants(weights, mixer.path, False), (0, keys, 2 * keys), mixer.groups, heads, settings,
-            weights.module(f"{mixer.path}.norm").weight.detach(), mixer.epsilon, mixer.value_dim, False,
+            weights.module(f"{mixer.path}.norm").weight.detach(), mixer.epsilon, mixer.value_dim, False, None,
             *_output(weights, mixer.output.path),
         )  # fmt: skip
 
@@ -99,12 +100,15 @@ class GPURecurrence:
         """The same."""
         size, keys = mixer.heads * mixer.head_dim, mixer.groups * mixer.state
         settings = {"delta": False, "limits": mixer.limits}
-        norm = weights.module(f"{mixer.path}.norm").weight.detach() if mixer.has_norm else None
+        norm, scales = weights.module(f"{mixer.path}.norm").weight.detach() if mixer.has_norm else None, None
+        if mixer.scales:
+            scales = torch.cat([torch.full((count,), scale) for scale, count in mixer.scales])
+            scales = scales.to(weights.module(mixer.inputs.path).weight.device)
         return cls(
             _Inputs.of([weights.module(mixer.inputs.path)]), size, 0, *_kernel(weights, f"{mixer.path}.conv1d"),
             _constants(weights, mixer.path, True), (size + keys, size, 0), mixer.groups,
             (mixer.heads, mixer.state, mixer.head_dim), settings, norm, mixer.epsilon, size // mixer.norm_groups,
-            mixer.has_norm and mixer.gate_first, *_output(weights, mixer.output.path),
+            mixer.has_norm and mixer.gate_first, scales, *_output(weights, mixer.output.path),
         )  # fmt: skip
 
     @property
@@ -120,6 +124,8 @@ class GPURecurrence:
         tables, pool, (heads, _, values) = call.inputs, call.pool, self.state
         rows = tables.shape.num_rows
         columns = self.inputs(x, rows)
+        if self.scales is not None:
+            columns = (columns * self.scales).to(x.dtype)
         mixed, gate = columns[:, self.first :], columns[:, self.gate : self.gate + heads * values]
         windows, states = pool.windows[number], pool.states[number]
         kept, kept_x = pool.kept[number], pool.convolved[number]
@@ -188,14 +194,9 @@ def recurrence_of(mixer: Mixer, weights: Resolver) -> GPURecurrence | GPUShortCo
     return GPURecurrence.of_mamba(mixer, weights)
 
 
-def is_recurrent(mixer: Any) -> TypeGuard[GPURecurrence | GPUShortConvolution]:
-    """True for what keeps a state."""
-    return isinstance(mixer, GPURecurrence | GPUShortConvolution)
-
-
 def is_known_recurrence(mixer: Mixer | None, base: Any) -> bool:
     """True for a recurrent mixer that our kernels compute. `base` is the model without its output layer."""
-    if not isinstance(mixer, ShortConvolution | DeltaNet | Mamba2) or (isinstance(mixer, Mamba2) and mixer.scales):
+    if not isinstance(mixer, ShortConvolution | DeltaNet | Mamba2):
         return False
     inputs = mixer.inputs if isinstance(mixer, DeltaNet) else (mixer.inputs,)
     layers = [base.get_submodule(each.path) for each in (*inputs, mixer.output)]
