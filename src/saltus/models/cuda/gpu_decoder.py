@@ -245,11 +245,9 @@ class GPUDecoder:
         """
         self._allocate(pool, hidden)
         x, attend = torch.empty_like(hidden), _AttentionOfCall(hidden, inputs, pool, last_seen)
-        states, collected = _HiddenStates(hidden, inputs.shape.num_rows), list[Tensor]()
+        states = _HiddenStates(hidden, inputs.shape.num_rows, hidden_state_layers)
         for number, layer in enumerate(self.layers):
-            if number and number in hidden_state_layers:
-                collected.append(states.added())
-            read = x
+            states.layers_read, read = number, x
             if number == 0 and first_input is not None:
                 read = first_input
             elif layer.mixers:
@@ -276,10 +274,9 @@ class GPUDecoder:
                 parts = layer.per_layer_input.parts(x, per_layer_parts[number], inputs.shape.num_rows)
                 states.add(parts, output_norm=layer.per_layer_input.norm)
             states.output["state_scale"] = layer.output_scale
-        if len(self.layers) in hidden_state_layers:
-            collected.append(states.added())
+        states.layers_read = len(self.layers)
         states.normalise(self.norm, x)
-        return x, collected
+        return x, list(states.collected.values())
 
     def write_context(self, x: Tensor, inputs: StaticInputs, pool: KVPagePool) -> None:
         """Write the keys and values that each layer's projections make of x [padded rows, hidden size]."""
@@ -308,10 +305,15 @@ class GPUDecoder:
 
 
 class _HiddenStates:
-    """The hidden states of a call's rows [padded rows, hidden], and parts that the next kernel adds to them."""
+    """The hidden states of a call's rows [padded rows, hidden], and parts that the next kernel adds to them.
 
-    def __init__(self, hidden: Tensor, rows: int) -> None:
-        self.hidden, self.rows = hidden, rows
+    Copies of the states after some layers, `wanted`, are kept.
+    """
+
+    def __init__(self, hidden: Tensor, rows: int, wanted: Sequence[int]) -> None:
+        self.hidden, self.rows, self.wanted = hidden, rows, wanted
+        self.layers_read = 0
+        self.collected: dict[int, Tensor] = {}
         self.parts: Tensor | None = None
         self.output: dict[str, Any] = {}  # what parts go through
 
@@ -327,12 +329,8 @@ class _HiddenStates:
 
         row_kernels.add_and_norm(self.parts, self.hidden, norm, out, self.rows, **self.output)
         self.parts, self.output = None, {}
-
-    def added(self) -> Tensor:
-        """A copy of the states, [rows, hidden]."""
-        if self.parts is not None:
-            self.normalise(None, torch.empty_like(self.hidden))
-        return self.hidden[: self.rows].clone()
+        if self.layers_read in self.wanted and self.layers_read not in self.collected:
+            self.collected[self.layers_read] = self.hidden[: self.rows].clone()
 
 
 class _AttentionOfCall:
