@@ -65,6 +65,18 @@ def check_what_is_taken(put, asked, max_tokens):
             assert torch.equal(each_way.values[:, :, :length], expected.values[:, :, :length])
 
 
+def test_a_cache_whose_buffers_a_call_made_takes_more_of_a_known_prompt():
+    text, tree = list(range(3, 43)), PrefixTree()
+    tree.put(text, {"target": cache_of(text)})
+    caches = tree.take(text, max_tokens=8)
+    with torch.inference_mode():  # as calls are, which make buffers larger
+        caches["target"].keys, caches["target"].values = (
+            each.clone() for each in (caches["target"].keys, caches["target"].values)
+        )
+    tree.extend(text, caches, 8)
+    assert caches["target"].tokens.tolist() == text[:16]
+
+
 def test_of_a_text_too_long_for_the_tree_the_beginning_is_kept():
     text = [number % 90 for number in range(2000)]
     tree = PrefixTree(1200 * BYTES_PER_TOKEN)

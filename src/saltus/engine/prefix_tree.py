@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from saltus.models.cpu.hybrid_kv_cache import HybridKVCache, StateSizes
@@ -142,6 +143,7 @@ class PrefixTree:
                 taken[name] = kv_cache
         return taken
 
+    @torch.inference_mode()  # a call may have made the buffers
     def extend(self, prompt: Sequence[int], kv_caches: Mapping[str, Any], max_tokens: int) -> None:
         """Copy what is known of the next `max_tokens` tokens of a prompt into caches that `take` has begun with."""
         tokens = np.asarray(prompt, dtype=np.int64)
