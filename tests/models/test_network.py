@@ -415,7 +415,7 @@ def test_a_sum_of_scores_that_is_limited_is_left_to_transformers_layers():
 @pytest.mark.parametrize("name", RECURRENT)
 def test_layers_with_states_need_compiled_kernels(name, monkeypatch):
     monkeypatch.setattr(native, "load_kernels", lambda: None)
-    with pytest.raises(ValueError, match=r"state in .* which only compiled kernels .*; install a C compiler") as error:
+    with pytest.raises(ValueError, match=r"state in .* which only our own kernels .*; install a C compiler") as error:
         make_network(tiny(name), "mine")
     assert "\n" not in str(error.value)
 
@@ -423,7 +423,7 @@ def test_layers_with_states_need_compiled_kernels(name, monkeypatch):
 def test_layers_with_states_are_not_those_with_hooks():
     model = tiny("Mamba2")
     model.backbone.layers[0].register_forward_hook(lambda *given: None)
-    with pytest.raises(ValueError, match=r"which only compiled kernels .*; load it without hooks"):
+    with pytest.raises(ValueError, match=r"which only our own kernels .*; load it without hooks"):
         make_network(model, "mine")
 
 
