@@ -133,7 +133,7 @@ class GPURecurrence:
             mixed, windows, kept, tables.row_sources, self.kernel, self.kernel_bias, True
         )
         recurrent_kernels.keep_window(mixed, windows, kept, tables.text_sources, tables.texts.slots)
-        out = x.new_zeros(len(x), heads * values)
+        out = x.new_empty(len(x), heads * values)
         for jobs, writes in ((tables.texts, True), (tables.nodes, False)):
             recurrent_kernels.recur(
                 mixed, convolved, kept, kept_x, self.constants, states, jobs, out, self.places, self.groups,
@@ -179,7 +179,7 @@ class GPUShortConvolution:
         )
         recurrent_kernels.keep_window(given, windows, kept, tables.text_sources, tables.texts.slots)
         recurrent_kernels.keep_nodes(given, kept, tables.node_places)
-        out = x.new_zeros(len(x), found.shape[1])
+        out = x.new_empty(len(x), found.shape[1])
         out[:rows] = found * after
         return linear_kernels.linear_parts(out, self.output, self.output_blocks, rows)
 
