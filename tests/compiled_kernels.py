@@ -264,8 +264,7 @@ def run(decoder: GPUDecoder, rows: int) -> None:
         states = StatePool(len(decoder.places_of_states), shape, decoder.model.dtype, device, pool.graphs.clear)
         recurrent = StatesOfCall(states, RecurrentInputs(inputs.shape, shape.taps, 32, device))
     logits, _ = decoder(inputs, pool, recurrent=recurrent)
-    greatest = torch.zeros(len(logits), dtype=torch.float64)
-    pick_kernels.pick_tokens(logits, greatest, inputs.keys, inputs.temperatures)
+    pick_kernels.find_tokens(logits, inputs.keys, inputs.temperatures)
 
 
 def multiply_widest() -> None:

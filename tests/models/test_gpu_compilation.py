@@ -39,7 +39,7 @@ def compiled(cache: Path, *arguments: str) -> set[tuple[str, ...]]:
 def test_every_kernel_compiles(cache):
     assert {name for _, name in compiled(cache, "90")} == {
         "_linear", "_gate_and_up", "_activate", "_packed_linear", "_add_and_norm", "_rotate_and_store", "_attend_split",
-        "_combine", "_race", "_best", "_sort_pairs", "_expert_linear",
+        "_combine", "_greatest", "_race", "_best", "_sort_pairs", "_expert_linear",
         "_packed_expert_linear", "_route", "_sum_experts", "_normalize_features", "_draft_inputs", "_convolve",
         "_keep_window", "_recur", "_keep_nodes", "_gate_outputs", "_gate_heads",
     }  # fmt: skip

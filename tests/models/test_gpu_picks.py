@@ -18,11 +18,29 @@ NOISE = Noise(5)
 pytestmark = pytest.mark.slow
 
 
-def picked(logits: torch.Tensor, temperatures: list[float], positions: np.ndarray) -> list[int]:
+def found(logits: torch.Tensor, temperatures: list[float], positions: np.ndarray) -> torch.Tensor:
     keys = torch.from_numpy(NOISE.keys_of_tokens("text", positions).view(np.int64).copy())
-    greatest = logits.max(-1).values.double()
-    inputs = logits, greatest, keys, torch.tensor(temperatures, dtype=torch.float64)
-    return pick_kernels.pick_tokens(*(each.to(DEVICE) for each in inputs)).cpu().long().tolist()
+    inputs = logits, keys, torch.tensor(temperatures, dtype=torch.float64)
+    return pick_kernels.find_tokens(*(each.to(DEVICE) for each in inputs)).cpu()
+
+
+def picked(logits: torch.Tensor, temperatures: list[float], positions: np.ndarray) -> list[int]:
+    return found(logits, temperatures, positions)[2].long().tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_likeliest_token_is_the_first_of_equal_ones(dtype):
+    logits = torch.randn(6, 3000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[0, [5, 1500, 2999]] = 9.0
+    logits[1, [2047, 2048]] = 9.0
+    logits[2] = -1.0
+    logits[3, 1700] = math.nan
+    logits[4] = -math.inf
+    tokens, greatest, _ = found(logits, [0.0, 1.0] * 3, np.arange(6))
+    assert tokens.tolist()[:3] == [5, 2047, 0]
+    assert tokens[5] == logits[5].argmax()
+    assert greatest.isfinite().tolist() == [True, True, True, False, False, True]
+    assert torch.equal(greatest[[0, 1, 2, 5]], logits[[0, 1, 2, 5]].max(-1).values.double())
 
 
 @pytest.mark.parametrize("vocab", [7, 1024, 3000, 70_000])  # one block; whole; with a rest; two spans of groups

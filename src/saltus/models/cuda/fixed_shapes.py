@@ -71,16 +71,14 @@ class CallOutputs(NamedTuple):
     @classmethod
     def of(cls, logits: Tensor, states: Tensor, inputs: StaticInputs) -> CallOutputs:
         """With the tokens that rows pick, found on the device, so that decoding copies three numbers a row."""
-        tokens = logits.argmax(-1)
-        greatest = logits.gather(-1, tokens[:, None])[:, 0].double()  # bfloat16 would round tokens
         if logits.is_cuda and has_kernels():
-            from saltus.models.cuda.pick_kernels import pick_tokens
+            from saltus.models.cuda.pick_kernels import find_tokens
 
             keys, temperatures = inputs.keys[-len(logits) :], inputs.temperatures[-len(logits) :]
-            picked = pick_tokens(logits, greatest, keys, temperatures)
-        else:
-            picked = torch.full_like(greatest, -1)
-        return cls(logits, states, torch.stack([tokens.double(), greatest, picked]))
+            return cls(logits, states, find_tokens(logits, keys, temperatures))
+        tokens = logits.argmax(-1)
+        greatest = logits.gather(-1, tokens[:, None])[:, 0].double()  # bfloat16 would round tokens
+        return cls(logits, states, torch.stack([tokens.double(), greatest, torch.full_like(greatest, -1)]))
 
 
 def tokens_found(found: Float[Tensor, "3 outputs"]) -> Int[np.ndarray, "2 outputs"]:

@@ -1,4 +1,4 @@
-"""Pick the token of each row with Gumbel noise on the GPU: one number a row is copied to the host, not its logits.
+"""Find the token of each row on the GPU, the likeliest and with Gumbel noise: the host gets three numbers of a row.
 
 The numbers of tokens are those of core/noise.py, and the arithmetic is that of `core.coupling.pick_token`: scores in
 float32, weights and exponentials in float64. Where two tokens are so close that rounding may decide, none is picked.
@@ -35,10 +35,22 @@ def _exponential(word):
 
 
 @kernel()
+def _greatest(logits, tops, places, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """The greatest logit of a row among BLOCK neighbours, ∞ if one is not a number, and the first token that has it."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    logit = tl.load(logits + row * VOCAB + token, mask=token < VOCAB, other=-float("inf")).to(tl.float32)
+    logit = tl.where(logit == logit, logit, float("inf"))
+    at = row * tl.num_programs(1) + block
+    tl.store(tops + at, tl.max(logit, 0))
+    tl.store(places + at, block * BLOCK + tl.argmax(logit, 0))
+
+
+@kernel()
 def _race(
-    logits, greatest, keys, temperatures, values, tokens,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, COUNTER: tl.constexpr,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
+    logits, tops, keys, temperatures, values, tokens,
+    VOCAB: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    COUNTER: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
 ):  # fmt: skip
     """The two best values of a row among BLOCK neighbours, each of another group, and the token of the first."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -47,7 +59,9 @@ def _race(
         lane = tl.arange(0, BLOCK)
         token = block * BLOCK + lane
         logit = tl.load(logits + row * VOCAB + token, mask=token < VOCAB, other=-float("inf")).to(tl.float32)
-        top = tl.div_rn(tl.load(greatest + row).to(tl.float32), temperature)
+        other = tl.arange(0, PADDED)
+        top = tl.max(tl.load(tops + row * BLOCKS + other, mask=other < BLOCKS, other=-float("inf")), 0)
+        top = tl.div_rn(top, temperature)
         weight = tl.exp((tl.div_rn(logit, temperature) - top).to(tl.float64))
         first_key, second_key = tl.load(keys + 2 * row).to(tl.uint64), tl.load(keys + 2 * row + 1).to(tl.uint64)
         counter = (block // GROUP * BLOCK + lane).to(tl.uint64) + COUNTER
@@ -63,45 +77,46 @@ def _race(
         tl.store(tokens + at, block * BLOCK + place)
 
 
-@kernel()
+@kernel("num_rows")
 def _best(
-    greatest, temperatures, values, tokens, out,
+    tops, places, temperatures, values, tokens, out, num_rows,
     BLOCKS: tl.constexpr, PADDED: tl.constexpr, CLEAR: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row; −1 where there is none, or where rounding may decide."""
+    """The likeliest token of a row, its logit, and the picked one: −1 without one, or where rounding may decide."""
     row, block = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    at, inside = row * BLOCKS + block, block < BLOCKS
     picked = tl.full((), -1.0, tl.float64)
+    of_blocks = tl.load(tops + at, mask=inside, other=-float("inf"))
+    top, likeliest = tl.max(of_blocks, 0), tl.argmax(of_blocks, 0)
     if tl.load(temperatures + row) > 0:
-        at, inside = row * BLOCKS + block, block < BLOCKS
         first = tl.load(values + 2 * at, mask=inside, other=0.0)
         second = tl.load(values + 2 * at + 1, mask=inside, other=0.0)
         best, place = tl.max(first, 0), tl.argmax(first, 0)
         next_best = tl.max(tl.where(block == place, second, first), 0)
-        top = tl.load(greatest + row)
         clear = (next_best < best * CLEAR) & (top < float("inf")) & (top > -float("inf"))
         picked = tl.where(clear, tl.load(tokens + row * BLOCKS + place).to(tl.float64), picked)
-    tl.store(out + row, picked)
+    tl.store(out + row, tl.load(places + row * BLOCKS + likeliest).to(tl.float64))
+    tl.store(out + num_rows + row, top)
+    tl.store(out + 2 * num_rows + row, picked)
 
 
-def pick_tokens(logits: Tensor, greatest: Tensor, keys: Tensor, temperatures: Tensor) -> Tensor:
-    """The tokens [rows], float64, that rows of logits [rows, vocab] pick by their keys [rows, 2] (`Noise.token_keys`).
+def find_tokens(logits: Tensor, keys: Tensor, temperatures: Tensor) -> Tensor:
+    """[3, rows] of logits [rows, vocab], float64: the first likeliest token, its logit, and the picked token.
 
-    `greatest` [rows] is the greatest logit of each; temperatures [rows], both float64. −1 where the temperature is 0,
-    and where the host must decide.
+    A row picks by its keys [rows, 2] (`Noise.token_keys`) and temperature [rows], float64; −1 where that is 0, and
+    where the host must decide. The greatest logit is ∞ where one is not a number.
     """
     rows, vocab = logits.shape
     blocks = -(-vocab // GROUP_STRIDE)
     values = logits.new_empty(rows, blocks, 2, dtype=torch.float64)
-    tokens = logits.new_empty(rows, blocks, dtype=torch.int32)
-    out = values.new_empty(rows)
+    tops = logits.new_empty(rows, blocks, dtype=torch.float32)
+    places, tokens = logits.new_empty(2, rows, blocks, dtype=torch.int32)
+    out, sizes = values.new_empty(3, rows), {"BLOCKS": blocks, "PADDED": power_of_two(blocks)}
     first, second, third = FACTORS
+    _greatest[(rows, blocks)](logits, tops, places, VOCAB=vocab, BLOCK=GROUP_STRIDE, num_warps=4)
     _race[(rows, blocks)](
-        logits, greatest, keys, temperatures, values, tokens,
-        VOCAB=vocab, BLOCK=GROUP_STRIDE, GROUP=GROUP_SIZE, COUNTER=GROUP_COUNTER,
-        FIRST=first, SECOND=second, THIRD=third, num_warps=4,
+        logits, tops, keys, temperatures, values, tokens, VOCAB=vocab, **sizes, BLOCK=GROUP_STRIDE, GROUP=GROUP_SIZE,
+        COUNTER=GROUP_COUNTER, FIRST=first, SECOND=second, THIRD=third, num_warps=4,
     )  # fmt: skip
-    _best[(rows,)](
-        greatest, temperatures, values, tokens, out,
-        BLOCKS=blocks, PADDED=power_of_two(blocks), CLEAR=CLEAR, num_warps=1,
-    )  # fmt: skip
+    _best[(rows,)](tops, places, temperatures, values, tokens, out, rows, **sizes, CLEAR=CLEAR, num_warps=1)
     return out
