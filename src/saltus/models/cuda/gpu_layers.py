@@ -13,7 +13,7 @@ from saltus.models.cpu.decoder_weights import Resolver
 from saltus.models.cuda.described_layers import kinds_of_angles, layers_of, norm_of, parts_of
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.gpu_experts import Mixture
-from saltus.models.cuda.gpu_recurrent import GPURecurrence, GPUShortConvolution, recurrence_of
+from saltus.models.cuda.gpu_recurrent import GPURecurrence, GPUShortConvolution, one_weight, recurrence_of
 from saltus.models.cuda.packed_weight import GPUPackedWeight, joined_packed
 from saltus.models.decoder_description import (
     MLP,
@@ -67,7 +67,7 @@ class GPUAttention:
         heads, kv_heads = (len(each.weight) // a.head_dim for each in (a.q_proj, a.k_proj))
         return cls(
             heads, kv_heads, a.head_dim, a.scaling, window, *merged([a.q_proj, a.k_proj, a.v_proj]),
-            *_one_weight(a.o_proj), norms,
+            *one_weight(a.o_proj), norms,
         )  # fmt: skip
 
     @classmethod
@@ -81,7 +81,7 @@ class GPUAttention:
         projections = layers_of([each for each in (a.query, a.key, a.value) if each], weights.base)
         return cls(
             a.heads, a.kv_heads, a.dim, a.scale, a.span, *merged(projections),  # pyright: ignore[reportArgumentType]
-            *_one_weight(weights.module(a.output.path)), norms, tuple(map(kinds.index, kinds_of_angles(a))),
+            *one_weight(weights.module(a.output.path)), norms, tuple(map(kinds.index, kinds_of_angles(a))),
             None if a.value_norm is None else a.value_norm.epsilon, a.softcap,
             None if a.sinks is None else weights.tensor(a.sinks), a.shares, weights.module(a.output.path).bias,
             gated=a.gated,
@@ -313,11 +313,3 @@ def merged(projections: Sequence[Any]) -> tuple[Sequence[Tensor], Any, Tensor | 
     weights = [weight.detach() for weight in weights]
     bias = None if projections[0].bias is None else torch.cat([each.bias.detach() for each in projections])
     return weights, blocks_of(*weights), bias
-
-
-def _one_weight(layer: Any) -> tuple[Sequence[Tensor], Any]:
-    """That of a linear layer, and how to cut its product."""
-    from saltus.models.cuda.linear_kernels import blocks_of
-
-    weight = layer.weight.detach()
-    return [weight], blocks_of(weight)

@@ -92,7 +92,7 @@ class GPURecurrence:
             2 * keys + values + 2 * mixer.heads, *_kernel(weights, f"{mixer.path}.conv1d"),
             _constants(weights, mixer.path, False), (0, keys, 2 * keys), mixer.groups, heads, settings,
             weights.module(f"{mixer.path}.norm").weight.detach(), mixer.epsilon, mixer.value_dim, False, None,
-            *_output(weights, mixer.output.path),
+            *one_weight(weights.module(mixer.output.path)),
         )  # fmt: skip
 
     @classmethod
@@ -108,7 +108,7 @@ class GPURecurrence:
             _Inputs.of([weights.module(mixer.inputs.path)]), size, 0, *_kernel(weights, f"{mixer.path}.conv1d"),
             _constants(weights, mixer.path, True), (size + keys, size, 0), mixer.groups,
             (mixer.heads, mixer.state, mixer.head_dim), settings, norm, mixer.epsilon, size // mixer.norm_groups,
-            mixer.has_norm and mixer.gate_first, scales, *_output(weights, mixer.output.path),
+            mixer.has_norm and mixer.gate_first, scales, *one_weight(weights.module(mixer.output.path)),
         )  # fmt: skip
 
     @property
@@ -159,7 +159,7 @@ class GPUShortConvolution:
     def of(cls, mixer: ShortConvolution, weights: Resolver) -> GPUShortConvolution:
         """Of a description which `is_known_recurrence` knows."""
         inputs = _Inputs.of([weights.module(mixer.inputs.path)])
-        return cls(inputs, *_kernel(weights, mixer.kernel), *_output(weights, mixer.output.path))
+        return cls(inputs, *_kernel(weights, mixer.kernel), *one_weight(weights.module(mixer.output.path)))
 
     @property
     def shape(self) -> StateShape:
@@ -218,10 +218,11 @@ def _constants(weights: Resolver, path: str, skips: bool) -> tuple[Tensor, Tenso
     return bias.contiguous(), -rate.exp(), weights.tensor(f"{path}.D").float().contiguous() if skips else None
 
 
-def _output(weights: Resolver, path: str) -> tuple[Sequence[Tensor], Any]:
+def one_weight(layer: Any) -> tuple[Sequence[Tensor], Any]:
+    """That of a linear layer, and how to cut its product."""
     from saltus.models.cuda.linear_kernels import blocks_of
 
-    weight = weights.module(path).weight.detach()
+    weight = layer.weight.detach()
     return [weight], blocks_of(weight)
 
 

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Int
+from torch import Tensor
 
 from saltus.models.cuda.fixed_shape_calls import Call, FixedShape, TextRows
 from saltus.models.cuda.state_pages import StateKVCache
 
-OF_NODES = 1 << 40  # see recurrent_kernels.py
+# A source is the row of a call; or a node that was kept, with this added; or −1 − an input before the call.
+OF_NODES = 1 << 40
+
+
+class Jobs(NamedTuple):
+    """What recurrences do in a call: each job continues the state of a slot, by sources of a table and then by rows."""
+
+    slots: Tensor  # [jobs]
+    tables: Tensor  # [jobs, width] sources
+    counts: Tensor  # [jobs] of them that count
+    firsts: Tensor  # [jobs] the first row
+    rows: Tensor  # [jobs] how many
 
 
 def keep_snapshots(call: Call) -> None:
@@ -28,8 +41,6 @@ class RecurrentInputs:
     """Tables in one tensor, whose address never changes: CUDA graphs read it. For sources see recurrent_kernels.py."""
 
     def __init__(self, shape: FixedShape, taps: int, max_tree_depth: int, device: torch.device) -> None:
-        from saltus.models.cuda.recurrent_kernels import Jobs
-
         rows, groups = shape.num_rows, shape.num_groups
         self.shape, self.taps, self.depth = shape, taps, max_tree_depth
         self.sizes = [

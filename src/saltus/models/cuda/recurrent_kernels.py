@@ -11,16 +11,12 @@ reads the text, and follows each path of a tree.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton.language as tl
 from torch import Tensor
 
 from saltus.models.cuda.launching import device_function, kernel, power_of_two
+from saltus.models.cuda.recurrent_inputs import OF_NODES, Jobs
 
-OF_NODES = (
-    1 << 40
-)  # a source is the row of a call, or this much more than a kept node, or −1 − an input before the call
 CHANNELS = 256  # of a convolution, that a program computes
 MAX_STATE = 4096  # numbers of a state, that a program keeps
 
@@ -195,16 +191,6 @@ def _gate_heads(
     opened = (1.0 / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     to = x + (row * HEADS + head) * DIM + at
     tl.store(to, (tl.load(to).to(tl.float32) * opened).to(dtype))
-
-
-class Jobs(NamedTuple):
-    """What recurrences do in a call: each job continues the state of a slot, by sources of a table and then by rows."""
-
-    slots: Tensor  # [jobs]
-    tables: Tensor  # [jobs, width] sources
-    counts: Tensor  # [jobs] of them that count
-    firsts: Tensor  # [jobs] the first row
-    rows: Tensor  # [jobs] how many
 
 
 def convolve(

@@ -17,7 +17,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from saltus.models.cpu.kv_cache import KVCache
 from saltus.models.cuda.kv_pages import FixedShapeKVCache
 
 MIN_SLOTS = 8
@@ -201,4 +200,4 @@ class StateKVCache(FixedShapeKVCache):
     def forget(self) -> None:
         """Keep pages and slots, but nothing of what they hold."""
         super().forget()
-        self.token_history, self.accepted, self.is_lost = KVCache(), [], True
+        self.accepted, self.is_lost = [], True
