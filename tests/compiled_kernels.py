@@ -63,7 +63,15 @@ OPTIONS = ("num_warps", "num_stages")
 PRODUCTS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")  # of warps, of warp groups (Hopper), of tensor memory
 OPERAND_IN_REGISTERS = r"wgmma\.mma_async\S* +\{[^}]*\}, *\{"
 SIZES = {"N", "K", "WIDTH", "FIRST", "STRIDE"}  # of a weight, not of a tile
-WITH_PRODUCTS = {"_linear", "_gate_and_up", "_packed_linear", "_packed_expert_linear", "_attend_split", "_combine"}
+WITH_PRODUCTS = {
+    "_linear",
+    "_gate_and_up",
+    "_packed_linear",
+    "_packed_expert_linear",
+    "_per_head_linear",
+    "_attend_split",
+    "_combine",
+}
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes of a program
 
 
@@ -204,6 +212,7 @@ def decode_described() -> None:
         GptOssConfig,
         HunYuanDenseV1Config,
         Olmo2Config,
+        Phi3Config,
     )
 
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -213,7 +222,8 @@ def decode_described() -> None:
     for config in (
         Gemma3TextConfig(**sizes), Exaone4Config(**sizes), Glm4Config(**sizes, pad_token_id=0),
         Olmo2Config(**sizes | many_heads), Gemma2Config(**sizes), CohereConfig(**sizes), gemma4(),
-        HunYuanDenseV1Config(**sizes), GptOssConfig(**sizes, num_local_experts=4),
+        HunYuanDenseV1Config(**sizes), GptOssConfig(**sizes, num_local_experts=4), latent(),
+        Phi3Config(**sizes | {"num_attention_heads": 32, "head_dim": 96, "hidden_size": 3072, "pad_token_id": 0}),
     ):  # fmt: skip
         run(described(config), 1)
 
@@ -246,10 +256,25 @@ def gemma4() -> Any:
     )  # fmt: skip
 
 
+def latent() -> Any:
+    """Latent attention with the sizes of GLM-4.7-Flash, whose heads are no power of two."""
+    from transformers import Mistral4Config
+
+    return Mistral4Config(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=1, first_k_dense_replace=1, vocab_size=300,
+        num_attention_heads=20, q_lora_rank=256, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64,
+        v_head_dim=256, head_dim=256, rope_parameters={
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
+    )  # fmt: skip
+
+
 def described(config: Any) -> GPUDecoder:
     """A decoder of random weights by its description."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
+    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     description = described_for_gpu(model)
     assert description is not None
@@ -272,6 +297,8 @@ def multiply_widest() -> None:
     decode(1)
     decode(160, norms=True, heads=8, kv_heads=1, head_dim=256)
     run(described(gemma4()), 160)
+    for rows in (1, 160):
+        run(described(latent()), rows)
     for rows in (1, 200):
         linear_kernels.product(torch.zeros(rows, 512, dtype=torch.bfloat16), packed_weight(FLOATS8, 256, 512), rows)
     pairs = SortedPairs.of(torch.zeros(128, 2, dtype=torch.int64), 8)

@@ -41,7 +41,8 @@ def test_every_kernel_compiles(cache):
         "_linear", "_gate_and_up", "_activate", "_packed_linear", "_add_and_norm", "_rotate_and_store", "_attend_split",
         "_combine", "_greatest", "_race", "_best", "_sort_pairs", "_expert_linear",
         "_packed_expert_linear", "_route", "_sum_experts", "_normalize_features", "_draft_inputs", "_convolve",
-        "_keep_window", "_recur", "_keep_nodes", "_gate_outputs", "_gate_heads",
+        "_keep_window", "_recur", "_keep_nodes", "_gate_outputs", "_gate_heads", "_norm_columns", "_rotate_latent",
+        "_per_head_linear",
     }  # fmt: skip
 
 
@@ -49,5 +50,5 @@ def test_every_kernel_compiles(cache):
 @pytest.mark.timeout(1200)
 def test_large_tiles_compile_for_others_and_products_multiply_alike_whatever_the_rows(cache):
     """Ada has little shared memory, Blackwell matrix instructions of its own."""
-    others, largest = ("89", "100", "120"), ("_linear", "_packed_linear", "_attend_split")
+    others, largest = ("89", "100", "120"), ("_linear", "_packed_linear", "_per_head_linear", "_attend_split")
     assert compiled(cache, "--widest", *others) >= set(itertools.product(others, largest))

@@ -24,6 +24,7 @@ from saltus.methods.ptp.network import DrafterShape, DraftModel, DraftNetwork
 from saltus.methods.shared.context_rows import ContextKVCache, DraftRows
 from saltus.models.causal import CausalNetwork
 from saltus.models.cuda import attention_kernels, linear_kernels
+from saltus.models.cuda.attention_kernels import tiles_of_heads
 from saltus.models.cuda.described_layers import described_for_gpu
 from saltus.models.cuda.fixed_shape_calls import (
     FixedShapeSettings,
@@ -89,6 +90,10 @@ def test_logits_are_those_of_transformers(name, length):
     assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < BOUND
 
 
+LATENT = {
+    "num_attention_heads": 20, "num_key_value_heads": 20, "q_lora_rank": 64, "kv_lora_rank": 48, "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 16, "moe_intermediate_size": 64,
+}  # fmt: skip
 DESCRIBED = {
     "Gemma": {}, "Gemma3": {"sliding_window": 50}, "Granite": {}, "SmolLM3": {}, "Exaone4": {}, "SeedOss": {},
     "Phi3": {}, "Cwm": {}, "Ministral": {}, "Glm4": {}, "Ernie4_5": {}, "Helium": {}, "Olmo2": {}, "Olmo3": {},
@@ -99,6 +104,9 @@ DESCRIBED = {
         "sliding_window": 50, "global_head_dim": 64, "hidden_size_per_layer_input": 64, "num_hidden_layers": 4,
     },
     "HunYuanDenseV1": {}, "Gemma4Unified": {"sliding_window": 50, "global_head_dim": 64},
+    "Llama of other sizes": {"head_dim": 48, "num_attention_heads": 20, "hidden_size": 320},
+    "Youtu": LATENT | {"rope_interleave": False}, "Mistral4": LATENT | {"attention_bias": True, "head_dim": 48},
+    "DeepseekV2": LATENT | {"num_attention_heads": 16, "q_lora_rank": None},
 }  # fmt: skip
 
 
@@ -116,7 +124,7 @@ def test_described_layers_are_those_of_transformers_and_rows_do_not_depend_on_ea
     assert torch.equal(together[1].logits.float().cpu(), torch.stack(alone))
 
 
-@pytest.mark.parametrize("name", ["Starcoder2", "Llama4", "Gemma3n", "DeepseekV3"])
+@pytest.mark.parametrize("name", ["Starcoder2", "Llama4", "Gemma3n"])
 def test_layers_that_the_kernels_do_not_know_are_left_to_others(name):
     assert described_for_gpu(tiny(name)) is None
 
@@ -356,13 +364,12 @@ def test_size_classes_are_few_and_never_too_small():
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "fits"),
-    [(16, 1, 128, True), (32, 1, 128, False), (8, 1, 256, True), (32, 1, 32, False)],
+    ("heads", "kv_heads", "dim", "of_tile"),
+    [(16, 1, 128, 16), (32, 1, 128, 16), (16, 1, 256, 8), (20, 1, 32, 10), (128, 1, 576, 16), (34, 2, 64, 1)],
 )
-def test_tiles_of_attention_that_fit_no_shared_memory_are_not_tried(heads, kv_heads, dim, fits):
+def test_tiles_of_attention_fit_into_shared_memory(heads, kv_heads, dim, of_tile):
     """In Triton 3.6 a tile of 256 rows takes 131 kB on an H200, and one of 512 minutes of the compiler."""
-    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim, "num_hidden_layers": 1}
-    assert fits_kernels(tiny("Llama", **SIZES | sizes)) == fits
+    assert heads / tiles_of_heads(heads, kv_heads, dim) == of_tile
 
 
 @pytest.fixture(scope="module")

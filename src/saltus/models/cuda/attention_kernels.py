@@ -8,6 +8,7 @@ weight zero, so neither the length of other texts nor the number of pages in a c
 
 A group has at most MAX_GROUP rows. A tile has room for so many in every call, since the shape of a product decides how
 the hardware adds; fewer rows leave places of it empty. So the same binary runs for groups of one row and of eight.
+Where too many query heads for a tile share a key head, several programs read it.
 """
 
 # Triton's own types differ between its releases, and say of `range` in a kernel that nothing comes back.
@@ -21,7 +22,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from saltus.models.cuda.launching import device_function, kernel, power_of_two
+from saltus.models.cuda.launching import device_function, kernel, largest_power_of_two, power_of_two
 
 SPLIT = 128  # positions
 BLOCK = 64  # recent columns of a product
@@ -30,6 +31,9 @@ COMBINED = 16  # splits that are read at once when they are added
 COMBINED_DIMS = 32  # of a head, that a program adds
 MAX_SUM_BYTES = 1 << 28  # of SplitSums: groups of long texts attend in turn
 MAX_DIMS = 256  # of a head, that a product reads at once
+# Query heads of a tile, and the numbers of them that it reads at once: a tile has them of eight rows, and more do not
+# fit into the shared memory of most GPUs.
+MAX_TILE_HEADS, MAX_TILE_NUMBERS = 16, 2048
 
 
 @device_function
@@ -44,17 +48,19 @@ def _scores(products, scale, softcap, CAPPED: tl.constexpr):
 @kernel("num_pages", "window", "group_rows", anywhere=("positions",))
 def _attend_split(
     queries, keys, values, tables, positions, sums, tops, totals, num_pages, scale, softcap, window, group_rows,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
-    DEPTH: tl.constexpr, SPLIT: tl.constexpr, DIMS: tl.constexpr, CAPPED: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TILES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUE_STEP: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
+    DIMS: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """A split, a key head, a group: for each row and head weighted values, the largest score, the sum of weights.
+    """A split, a tile's heads, a group: for each row and head weighted values, the largest score, the sum of weights.
 
-    DIMS dimensions of a head at once fit into the memory of a program.
+    DIMS dimensions of a head at once fit into the memory of a program; VALUE_STEP lie between the values of two heads.
     """
-    split, kv_head, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    shared: tl.constexpr = HEADS // KV_HEADS
+    split, heads_of_tile, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    shared: tl.constexpr = HEADS // TILES
+    kv_head = heads_of_tile * KV_HEADS // TILES
     tile, dim = tl.arange(0, TILE), tl.arange(0, DIMS)
-    row, head = group * group_rows + tile % group_rows, kv_head * shared + tile // group_rows
+    row, head = group * group_rows + tile % group_rows, heads_of_tile * shared + tile // group_rows
     used = tile < group_rows * shared
     position = tl.load(positions + row, mask=used, other=0)
     border = tl.maximum(position // DEPTH * DEPTH - DEPTH, 0)  # first_recent_position
@@ -63,8 +69,9 @@ def _attend_split(
         at = first + tl.arange(0, SPLIT)
         slot = tl.load(tables + group * num_pages + first // PAGE) * PAGE + at % PAGE
         place = (slot[:, None] * KV_HEADS + kv_head) * DIM + dim[None, :]
+        value_place = (slot[:, None] * KV_HEADS + kv_head) * VALUE_STEP + dim[None, :]
         key = tl.load(keys + place)
-        value = tl.load(values + place) if DIM == DIMS else key  # which comes while scores are computed
+        value = tl.load(values + value_place) if DIM == DIMS else key  # which comes while scores are computed
         own = (row * HEADS + head)[:, None] * DIM + dim[None, :]
         query = tl.load(queries + own, mask=used[:, None], other=0.0)
         products = tl.dot(query, tl.trans(key), input_precision="ieee")
@@ -76,11 +83,11 @@ def _attend_split(
         scores = tl.where(seen, scores, -1e30)
         top = tl.max(scores, 1)
         weights = tl.where(seen, tl.exp(scores - top[:, None]), 0.0)
-        out = ((group * KV_HEADS + kv_head) * tl.num_programs(0) + split).to(tl.int64) * TILE + tile
-        for part in tl.static_range(0, DIM, DIMS):
-            value = tl.load(values + place + part) if DIM > DIMS else value
+        out = ((group * TILES + heads_of_tile) * tl.num_programs(0) + split).to(tl.int64) * TILE + tile
+        for part in tl.static_range(0, VALUE_DIM, DIMS):
+            value = tl.load(values + value_place + part) if DIM > DIMS else value
             weighted = tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-            tl.store(sums + out[:, None] * DIM + part + dim[None, :], weighted, mask=used[:, None])
+            tl.store(sums + out[:, None] * VALUE_DIM + part + dim[None, :], weighted, mask=used[:, None])
         tl.store(tops + out, top)
         tl.store(totals + out, tl.sum(weights, 1))
 
@@ -89,16 +96,19 @@ def _attend_split(
 def _combine(
     queries, keys, values, recent, positions, sinks, sums, tops, totals, out, num_splits, scale, softcap, window,
     group_rows,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
-    DEPTH: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, COMBINED: tl.constexpr, DIMS: tl.constexpr,
-    CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TILES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUE_STEP: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr, COMBINED: tl.constexpr, KEY_DIMS: tl.constexpr, DIMS: tl.constexpr, CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
-    """A row, a key head, some dimensions: its sink if it has one, its recent columns, then its splits."""
-    row, kv_head = tl.program_id(0), tl.program_id(1)
-    shared: tl.constexpr = HEADS // KV_HEADS
-    lane, dim, own_dim = tl.arange(0, PADDED), tl.arange(0, DIM), tl.program_id(2) * DIMS + tl.arange(0, DIMS)
-    used, head = lane < shared, kv_head * shared + lane
-    query = tl.load(queries + (row * HEADS + head)[:, None] * DIM + dim[None, :], mask=used[:, None], other=0.0)
+    """A row, a tile's heads, DIMS values: the heads' sinks if they have any, the recent columns, then the splits."""
+    row, heads_of_tile = tl.program_id(0), tl.program_id(1)
+    shared: tl.constexpr = HEADS // TILES
+    kv_head = heads_of_tile * KV_HEADS // TILES
+    lane, dim, own_dim = tl.arange(0, PADDED), tl.arange(0, KEY_DIMS), tl.program_id(2) * DIMS + tl.arange(0, DIMS)
+    used, head = lane < shared, heads_of_tile * shared + lane
+    own = (row * HEADS + head)[:, None] * DIM + dim[None, :]
+    query = tl.load(queries + own, mask=used[:, None], other=0.0)
     position = tl.load(positions + row)
     border = tl.maximum(position // DEPTH * DEPTH - DEPTH, 0)
     top = tl.full((PADDED,), -1e30, dtype=tl.float32)
@@ -109,9 +119,13 @@ def _combine(
     for start in tl.static_range(0, 2 * DEPTH, BLOCK):
         column = start + tl.arange(0, BLOCK)
         slot = tl.load(recent + row * 2 * DEPTH + column)
-        place = (slot[:, None] * KV_HEADS + kv_head) * DIM
-        value = tl.load(values + place + own_dim[None, :])
-        products = tl.dot(query, tl.trans(tl.load(keys + place + dim[None, :])), input_precision="ieee")
+        place = (slot[:, None] * KV_HEADS + kv_head) * DIM + dim[None, :]
+        value = tl.load(values + (slot[:, None] * KV_HEADS + kv_head) * VALUE_STEP + own_dim[None, :])
+        products = tl.dot(query, tl.trans(tl.load(keys + place)), input_precision="ieee")
+        for key_part in tl.static_range(KEY_DIMS, DIM, KEY_DIMS):
+            other_query = tl.load(queries + own + key_part, mask=used[:, None], other=0.0)
+            key = tl.load(keys + place + key_part)
+            products = tl.dot(other_query, tl.trans(key), products, input_precision="ieee")
         scores = _scores(products, scale, softcap, CAPPED)
         seen = (border + column <= position) & (border + column > position - window)
         scores = tl.where(seen[None, :], scores, -1e30)
@@ -126,10 +140,10 @@ def _combine(
     count = (border + SPLIT - 1) // SPLIT
     start = tl.maximum(position - window + 1, 0) // SPLIT // COMBINED * COMBINED
     while start < count:
-        split = ((group * KV_HEADS + kv_head) * num_splits + start + part).to(tl.int64)
+        split = ((group * TILES + heads_of_tile) * num_splits + start + part).to(tl.int64)
         at = split[:, None] * TILE + tile[None, :]
         read = ((start + part) < count)[:, None] & used[None, :]
-        found = tl.load(sums + at[:, :, None] * DIM + own_dim[None, None, :], mask=read[:, :, None], other=0.0)
+        found = tl.load(sums + at[:, :, None] * VALUE_DIM + own_dim[None, None, :], mask=read[:, :, None], other=0.0)
         other = tl.load(tops + at, mask=read, other=-1e30)
         higher = tl.maximum(top, tl.max(other, 0))
         before = tl.exp(top - higher)
@@ -138,12 +152,24 @@ def _combine(
         total = total * before + tl.sum(tl.load(totals + at, mask=read, other=0.0) * factor, 0)
         top = higher
         start += COMBINED
-    place = (row * HEADS + head)[:, None] * DIM + own_dim[None, :]
+    place = (row * HEADS + head)[:, None] * VALUE_DIM + own_dim[None, :]
     tl.store(out + place, (weighted / total[:, None]).to(out.dtype.element_ty), mask=used[:, None])
 
 
+def tiles_of_heads(heads: int, kv_heads: int, dim: int) -> int:
+    """How many tiles the query heads of a row are read in: one for each key head, or several."""
+    shared = heads // kv_heads
+    most = min(MAX_TILE_HEADS, MAX_TILE_NUMBERS // dims_at_once(dim))
+    return heads // next(count for count in range(min(shared, most), 0, -1) if shared % count == 0)
+
+
+def dims_at_once(*dims: int) -> int:
+    """How many dimensions of heads of these sizes a product reads: a power of two, at most MAX_DIMS."""
+    return min(MAX_DIMS, *map(largest_power_of_two, dims))
+
+
 class SplitSums(NamedTuple):
-    """What splits leave for `_combine`, [groups, kv_heads, splits, tile] and dim.
+    """What splits leave for `_combine`, [groups, tiles of heads, splits, tile] and values' dim.
 
     The layers use it in turn, and so do groups where there are fewer than those of a call.
     """
@@ -153,16 +179,17 @@ class SplitSums(NamedTuple):
     totals: Tensor
 
     @classmethod
-    def empty(cls, like: Tensor, kv_heads: int, groups: int, positions: int) -> SplitSums:
+    def empty(cls, like: Tensor, kv_heads: int, groups: int, positions: int, value_dim: int = 0) -> SplitSums:
         """For queries [rows, heads, dim] like these, and groups that attend to so many positions.
 
-        It has at most MAX_SUM_BYTES of weighted values, or those of one group.
+        It has at most MAX_SUM_BYTES of weighted values, or those of one group. Values have the keys' size, or another.
         """
         heads, dim = like.shape[1:]
-        splits, tile = -(-positions // SPLIT), max(16, power_of_two(MAX_GROUP * heads // kv_heads))
-        groups = min(groups, max(1, MAX_SUM_BYTES // (kv_heads * splits * tile * dim * 4)))
-        tops = like.new_empty(groups, kv_heads, splits, tile, dtype=torch.float32)
-        return cls(tops.new_empty(*tops.shape, dim), tops, torch.empty_like(tops))
+        value_dim, tiles = value_dim or dim, tiles_of_heads(heads, kv_heads, dim)
+        splits, tile = -(-positions // SPLIT), max(16, power_of_two(MAX_GROUP * heads // tiles))
+        groups = min(groups, max(1, MAX_SUM_BYTES // (tiles * splits * tile * value_dim * 4)))
+        tops = like.new_empty(groups, tiles, splits, tile, dtype=torch.float32)
+        return cls(tops.new_empty(*tops.shape, value_dim), tops, torch.empty_like(tops))
 
 
 def attend(
@@ -170,31 +197,33 @@ def attend(
     sums: SplitSums, out: Tensor, *, rows_per_group: int, page: int, scale: float, window: int | None,
     softcap: float | None = None, sinks: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """out [rows, heads, dim] of queries of the same shape; the rows of a group belong to one text.
+    """out [rows, heads, value_dim] of queries [rows, heads, dim]; the rows of a group belong to one text.
 
-    keys, values [slots, kv_heads, dim]; tables [groups, pages]; recent [rows, 2 · depth] slots of the positions from
-    `first_recent_position` on; positions [rows]; `scale` multiplies scores; `window` is the number of last positions
-    that a row sees, None: all. Scores are limited to ± `softcap`; the score `sinks` [heads] of each head takes weight
-    and has no value.
+    keys [slots, kv_heads, dim], values [slots, kv_heads, value_dim], which may be a part of the keys; tables [groups,
+    pages]; recent [rows, 2 · depth] slots of the positions from `first_recent_position` on; positions [rows]; `scale`
+    multiplies scores; `window` is the number of last positions that a row sees, None: all. Scores are limited to ±
+    `softcap`; the score `sinks` [heads] of each head takes weight and has no value.
     """
     (groups, pages), (rows, wide) = tables.shape, recent.shape
-    heads, dim, kv_heads = *queries.shape[1:], keys.shape[1]
-    at_once, _, splits, tile = sums.tops.shape
+    heads, dim, (kv_heads, value_dim) = *queries.shape[1:], values.shape[1:]
+    at_once, tiles, splits, tile = sums.tops.shape
     assert page % SPLIT == 0 and wide % BLOCK == 0 and rows_per_group <= MAX_GROUP
+    assert values.stride(0) == kv_heads * values.stride(1)
     constants = {
-        "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "TILE": tile, "DEPTH": wide // 2, "SPLIT": SPLIT,
-        "CAPPED": bool(softcap), "num_warps": 4,
+        "HEADS": heads, "KV_HEADS": kv_heads, "TILES": tiles, "DIM": dim, "VALUE_DIM": value_dim,
+        "VALUE_STEP": values.stride(1), "TILE": tile, "DEPTH": wide // 2, "SPLIT": SPLIT, "CAPPED": bool(softcap),
+        "num_warps": 4,
     }  # fmt: skip
     last, cap = window or 1 << 30, softcap or 0.0
-    padded, dims = max(16, power_of_two(heads // kv_heads)), min(dim, COMBINED_DIMS)
+    padded, dims = max(16, power_of_two(heads // tiles)), min(COMBINED_DIMS, largest_power_of_two(value_dim))
     for first in range(0, groups, at_once):
         own = slice(first * rows_per_group, min(rows, (first + at_once) * rows_per_group))
-        _attend_split[(splits, kv_heads, min(at_once, groups - first))](
+        _attend_split[(splits, tiles, min(at_once, groups - first))](
             queries[own], keys, values, tables[first:], positions[own], *sums, pages, scale, cap, last,
-            rows_per_group, PAGE=page, DIMS=min(dim, MAX_DIMS), **constants,
+            rows_per_group, PAGE=page, DIMS=dims_at_once(dim, value_dim), **constants,
         )  # fmt: skip
-        _combine[(own.stop - own.start, kv_heads, dim // dims)](
+        _combine[(own.stop - own.start, tiles, value_dim // dims)](
             queries[own], keys, values, recent[own], positions[own], queries if sinks is None else sinks, *sums,
             out[own], splits, scale, cap, last, rows_per_group, PADDED=padded, BLOCK=BLOCK, COMBINED=COMBINED,
-            DIMS=dims, SINKS=sinks is not None, **constants,
+            KEY_DIMS=largest_power_of_two(dim), DIMS=dims, SINKS=sinks is not None, **constants,
         )  # fmt: skip

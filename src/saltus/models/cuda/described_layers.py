@@ -1,30 +1,28 @@
-"""The layers of described decoders that our kernels for GPUs compute: their weights as the kernels take them."""
+"""Say which layers of described decoders our kernels for GPUs compute."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from saltus.models.architectures import describe_decoder
-from saltus.models.cpu.decoder_weights import Resolver
 from saltus.models.cpu.native_decoder import STATIC_ROPE_TYPES, is_unmodified_decoder
 from saltus.models.cuda.described_experts import is_known_experts
 from saltus.models.cuda.gpu_recurrent import is_known_recurrence
-from saltus.models.cuda.packed_weight import GPUPackedWeight
+from saltus.models.cuda.layer_weights import whole_layers
 from saltus.models.decoder_description import (
     MLP,
     Angles,
     Attention,
     DecoderDescription,
     Experts,
+    LatentAttention,
     Layer,
     MLPAndExperts,
     Norm,
     PerLayerEmbeddings,
-    Weight,
     mixers_of,
 )
 from saltus.models.decoder_of import decoder_of
@@ -72,6 +70,8 @@ def _is_centred(norm: Norm | None) -> bool:
 def _is_known_mixer(mixer: Any, base: Any) -> bool:
     if isinstance(mixer, Attention):
         return _is_known_attention(mixer, base)
+    if isinstance(mixer, LatentAttention):
+        return _is_known_latent_attention(mixer, base)
     return is_known_recurrence(mixer, base)
 
 
@@ -89,17 +89,33 @@ def _is_known_attention(a: Attention, base: Any) -> bool:
     projections = [each for each in (a.query, a.key, a.value) if each]
     biases = {base.get_submodule(each.path).bias is None for each in projections}
     return (
-        _whole(projections, base) is not None
+        whole_layers(projections, base) is not None
         and len(biases) == 1
         and a.output.stop is None
-        and all(_are_known_angles(angles, a.dim, base) for angles, _ in kinds_of_angles(a))
+        and all(0 < _rotated_dims(angles, base) <= a.dim for angles, _ in kinds_of_angles(a))
     )
 
 
-def _are_known_angles(angles: Angles, dim: int, base: Any) -> bool:
-    """True for angles that depend on the position alone."""
+def _is_known_latent_attention(a: LatentAttention, base: Any) -> bool:
+    whole = [each for each in (a.query, a.latent, a.expand, a.output, a.query_latent) if each is not None]
+    biases = [base.get_submodule(each.path).bias is None for each in whole]
+    first = len(whole) - 1 if a.query_latent is not None else 1  # one that may have a bias, as the latent layer
+    return (
+        all(each.start == 0 and each.stop is None for each in whole)
+        and biases[0]
+        and biases[2]
+        and biases[first] == biases[1]
+        and _is_known_norm(a.latent_norm, base)
+        and _is_known_norm(a.query_norm, base)
+        and (a.query_norm is None) == (a.query_latent is None)
+        and _rotated_dims(a.angles, base) == a.rope_dim
+    )
+
+
+def _rotated_dims(angles: Angles, base: Any) -> int:
+    """How many dimensions have angles, which depend on the position alone; else 0."""
     if angles.zeros:
-        return False
+        return 0
     rotary: Any = base.get_submodule(angles.path)
     kind = rotary.rope_type
     kind = kind[angles.layer_type] if isinstance(kind, dict) else kind
@@ -107,15 +123,15 @@ def _are_known_angles(angles: Angles, dim: int, base: Any) -> bool:
     like = next(base.parameters())
     positions = torch.zeros(1, 1, dtype=torch.long, device=like.device)
     found = rotary(like[None, :1], position_ids=positions, **given)
-    if isinstance(found, torch.Tensor):  # of complex numbers
-        return False
-    cos = found[0]
-    width = cos.shape[-1] * (2 if angles.layout == "once" else 1)
-    return kind in STATIC_ROPE_TYPES and width <= dim
+    cos = found if isinstance(found, torch.Tensor) else found[0]  # one tensor of complex numbers, or two
+    return cos.shape[-1] * (2 if angles.layout == "once" else 1) if kind in STATIC_ROPE_TYPES else 0
 
 
-def kinds_of_angles(a: Attention) -> list[tuple[Angles, bool]]:
+def kinds_of_angles(a: Attention | LatentAttention) -> list[tuple[Angles, bool]]:
     """Those of queries and of keys, and whether pairs of dimensions lie beside each other; none without rotation."""
+    if isinstance(a, LatentAttention):
+        of_queries = replace(a.angles, growth=a.growth, steps=a.steps)
+        return [(each, a.rope_interleaved) for each in (of_queries, a.angles)]
     return [] if a.angles is None else [(each, a.rope_interleaved) for each in (a.query_angles or a.angles, a.angles)]
 
 
@@ -135,53 +151,4 @@ def _is_known_mlp(mlp: MLP, base: Any) -> bool:
         return False
     feeding = [each for each in (mlp.gate, mlp.up) if each is not None]
     unbiased = all(base.get_submodule(each.path).bias is None for each in (*feeding, mlp.down))
-    return unbiased and _whole(feeding, base) is not None
-
-
-def _whole(weights: Sequence[Weight], base: Any) -> list[Any] | None:
-    """The linear layers whose outputs these are, all of them and in this order; None if they are not."""
-    layers, at = [base.get_submodule(weights[0].path)], 0
-    for weight in weights:
-        layer: Any = base.get_submodule(weight.path)
-        if layer is not layers[-1]:
-            if at not in (0, len(layers[-1].weight)):
-                return None
-            layers.append(layer)
-            at = 0
-        if weight.start != at:
-            return None
-        at = len(layer.weight) if weight.stop is None else weight.stop
-    return layers if at == len(layers[-1].weight) else None
-
-
-def layers_of(weights: Sequence[Weight], base: Any) -> list[Any]:
-    """The linear layers whose outputs these are, in order."""
-    layers = _whole(weights, base)
-    assert layers is not None, "of a known description"
-    return layers
-
-
-def parts_of(layers: Sequence[Any], count: int) -> list[Tensor]:
-    """The weights of linear layers in `count` parts of one size, views of a layer's where it has several.
-
-    Packed ones stay whole.
-    """
-    weights = [layer.weight.detach() for layer in layers]
-    if len(weights) == count or isinstance(weights[0], GPUPackedWeight):
-        return weights
-    (weight,) = weights
-    return list(weight.chunk(count))
-
-
-def norm_of(norm: Norm | None, weights: Resolver, all_heads: bool = False) -> Any:
-    """A norm as the kernels read it; of queries and keys perhaps one of all heads together."""
-    from saltus.models.cuda.row_kernels import KernelNorm
-
-    if norm is None:
-        return None
-    assert norm.path is not None, "of a known description"
-    values = weights.module(norm.path).weight.detach()
-    if norm.kind == "rms":
-        return KernelNorm(values, norm.epsilon, all_heads=all_heads)
-    values = weights.keep(values.float() + norm.offset)
-    return KernelNorm(values, norm.epsilon, True, all_heads, centred=norm.kind == "layer")
+    return unbiased and whole_layers(feeding, base) is not None

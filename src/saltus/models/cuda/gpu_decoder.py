@@ -6,7 +6,7 @@ MLP, which takes five kernels more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,18 +15,22 @@ from torch import Tensor
 from saltus.models.common_layers import sliding_window
 from saltus.models.cpu.decoder_weights import Resolver
 from saltus.models.cpu.native_decoder import STATIC_ROPE_TYPES, is_unmodified_decoder
-from saltus.models.cuda.described_layers import described_for_gpu, kinds_of_angles, norm_of
+from saltus.models.cuda.described_layers import described_for_gpu, kinds_of_angles
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
-from saltus.models.cuda.gpu_layers import GPUAttention, GPULayer, GPUMLPAndExperts, GPUPerLayerEmbeddings
+from saltus.models.cuda.gpu_attention import AttentionOfCall, GPUAttention, ShapesOfKeys, places_of_keys
+from saltus.models.cuda.gpu_latent import GPULatentAttention
+from saltus.models.cuda.gpu_layers import KINDS_OF_ATTENTION, GPULayer, GPUMLPAndExperts, GPUPerLayerEmbeddings
 from saltus.models.cuda.gpu_recurrent import StatesOfCall
 from saltus.models.cuda.kernel_support import has_kernels
 from saltus.models.cuda.kv_pages import KVPagePool
+from saltus.models.cuda.layer_weights import norm_of
 from saltus.models.cuda.state_pages import StateShape
 from saltus.models.decoder_description import (
     LLAMA_DECODERS,
     Angles,
     Attention,
     DecoderDescription,
+    LatentAttention,
     experts_of,
     mixers_of,
     mlp_of,
@@ -37,10 +41,8 @@ from saltus.models.packed_decoder import PackedDecoder
 
 KERNEL_DTYPES = {torch.bfloat16, torch.float16}
 DEPTH_MULTIPLE = 64  # of the sizes that products sum over
-# Query heads of one key head, and the numbers of them that attention reads at once: a tile has them of eight rows, and
-# more do not fit into the shared memory of most GPUs.
-MAX_SHARED_HEADS, MAX_SHARED_NUMBERS = 16, 2048
-MAX_HEAD_DIM = 512
+MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 512
+DIM_MULTIPLE = 16  # of heads' sizes
 RECURRENT_CONSTANTS = ".A_log", ".dt_bias", ".D"  # which Transformers may keep in float32
 FIRST_ANGLES = 8192  # positions of the table of angles, at first
 
@@ -90,7 +92,7 @@ def fits_kernels(model: Any) -> bool:
         and model.model.rotary_emb.rope_type in STATIC_ROPE_TYPES
         and all(layer.bias is None for layer in unbiased)
         and len({each.bias is None for each in (attend.q_proj, attend.k_proj, attend.v_proj)}) == 1
-        and _are_known_sizes(config.num_attention_heads, config.num_key_value_heads, dim, summed)
+        and _are_known_sizes([dim], summed)
         and _have_dtype(model)
     )
 
@@ -102,25 +104,26 @@ def fits_described(model: Any, description: DecoderDescription) -> bool:
     mixers: list[Any] = [mixer for layer in layers for mixer, _ in mixers_of(layer)]
     matrices = [each.output for each in mixers]
     attention = [each for each in mixers if isinstance(each, Attention)]
+    latent = [each for each in mixers if isinstance(each, LatentAttention)]
+    matrices += [part for each in latent for part in (each.latent, each.query_latent, each.query) if part is not None]
     matrices += [each for layer in layers if (mlp := mlp_of(layer)) for each in (mlp.down, mlp.up)]
     matrices += [each for layer in layers if (beside := layer.per_layer_input) for each in (beside.gate, beside.output)]
     summed = [base.get_submodule(path).weight.shape[-1] for path in {*routers, *(each.path for each in matrices)}]
-    heads = {(each.heads, each.kv_heads, each.dim) for each in attention}
+    dims = {each.dim for each in attention}
+    vectors = {len(base.get_submodule(each.latent_norm.path).weight) for each in latent}
+    vectors |= {size for each in latent for size in (each.nope_dim, each.rope_dim)}
     in_float32 = (*(path for layer in layers for path in router_weights(layer)), *RECURRENT_CONSTANTS)
-    return all(_are_known_sizes(*each, summed) for each in heads) and _have_dtype(model, in_float32)
-
-
-def _are_known_sizes(heads: int, kv_heads: int, dim: int, summed: Sequence[int]) -> bool:
-    """`summed`: the sizes that products sum over."""
-    from saltus.models.cuda.attention_kernels import MAX_DIMS
-
-    shared = heads // kv_heads
     return (
-        all(size % DEPTH_MULTIPLE == 0 for size in summed)
-        and 32 <= dim <= MAX_HEAD_DIM
-        and dim & (dim - 1) == 0
-        and shared <= MAX_SHARED_HEADS
-        and shared * min(dim, MAX_DIMS) <= MAX_SHARED_NUMBERS
+        _are_known_sizes(dims, summed)
+        and all(size % DIM_MULTIPLE == 0 for size in vectors)
+        and _have_dtype(model, in_float32)
+    )
+
+
+def _are_known_sizes(dims: Iterable[int], summed: Sequence[int]) -> bool:
+    """`dims`: those of heads; `summed`: the sizes that products sum over."""
+    return all(size % DEPTH_MULTIPLE == 0 for size in summed) and all(
+        MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM and dim % DIM_MULTIPLE == 0 for dim in dims
     )
 
 
@@ -154,10 +157,9 @@ class GPUDecoder:
             self.norm = self.base.norm
         else:
             self.base, self.weights = decoder_of(model), Resolver(decoder_of(model))
-            mixers = [
-                mixer for each in description.layers for mixer, _ in mixers_of(each) if isinstance(mixer, Attention)
-            ]
-            self.kinds_of_angles = list(dict.fromkeys(kind for each in mixers for kind in kinds_of_angles(each)))
+            mixers = [mixer for each in description.layers for mixer, _ in mixers_of(each)]
+            attention = [each for each in mixers if isinstance(each, Attention | LatentAttention)]
+            self.kinds_of_angles = list(dict.fromkeys(kind for each in attention for kind in kinds_of_angles(each)))
             self.layers = [GPULayer.described(each, self.weights, self.kinds_of_angles) for each in description.layers]
             self.norm = norm_of(description.norm, self.weights)
             if description.per_layer_embeddings is not None:
@@ -244,7 +246,7 @@ class GPUDecoder:
         `last_seen` [rows], without it up to their own. `per_layer_parts`: see `GPUPerLayerEmbeddings`.
         """
         self._allocate(pool, hidden)
-        x, attend = torch.empty_like(hidden), _AttentionOfCall(hidden, inputs, pool, last_seen)
+        x, attention = torch.empty_like(hidden), AttentionOfCall(inputs, pool, last_seen)
         states = _HiddenStates(hidden, inputs.shape.num_rows, hidden_state_layers)
         for number, layer in enumerate(self.layers):
             states.layers_read, read = number, x
@@ -253,8 +255,8 @@ class GPUDecoder:
             elif layer.mixers:
                 states.normalise(layer.input_norm, x)
             for mixer, scale in layer.mixers:
-                if isinstance(mixer, GPUAttention):
-                    parts = attend(number, mixer, read, [self.angles[each] for each in mixer.angles])
+                if isinstance(mixer, KINDS_OF_ATTENTION):
+                    parts = mixer.parts(read, number, [self.angles[each] for each in mixer.angles], attention)
                 else:
                     assert recurrent is not None
                     parts = mixer.parts(read, self.places_of_states[number], recurrent)
@@ -286,7 +288,7 @@ class GPUDecoder:
         self._allocate(pool, x)
         for number, layer in enumerate(self.layers):
             a = layer.attention
-            assert a is not None, "of a drafter"
+            assert isinstance(a, GPUAttention), "of a drafter"
             assert len(a.qkv) == 1, "packed projections of several formats"
             first = a.heads * a.dim
             weight, bias = a.qkv[0][first:], None if a.bias is None else a.bias[first:]
@@ -298,10 +300,17 @@ class GPUDecoder:
 
     def _allocate(self, pool: KVPagePool, like: Tensor) -> None:
         if not pool.buffers:
-            sizes, places = _places_of_keys([layer.attention for layer in self.layers])
-            keys = [like.new_empty(heads, 1, dim) for heads, dim in sizes]
-            if keys:
-                pool.allocate([(each, each) for each in keys], places)
+            kinds, places = places_of_keys([_keys_of(layer.attention) for layer in self.layers])
+            if kinds:
+                buffers = [[like.new_empty(heads, 1, size) for heads, size in kind] for kind in kinds]
+                pool.allocate([(keys, values) for keys, values in buffers], places)
+
+
+def _keys_of(attention: GPUAttention | GPULatentAttention | None) -> ShapesOfKeys | int | None:
+    """As `places_of_keys` takes it."""
+    if isinstance(attention, GPUAttention) and attention.shares is not None:
+        return attention.shares
+    return None if attention is None else attention.shapes
 
 
 class _HiddenStates:
@@ -331,76 +340,3 @@ class _HiddenStates:
         self.parts, self.output = None, {}
         if self.layers_read in self.wanted and self.layers_read not in self.collected:
             self.collected[self.layers_read] = self.hidden[: self.rows].clone()
-
-
-class _AttentionOfCall:
-    """The attention of a call's layers, which use the same memory in turn."""
-
-    def __init__(self, hidden: Tensor, inputs: StaticInputs, pool: KVPagePool, last_seen: Tensor | None) -> None:
-        self.hidden, self.inputs, self.pool = hidden, inputs, pool
-        self.seen = inputs.positions if last_seen is None else last_seen
-        self.recent = inputs.recent_slots.view(inputs.shape.num_rows, -1)
-        self.memory: dict[tuple[int, int, int], tuple[Tensor, Tensor, Any]] = {}
-
-    def __call__(self, number: int, a: GPUAttention, x: Tensor, angles: Sequence[Any]) -> Tensor:
-        """[parts, rows, hidden], float32, of what a layer reads [padded rows, inputs]."""
-        from saltus.models.cuda import attention_kernels, linear_kernels, recurrent_kernels, row_kernels
-
-        inputs, pool, shape = self.inputs, self.pool, self.inputs.shape
-        parts = linear_kernels.linear_parts(x, a.qkv, a.qkv_blocks, shape.num_rows)
-        queries, attended, sums = self._memory(a)
-        keys, values = pool.of_layer(number if a.shares is None else a.shares)
-        new = (keys, values) if a.shares is None else (None, None)
-        row_kernels.rotate_and_store(
-            parts,
-            a.bias,
-            a.head_norms,
-            angles,
-            inputs.positions,
-            inputs.slots,
-            queries,
-            *new,
-            a.value_epsilon,
-            a.gated,
-        )
-        attention_kernels.attend(
-            queries[: shape.num_rows], keys, values, inputs.block_tables, self.recent, self.seen, sums, attended,
-            rows_per_group=shape.rows_per_group, page=pool.page_size, scale=a.scale, window=a.window,
-            softcap=a.softcap, sinks=a.sinks,
-        )  # fmt: skip
-        if a.gated:
-            recurrent_kernels.gate_heads(attended[: shape.num_rows], parts, a.bias)
-        parts = linear_kernels.linear_parts(attended.flatten(1), a.output, a.output_blocks, shape.num_rows)
-        if a.output_bias is not None:
-            parts[0] += a.output_bias
-        return parts
-
-    def _memory(self, a: GPUAttention) -> tuple[Tensor, Tensor, Any]:
-        """Queries, what they attended to, and the sums of splits: for heads of these sizes."""
-        from saltus.models.cuda.attention_kernels import SplitSums
-
-        if (key := (a.heads, a.kv_heads, a.dim)) not in self.memory:
-            shape, queries = self.inputs.shape, self.hidden.new_empty(len(self.hidden), a.heads, a.dim)
-            sums = SplitSums.empty(queries, a.kv_heads, shape.num_groups, shape.num_pages * self.pool.page_size)
-            self.memory[key] = queries, torch.empty_like(queries), sums
-        return self.memory[key]
-
-
-def _places_of_keys(
-    layers: Sequence[GPUAttention | None],
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """The sizes of keys that layers have, and of each layer which of these and its place among those that have it.
-
-    Layers without attention are at −1.
-    """
-    sizes = list(dict.fromkeys(each.size for each in layers if each is not None and each.shares is None))
-    places: list[tuple[int, int]] = []
-    for each in layers:
-        if each is None:
-            places.append((-1, -1))
-        elif each.shares is None:
-            which = sizes.index(each.size)
-            places.append((which, len({place for place in places if place[0] == which})))
-        else:
-            places.append(places[each.shares])
-    return sizes, places

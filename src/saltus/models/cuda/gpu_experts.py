@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from saltus.models.cpu.decoder_weights import Resolver
-from saltus.models.cuda.described_layers import norm_of
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.kernel_support import has_kernels
+from saltus.models.cuda.layer_weights import norm_of
 from saltus.models.cuda.packed_weight import GPUPackedWeight
 from saltus.models.decoder_description import Experts
 from saltus.models.packed_experts import expert_stacks, is_llama4

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from saltus.models.cpu.decoder_weights import Resolver
-from saltus.models.cuda.described_layers import kinds_of_angles, layers_of, norm_of, parts_of
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
+from saltus.models.cuda.gpu_attention import GPUAttention, KindOfAngles
 from saltus.models.cuda.gpu_experts import Mixture
-from saltus.models.cuda.gpu_recurrent import GPURecurrence, GPUShortConvolution, one_weight, recurrence_of
-from saltus.models.cuda.packed_weight import GPUPackedWeight, joined_packed
+from saltus.models.cuda.gpu_latent import GPULatentAttention
+from saltus.models.cuda.gpu_recurrent import GPURecurrence, GPUShortConvolution, recurrence_of
+from saltus.models.cuda.layer_weights import layers_of, norm_of, parts_of
+from saltus.models.cuda.packed_weight import joined_packed
 from saltus.models.decoder_description import (
     MLP,
-    Angles,
     Attention,
+    LatentAttention,
     Layer,
+    Mixer,
     MLPAndExperts,
     PerLayerEmbeddings,
     PerLayerInput,
@@ -29,66 +32,8 @@ from saltus.models.decoder_description import (
 )
 
 NO_SCALE = 1.0
-KindOfAngles = tuple[Angles, bool]
-
-
-@dataclass(frozen=True)
-class GPUAttention:
-    """Attention of a layer; the weights of queries, keys and values lie beside each other."""
-
-    heads: int
-    kv_heads: int  # whose keys and values it reads
-    dim: int
-    scale: float
-    window: int | None
-    qkv: Sequence[Tensor]  # one, or several where packed ones have several formats
-    qkv_blocks: Any
-    bias: Tensor | None
-    output: Sequence[Tensor]
-    output_blocks: Any
-    head_norms: tuple[Any, Any] | None  # of queries and keys
-    angles: tuple[int, ...] = (0, 0)  # which tables, of queries and keys; without them no rotation
-    value_epsilon: float | None = None  # of a norm without weights
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    shares: int | None = None  # the layer whose keys and values it reads, if they are not its own
-    output_bias: Tensor | None = None
-    gated: bool = False  # a gate of outputs follows each query
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Of keys and values of a token."""
-        return self.kv_heads, self.dim
-
-    @classmethod
-    def of_llama(cls, a: Any, window: int | None) -> GPUAttention:
-        """That of a layer whose modules have Llama's names."""
-        norms = (a.q_norm, a.k_norm) if getattr(a, "q_norm", None) is not None else None
-        heads, kv_heads = (len(each.weight) // a.head_dim for each in (a.q_proj, a.k_proj))
-        return cls(
-            heads, kv_heads, a.head_dim, a.scaling, window, *merged([a.q_proj, a.k_proj, a.v_proj]),
-            *one_weight(a.o_proj), norms,
-        )  # fmt: skip
-
-    @classmethod
-    def described(cls, a: Attention, weights: Resolver, kinds: Sequence[KindOfAngles]) -> GPUAttention:
-        """That of a description which `described_for_gpu` knows; `kinds`: the tables of angles."""
-        norms = None
-        if a.query_norm is not None:
-            every = not a.norm_per_head
-            norms = (norm_of(each or a.query_norm, weights, every) for each in (a.query_norm, a.key_norm))
-            norms = tuple(replace(norm, rotated=a.norms_rotated) for norm in norms)
-        projections = layers_of([each for each in (a.query, a.key, a.value) if each], weights.base)
-        return cls(
-            a.heads, a.kv_heads, a.dim, a.scale, a.span, *merged(projections),  # pyright: ignore[reportArgumentType]
-            *one_weight(weights.module(a.output.path)), norms, tuple(map(kinds.index, kinds_of_angles(a))),
-            None if a.value_norm is None else a.value_norm.epsilon, a.softcap,
-            None if a.sinks is None else weights.tensor(a.sinks), a.shares, weights.module(a.output.path).bias,
-            gated=a.gated,
-        )  # fmt: skip
-
-
-GPUMixer = GPUAttention | GPURecurrence | GPUShortConvolution
+KINDS_OF_ATTENTION = GPUAttention, GPULatentAttention
+GPUMixer = GPUAttention | GPULatentAttention | GPURecurrence | GPUShortConvolution
 
 
 @dataclass(frozen=True)
@@ -251,14 +196,14 @@ class GPULayer:
     parallel: bool = False  # the MLP reads what attention reads
 
     @property
-    def attention(self) -> GPUAttention | None:
+    def attention(self) -> GPUAttention | GPULatentAttention | None:
         """Its attention, if it has some."""
-        return next((each for each, _ in self.mixers if isinstance(each, GPUAttention)), None)
+        return next((each for each, _ in self.mixers if isinstance(each, KINDS_OF_ATTENTION)), None)
 
     @property
     def recurrence(self) -> GPURecurrence | GPUShortConvolution | None:
         """Its mixer that keeps a state, if it has one."""
-        return next((each for each, _ in self.mixers if not isinstance(each, GPUAttention)), None)
+        return next((each for each, _ in self.mixers if not isinstance(each, KINDS_OF_ATTENTION)), None)
 
     @classmethod
     def of_llama(cls, layer: Any, window: int | None) -> GPULayer:
@@ -271,15 +216,7 @@ class GPULayer:
     def described(cls, layer: Layer, weights: Resolver, kinds: Sequence[KindOfAngles]) -> GPULayer:
         """Of a description which `described_for_gpu` knows; `kinds`: the tables of angles."""
         beside, mlp = layer.per_layer_input, mlp_of(layer)
-        mixers: list[tuple[GPUMixer, float]] = [
-            (
-                GPUAttention.described(each, weights, kinds)
-                if isinstance(each, Attention)
-                else recurrence_of(each, weights),
-                scale,
-            )
-            for each, scale in mixers_of(layer)
-        ]
+        mixers = [(_mixer_of(each, weights, kinds), scale) for each, scale in mixers_of(layer)]
         of_mlp: Any = None if mlp is None else GPUMLP.described(mlp, weights)
         if isinstance(layer.mlp, MLPAndExperts):
             of_mlp = GPUMLPAndExperts.described(layer.mlp, weights)
@@ -297,19 +234,9 @@ class GPULayer:
         )  # fmt: skip
 
 
-def merged(projections: Sequence[Any]) -> tuple[Sequence[Tensor], Any, Tensor | None]:
-    """The weights of linear layers beside each other, how to cut their product, and the bias.
-
-    The model's own that are merged become views of the merged ones.
-    """
-    from saltus.models.cuda.linear_kernels import blocks_of
-
-    weights = joined_packed([each.weight for each in projections])
-    if len(projections) > 1 and not any(isinstance(weight, GPUPackedWeight) for weight in weights):
-        weights = [torch.cat([each.weight.detach() for each in projections])]
-        parts = weights[0].split([len(each.weight) for each in projections])
-        for each, part in zip(projections, parts, strict=True):
-            each.weight.data = part
-    weights = [weight.detach() for weight in weights]
-    bias = None if projections[0].bias is None else torch.cat([each.bias.detach() for each in projections])
-    return weights, blocks_of(*weights), bias
+def _mixer_of(mixer: Mixer, weights: Resolver, kinds: Sequence[KindOfAngles]) -> GPUMixer:
+    if isinstance(mixer, Attention):
+        return GPUAttention.described(mixer, weights, kinds)
+    if isinstance(mixer, LatentAttention):
+        return GPULatentAttention.described(mixer, weights, kinds)
+    return recurrence_of(mixer, weights)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from saltus.models.cpu.decoder_weights import Resolver
+from saltus.models.cuda.layer_weights import one_weight
 from saltus.models.cuda.packed_weight import GPUPackedWeight, joined_packed
 from saltus.models.cuda.recurrent_inputs import RecurrentInputs
 from saltus.models.cuda.state_pages import StatePool, StateShape
@@ -216,14 +217,6 @@ def _constants(weights: Resolver, path: str, skips: bool) -> tuple[Tensor, Tenso
     """The bias of steps, the rate of decay, what the value is multiplied by where outputs read it."""
     bias, rate = (weights.tensor(f"{path}.{name}").float() for name in ("dt_bias", "A_log"))
     return bias.contiguous(), -rate.exp(), weights.tensor(f"{path}.D").float().contiguous() if skips else None
-
-
-def one_weight(layer: Any) -> tuple[Sequence[Tensor], Any]:
-    """That of a linear layer, and how to cut its product."""
-    from saltus.models.cuda.linear_kernels import blocks_of
-
-    weight = layer.weight.detach()
-    return [weight], blocks_of(weight)
 
 
 def _ungrouped(mixer: DeltaNet) -> Tensor:

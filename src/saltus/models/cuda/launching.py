@@ -20,6 +20,11 @@ def power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
+def largest_power_of_two(size: int) -> int:
+    """The largest power of two that divides it."""
+    return size & -size
+
+
 def kernel(*shared: str, anywhere: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Any]:
     """A kernel with one binary for all values of the arguments named here, so that none of them changes its rounding.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from saltus.models.cuda.launching import device_function, kernel, power_of_two
 from saltus.models.cuda.recurrent_inputs import OF_NODES, Jobs
+from saltus.models.cuda.row_kernels import summed_columns
 
 CHANNELS = 256  # of a convolution, that a program computes
 MAX_STATE = 4096  # numbers of a state, that a program keeps
@@ -176,21 +177,18 @@ def _gate_outputs(
 @kernel("num_rows")
 def _gate_heads(
     x, parts, bias, num_rows,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    BIASED: tl.constexpr,
 ):  # fmt: skip
     """A head of a row times the sigmoid of its gate, which stands after its query in each part of the product."""
-    row, head, at = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, DIM)
+    row, head, at = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PADDED)
+    inside = at < DIM
     dtype: tl.constexpr = x.dtype.element_ty
     place = (2 * head + 1) * DIM + at
-    gate = tl.load(parts + row * WIDTH + place)
-    for part in tl.static_range(1, PARTS):
-        gate += tl.load(parts + (part * num_rows + row) * WIDTH + place)
-    if BIASED:
-        gate += tl.load(bias + place).to(tl.float32)
-    gate = gate.to(dtype).to(tl.float32)
+    gate = summed_columns(parts, bias, row, place, inside, num_rows, WIDTH, PARTS, BIASED, dtype)
     opened = (1.0 / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     to = x + (row * HEADS + head) * DIM + at
-    tl.store(to, (tl.load(to).to(tl.float32) * opened).to(dtype))
+    tl.store(to, (tl.load(to, mask=inside, other=0.0).to(tl.float32) * opened).to(dtype), mask=inside)
 
 
 def convolve(
@@ -272,6 +270,6 @@ def gate_heads(x: Tensor, parts: Tensor, bias: Tensor | None) -> None:
     count, rows, width = parts.shape
     _, heads, dim = x.shape
     _gate_heads[(rows, heads)](
-        x, parts, parts if bias is None else bias, rows, HEADS=heads, DIM=dim, WIDTH=width, PARTS=count,
-        BIASED=bias is not None, num_warps=1,
+        x, parts, parts if bias is None else bias, rows, HEADS=heads, DIM=dim, PADDED=power_of_two(dim), WIDTH=width,
+        PARTS=count, BIASED=bias is not None, num_warps=1,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from saltus.models.decoder_description import Angles
 
 
 @device_function
-def _normed(
+def normed_row(
     x, weight, epsilon, inside, SIZE: tl.constexpr, ROUNDS_ONCE: tl.constexpr, CENTRED: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
@@ -56,7 +56,7 @@ def _add_and_norm(
         total = total.to(dtype).to(tl.float32)
         if OUTPUT_NORMED:
             factors = tl.load(output_weight + at, mask=inside, other=0.0).to(tl.float32)
-            total = _normed(total, factors, output_epsilon, inside, SIZE, OUTPUT_ROUNDS_ONCE, False, dtype)
+            total = normed_row(total, factors, output_epsilon, inside, SIZE, OUTPUT_ROUNDS_ONCE, False, dtype)
             total = total.to(dtype).to(tl.float32)
         if SCALED:
             total = (total * scale).to(dtype).to(tl.float32)
@@ -67,12 +67,12 @@ def _add_and_norm(
         state = state.to(tl.float32)
     if NORMED:
         factors = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-        state = _normed(state, factors, epsilon, inside, SIZE, ROUNDS_ONCE, CENTRED, dtype)
+        state = normed_row(state, factors, epsilon, inside, SIZE, ROUNDS_ONCE, CENTRED, dtype)
     tl.store(out + row * SIZE + at, state, mask=inside)
 
 
 @device_function
-def _summed(
+def summed_columns(
     parts, bias, row, place, inside, num_rows,
     WIDTH: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
@@ -86,13 +86,15 @@ def _summed(
 
 
 @device_function
-def _normed_head(first, second, norm, at_first, at_second, scale, ROUNDS_ONCE: tl.constexpr, dtype: tl.constexpr):
+def _normed_head(
+    first, second, norm, at_first, at_second, exists, scale, ROUNDS_ONCE: tl.constexpr, dtype: tl.constexpr
+):  # fmt: skip
     """Both halves times `scale` and the weights of a norm, rounded."""
     first, second = first * scale, second * scale
     if not ROUNDS_ONCE:
         first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
-    first = (tl.load(norm + at_first).to(tl.float32) * first).to(dtype).to(tl.float32)
-    second = (tl.load(norm + at_second).to(tl.float32) * second).to(dtype).to(tl.float32)
+    first = (tl.load(norm + at_first, mask=exists, other=0.0).to(tl.float32) * first).to(dtype).to(tl.float32)
+    second = (tl.load(norm + at_second, mask=exists, other=0.0).to(tl.float32) * second).to(dtype).to(tl.float32)
     return first, second
 
 
@@ -103,7 +105,7 @@ def _rotate_and_store(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr,
     NORMED: tl.constexpr, ALL_HEADS: tl.constexpr, ROTATED: tl.constexpr, ROUNDS_ONCE: tl.constexpr,
     WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, PADDED_HEADS: tl.constexpr, VALUES: tl.constexpr,
-    VALUE_NORMED: tl.constexpr, GATED: tl.constexpr,
+    VALUE_NORMED: tl.constexpr, GATED: tl.constexpr, PADDED_HALF: tl.constexpr,
 ):  # fmt: skip
     """One head of one row: sum its parts, rotate queries and keys (Su et al. 2021), write keys and values to slots.
 
@@ -116,7 +118,7 @@ def _rotate_and_store(
     half: tl.constexpr = DIM // 2
     turned: tl.constexpr = WIDTH // 2  # pairs
     dtype: tl.constexpr = queries.dtype.element_ty
-    at = tl.arange(0, half)
+    at = tl.arange(0, PADDED_HALF)
     at_first, at_second = at, at + half  # of each pair
     if INTERLEAVED:
         at_first, at_second = 2 * at, 2 * at + 1
@@ -128,30 +130,30 @@ def _rotate_and_store(
         source = tl.where(head >= HEADS + KV_HEADS, head - KV_HEADS, head)
     if GATED:
         source += tl.minimum(head, HEADS)
-    first = _summed(parts, bias, row, source * DIM + at_first, exists, num_rows, size, PARTS, BIASED, dtype)
-    second = _summed(parts, bias, row, source * DIM + at_second, exists, num_rows, size, PARTS, BIASED, dtype)
+    first = summed_columns(parts, bias, row, source * DIM + at_first, exists, num_rows, size, PARTS, BIASED, dtype)
+    second = summed_columns(parts, bias, row, source * DIM + at_second, exists, num_rows, size, PARTS, BIASED, dtype)
     slot = tl.load(slots + row)
     if head >= HEADS + KV_HEADS:
         if VALUE_NORMED:
             scale = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / DIM + value_epsilon)
             first, second = first * scale, second * scale
         to = values + (slot * KV_HEADS + head - HEADS - KV_HEADS) * DIM
-        tl.store(to + at_first, first.to(dtype))
-        tl.store(to + at_second, second.to(dtype))
+        tl.store(to + at_first, first.to(dtype), mask=exists)
+        tl.store(to + at_second, second.to(dtype), mask=exists)
     else:
         norm = query_norm if head < HEADS else key_norm
         if NORMED and not ROTATED:
             if ALL_HEADS:
                 begin, count = tl.where(head < HEADS, 0, HEADS), tl.where(head < HEADS, HEADS, KV_HEADS)
-                other, dim = tl.arange(0, PADDED_HEADS)[:, None], tl.arange(0, DIM)[None, :]
+                other, dim = tl.arange(0, PADDED_HEADS)[:, None], tl.arange(0, 2 * PADDED_HALF)[None, :]
                 inside = (other < count) & (dim < DIM)
                 place = (begin + other) * DIM + dim
-                every = _summed(parts, bias, row, place, inside, num_rows, size, PARTS, BIASED, dtype)
+                every = summed_columns(parts, bias, row, place, inside, num_rows, size, PARTS, BIASED, dtype)
                 scale = tl.rsqrt(tl.sum(tl.sum(every * every, 1), 0) / (count * DIM) + epsilon)
                 norm += (head - begin) * DIM
             else:
                 scale = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / DIM + epsilon)
-            first, second = _normed_head(first, second, norm, at_first, at_second, scale, ROUNDS_ONCE, dtype)
+            first, second = _normed_head(first, second, norm, at_first, at_second, exists, scale, ROUNDS_ONCE, dtype)
         left, right = first, second
         if WIDTH > 0:
             angle, is_turned = tl.load(positions + row) * WIDTH + at, at < turned
@@ -164,13 +166,13 @@ def _rotate_and_store(
         if NORMED and ROTATED:
             left, right = left.to(dtype).to(tl.float32), right.to(dtype).to(tl.float32)
             scale = tl.rsqrt((tl.sum(left * left, 0) + tl.sum(right * right, 0)) / DIM + epsilon)
-            left, right = _normed_head(left, right, norm, at_first, at_second, scale, ROUNDS_ONCE, dtype)
+            left, right = _normed_head(left, right, norm, at_first, at_second, exists, scale, ROUNDS_ONCE, dtype)
         if head < HEADS:  # noqa: SIM108  # pointers of two tensors
             to = queries + (row * HEADS + head) * DIM
         else:
             to = keys + (slot * KV_HEADS + head - HEADS) * DIM
-        tl.store(to + at_first, left.to(dtype))
-        tl.store(to + at_second, right.to(dtype))
+        tl.store(to + at_first, left.to(dtype), mask=exists)
+        tl.store(to + at_second, right.to(dtype), mask=exists)
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,7 @@ class AngleTable(NamedTuple):
     cosines: Tensor
     sines: Tensor
     interleaved: bool = False  # pairs of dimensions lie beside each other, not half of the rotated ones apart
+    growth: Tensor | None = None  # [count]: what they are multiplied by
 
 
 def add_and_norm(
@@ -251,20 +254,25 @@ def rotate_and_store(
         ALL_HEADS=all_heads, ROTATED=norms is not None and getattr(norms[0], "rotated", False),
         ROUNDS_ONCE=norms is not None and rounds_once(norms[0]),
         WIDTH=of_keys.cosines.shape[1] if angles else 0, INTERLEAVED=of_keys.interleaved,
-        PADDED_HEADS=power_of_two(max(heads, kv_heads)), GATED=gated,
+        PADDED_HEADS=power_of_two(max(heads, kv_heads)), GATED=gated, PADDED_HALF=power_of_two(dim // 2),
         VALUES=parts.shape[2] == ((1 + gated) * heads + 2 * kv_heads) * dim, VALUE_NORMED=value_epsilon is not None,
         num_warps=4 if all_heads else 1,
     )  # fmt: skip
 
 
 def angle_table(rotary: Any, count: int, like: Tensor, angles: Angles, interleaved: bool = False) -> AngleTable:
-    """The table of a description's angles, by a module of Transformers, in the dtype of `like`."""
+    """The table of a description's angles, by a module of Transformers, in the dtype of `like` or in float32."""
     positions = torch.arange(count, device=like.device)[None]
     kind = {} if angles.layer_type is None else {"layer_type": angles.layer_type}
-    found = (x[0] for x in rotary(like[None], position_ids=positions, **kind))
+    found, growth = rotary(like[None], position_ids=positions, **kind), None
+    if isinstance(found, Tensor):  # complex numbers, in float32
+        found = found.real, found.imag
+    found = [x[0] for x in found]
     if angles.layout != "halves":
-        found = (x[:, :: 2 if angles.layout == "interleaved" else 1].repeat(1, 2) for x in found)
+        found = [x[:, :: 2 if angles.layout == "interleaved" else 1].repeat(1, 2) for x in found]
     if angles.growth:
         steps = torch.floor((positions[0] + angles.shift).float() / angles.steps)
-        found = ((x * (1 + angles.growth * torch.log1p(steps))[:, None]).to(like.dtype) for x in found)
-    return AngleTable(*(x.contiguous() for x in found), interleaved)
+        growth = 1 + angles.growth * torch.log1p(steps)
+        found = [(x * growth[:, None]).to(x.dtype) for x in found]
+        growth = growth.to(like.dtype)
+    return AngleTable(*(x.contiguous() for x in found), interleaved, growth)

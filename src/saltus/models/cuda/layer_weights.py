@@ -1,0 +1,88 @@
+"""The weights of layers as our kernels for GPUs take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saltus.models.cpu.decoder_weights import Resolver
+from saltus.models.cuda.packed_weight import GPUPackedWeight, joined_packed
+from saltus.models.decoder_description import Norm, Weight
+
+
+def whole_layers(weights: Sequence[Weight], base: Any) -> list[Any] | None:
+    """The linear layers whose outputs these are, all of them and in this order; None if they are not."""
+    layers, at = [base.get_submodule(weights[0].path)], 0
+    for weight in weights:
+        layer: Any = base.get_submodule(weight.path)
+        if layer is not layers[-1]:
+            if at not in (0, len(layers[-1].weight)):
+                return None
+            layers.append(layer)
+            at = 0
+        if weight.start != at:
+            return None
+        at = len(layer.weight) if weight.stop is None else weight.stop
+    return layers if at == len(layers[-1].weight) else None
+
+
+def layers_of(weights: Sequence[Weight], base: Any) -> list[Any]:
+    """The linear layers whose outputs these are, in order."""
+    layers = whole_layers(weights, base)
+    assert layers is not None, "of a known description"
+    return layers
+
+
+def parts_of(layers: Sequence[Any], count: int) -> list[Tensor]:
+    """The weights of linear layers in `count` parts of one size, views of a layer's where it has several.
+
+    Packed ones stay whole.
+    """
+    weights = [layer.weight.detach() for layer in layers]
+    if len(weights) == count or isinstance(weights[0], GPUPackedWeight):
+        return weights
+    (weight,) = weights
+    return list(weight.chunk(count))
+
+
+def norm_of(norm: Norm | None, weights: Resolver, all_heads: bool = False) -> Any:
+    """A norm as the kernels read it; of queries and keys perhaps one of all heads together."""
+    from saltus.models.cuda.row_kernels import KernelNorm
+
+    if norm is None:
+        return None
+    assert norm.path is not None, "of a known description"
+    values = weights.module(norm.path).weight.detach()
+    if norm.kind == "rms":
+        return KernelNorm(values, norm.epsilon, all_heads=all_heads)
+    values = weights.keep(values.float() + norm.offset)
+    return KernelNorm(values, norm.epsilon, True, all_heads, centred=norm.kind == "layer")
+
+
+def one_weight(layer: Any, parts: bool = True) -> tuple[Sequence[Tensor], Any]:
+    """That of a linear layer, and how to cut its product; see `blocks_of`."""
+    from saltus.models.cuda.linear_kernels import blocks_of
+
+    weight = layer.weight.detach()
+    return [weight], blocks_of(weight, parts=parts)
+
+
+def merged(projections: Sequence[Any]) -> tuple[Sequence[Tensor], Any, Tensor | None]:
+    """The weights of linear layers beside each other, how to cut their product, and the bias.
+
+    The model's own that are merged become views of the merged ones.
+    """
+    from saltus.models.cuda.linear_kernels import blocks_of
+
+    weights = joined_packed([each.weight for each in projections])
+    if len(projections) > 1 and not any(isinstance(weight, GPUPackedWeight) for weight in weights):
+        weights = [torch.cat([each.weight.detach() for each in projections])]
+        parts = weights[0].split([len(each.weight) for each in projections])
+        for each, part in zip(projections, parts, strict=True):
+            each.weight.data = part
+    weights = [weight.detach() for weight in weights]
+    bias = None if projections[0].bias is None else torch.cat([each.bias.detach() for each in projections])
+    return weights, blocks_of(*weights), bias
