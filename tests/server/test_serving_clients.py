@@ -39,6 +39,20 @@ def test_litellm(engine, url):
         litellm.completion(messages=[{"role": "user", "content": "dog " * 2000}], **asked)
 
 
+def test_litellm_by_anthropics_protocol(engine, url):
+    litellm = pytest.importorskip("litellm")
+    asked = {"model": "anthropic/tiny", "api_base": url, "api_key": "any", "max_tokens": 24, "seed": 3}
+    asked["allowed_openai_params"] = ["seed"]
+    expected = alone(engine, seed=3)
+    answer = litellm.completion(messages=MESSAGES, **asked)
+    assert answer.choices[0].message.content == expected.text
+    assert answer.usage.completion_tokens == 24
+    chunks = litellm.completion(messages=MESSAGES, stream=True, **asked)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected.text
+    with pytest.raises(litellm.NotFoundError):
+        litellm.completion(messages=MESSAGES, **{**asked, "model": "anthropic/claude"})
+
+
 def test_llm(engine, url, tmp_path):
     pytest.importorskip("llm")
     model = f"- model_id: tiny\n  model_name: tiny\n  api_base: {url}/v1\n"

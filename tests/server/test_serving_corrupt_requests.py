@@ -27,6 +27,17 @@ ITEMS = [
     {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"},
     {"type": "function_call_output", "call_id": "1", "output": "a cat"},
 ]
+BLOCKS = [
+    {"role": "user", "content": "a cat"},
+    {"role": "assistant", "content": [
+        {"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "text", "text": "the"},
+        {"type": "tool_use", "id": "1", "name": "look", "input": {"a": 1}},
+    ]},
+    {"role": "user", "content": [
+        {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "a dog"}], "is_error": True},
+        {"type": "text", "text": "and"},
+    ]},
+]  # fmt: skip
 METADATA = {"metadata": {"a": "b", "c": ["d", 1.5]}, "user": "u"}
 VALID = [
     ("/v1/chat/completions", {**SHORT, **METADATA, "messages": TALK, "max_tokens": 3, "temperature": 0.7}),
@@ -60,6 +71,18 @@ VALID = [
     }),
     ("/v1/responses", {**SHORT, **METADATA, "input": "the", "max_output_tokens": 3, "include": ["a"], "store": False}),
     ("/v1/responses", {**SHORT, **METADATA, "input": "the", "max_output_tokens": 3, "stream": True}),
+    ("/v1/messages", {
+        **SHORT, **METADATA, "messages": BLOCKS, "system": [{"type": "text", "text": "the"}], "max_tokens": 3,
+        "stop_sequences": ["x", "yz"], "thinking": {"type": "enabled", "budget_tokens": 1024}, "stream": True,
+        "tools": [{"name": "look", "description": "at it", "input_schema": SCHEMA}], "tool_choice": {"type": "none"},
+    }),
+    ("/v1/messages", {
+        **SHORT, "messages": BLOCKS[:1], "max_tokens": 3, "top_k": 5, "include_metrics": True,
+        "tools": [{"name": "look", "input_schema": SCHEMA}],
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+        "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
+    }),
+    ("/v1/messages/count_tokens", {"model": "tiny", "system": "the", "messages": BLOCKS}),
     ("/infill", {
         **SHORT, "input_prefix": "the", "input_suffix": "cat", "prompt": "a", "n_predict": 3, "stream": True,
         "input_extra": [{"text": "the dog", "filename": "a.py", "time": 5}],
@@ -149,7 +172,9 @@ def assert_is_answer(answer: httpx.Response) -> None:
         lines = [line.removeprefix("data: ") for line in answer.text.split("\n") if line.startswith("data: ")]
         found = [json.loads(line, parse_constant=refuse_constant) for line in lines if line != "[DONE]"]
         assert found
-        assert not [one for one in found if (one.get("error") or {}).get("type") == "server_error"], found[-1]
+        assert not [one for one in found if (one.get("error") or {}).get("type") in ("server_error", "api_error")], (
+            found[-1]
+        )
     else:
         found = json.loads(answer.content, parse_constant=refuse_constant)
         assert answer.status_code == 200 or "\n" not in found["error"]["message"]

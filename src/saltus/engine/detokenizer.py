@@ -110,6 +110,7 @@ class TextOutput:
     reasoning_reader: Callable[[], SeparatesReasoning | None] = lambda: None  # a new one
     text: str = ""
     ended: bool = False
+    stop_string: str | None = field(default=None, init=False)  # the one that ended it
     num_released: int = field(default=0, init=False)  # characters given out by `release`
     num_tokens: int = field(default=0, init=False)
     num_free: int = field(default=0, init=False)  # characters in which no stop string is looked for
@@ -144,9 +145,10 @@ class TextOutput:
             begin = self._read_reasoning(self.reasoning, new)
         if new and self.stop_strings and self.reasoning is None:
             begin = max(begin, self.num_free)
-            places = [at for stop in self.stop_strings if (at := self.text.find(stop, begin)) >= 0]
+            places = [(at, len(stop), stop) for stop in self.stop_strings if (at := self.text.find(stop, begin)) >= 0]
             if places:
-                self.text, self.ended = self.text[: min(places)], True
+                place, _, self.stop_string = min(places)
+                self.text, self.ended = self.text[:place], True
                 return True
         if self.ended and token in self.unshown_ends:
             self.text = self.text.removesuffix(self.unshown_ends[token])

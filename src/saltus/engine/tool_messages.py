@@ -302,7 +302,7 @@ def _with_object(function: Mapping[str, Any], place: int) -> Message:
     arguments = function.get("arguments")
     try:
         if isinstance(arguments, str):
-            arguments = json.loads(arguments or "{}", parse_float=_finite, parse_constant=refuse_constant)
+            arguments = json.loads(arguments or "{}", parse_float=finite, parse_constant=refuse_constant)
         json.dumps(arguments)  # templates do so
     except (ValueError, TypeError, RecursionError):
         raise ValueError(
@@ -315,7 +315,7 @@ def _with_object(function: Mapping[str, Any], place: int) -> Message:
     return {**function, "arguments": arguments or {}}
 
 
-def _finite(written: str) -> float:
+def finite(written: str) -> float:
     """A number of JSON, the largest one for those beyond it: infinity is not JSON."""
     value = float(written)
     return value if math.isfinite(value) else math.copysign(sys.float_info.max, value)

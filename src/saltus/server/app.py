@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,10 +17,11 @@ from starlette.exceptions import HTTPException
 import saltus
 from saltus.engine.fim_formats import find_fim_format
 from saltus.server.answers import Answer
-from saltus.server.error_answers import add_error_answers
+from saltus.server.error_answers import MESSAGES_ROUTE, add_error_answers
 from saltus.server.guard import BODY_IN_SCOPE, GONE, KEY_IN_SCOPE, PAGE_FILES, Guard, checked_keys
 from saltus.server.hosts import ANY_HOST
 from saltus.server.infill import InfillRequest
+from saltus.server.messages_request import CountTokensRequest, MessagesRequest
 from saltus.server.preparation import Prepare
 from saltus.server.protocol import (
     ChatCompletionRequest,
@@ -111,13 +113,22 @@ def make_app(
     async def responses(request: Request, body: ResponsesRequest) -> Response:
         return await respond(request, service.respond, body)
 
+    @app.post(MESSAGES_ROUTE)
+    async def messages(request: Request, body: MessagesRequest) -> Response:
+        return await respond(request, service.message, body)
+
+    @app.post(f"{MESSAGES_ROUTE}/count_tokens")
+    async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
+        return await translate(request, service.count_tokens, body)
+
     @app.post("/infill")
     async def infill(request: Request, body: InfillRequest) -> Response:
         return await respond(request, service.infill, body)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model_card()]}
+        card = model_card()
+        return {"object": "list", "data": [card], "has_more": False, "first_id": card["id"], "last_id": card["id"]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
@@ -127,6 +138,8 @@ def make_app(
     def model_card() -> dict[str, Any]:
         return {
             "id": service.name, "object": "model", "created": service.started, "owned_by": "saltus",
+            "type": "model", "display_name": service.name, "lifecycle": "active",  # Anthropic's
+            "created_at": datetime.fromtimestamp(service.started, UTC).isoformat(),
             "max_model_len": service.engine.target.context_length,
             "fill_in_the_middle": find_fim_format(service.engine.tokenizer) is not None,
             "several_holes": service.engine.network.any_subset,

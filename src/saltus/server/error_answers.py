@@ -1,7 +1,8 @@
-"""Turn errors that end a request into OpenAI's error objects, of one line."""
+"""Turn errors that end a request into error objects of the route's protocol, of one line."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,20 @@ from starlette.exceptions import HTTPException
 
 from saltus.server.errors import ApiError
 
+MESSAGES_ROUTE = "/v1/messages"  # of Anthropic's protocol, as what is below it
+
+
+def speaks_anthropic(path: str) -> bool:
+    """True for the routes of Anthropic's protocol."""
+    return path == MESSAGES_ROUTE or path.startswith(f"{MESSAGES_ROUTE}/")
+
+
+def error_response(error: ApiError, path: str) -> JSONResponse:
+    """An error as the clients of this route read it."""
+    if speaks_anthropic(path):
+        return JSONResponse(error.anthropic_body(), error.anthropic_status, error.headers)
+    return JSONResponse(error.body(), error.status, error.headers)
+
 
 def add_error_answers(app: FastAPI) -> None:
     """Answer errors of all kinds with an error object; Guard does so for faults of the server."""
@@ -22,12 +37,12 @@ def add_error_answers(app: FastAPI) -> None:
     app.exception_handler(RecursionError)(_too_deep)
 
 
-async def _api_error(_: Request, error: Exception) -> Response:
+async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return JSONResponse(error.body(), error.status, error.headers)
+    return error_response(error, request.url.path)
 
 
-async def _invalid_request(_: Request, error: Exception) -> Response:
+async def _invalid_request(request: Request, error: Exception) -> Response:
     """The first field at fault, in one line."""
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
@@ -58,14 +73,14 @@ async def _invalid_request(_: Request, error: Exception) -> Response:
     else:
         message = f"{'.'.join(names) or 'the body'}: {_in_words_of_json(first['msg'])}"
     refused = ApiError(400, message, ".".join(names) or None, "unsupported" if "not supported" in message else None)
-    return JSONResponse(refused.body(), 400)
+    return error_response(refused, request.url.path)
 
 
 def _in_words_of_json(message: str) -> str:
     """A message of Pydantic without Python's names of types."""
     message = message.replace("valid dictionary or object to extract fields from", "valid object")
     message = message.replace("valid dictionary", "valid object")
-    return message.replace("Unable to extract tag using discriminator 'type'", "the field 'type' is missing")
+    return re.sub(r"Unable to extract tag using discriminator ('\w+')", r"the field \1 is missing", message)
 
 
 def _names_in(body: Any, place: Sequence[str | int], missing: bool) -> list[str]:
@@ -94,8 +109,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
         message = "the body is not JSON in UTF-8, or it is nested too deeply"
         if "digits" in str(error.__cause__):  # Python reads no longer ones
             message = f"a number in the body has more than {sys.get_int_max_str_digits():,} digits; shorten it"
-    return JSONResponse(ApiError(error.status_code, message).body(), error.status_code, error.headers)
+    return error_response(ApiError(error.status_code, message, headers=error.headers), request.url.path)
 
 
-async def _too_deep(_: Request, error: Exception) -> Response:
-    return JSONResponse(ApiError(400, "the JSON is nested too deeply").body(), 400)
+async def _too_deep(request: Request, error: Exception) -> Response:
+    return error_response(ApiError(400, "the JSON is nested too deeply"), request.url.path)

@@ -1,4 +1,4 @@
-"""Errors of the API, in OpenAI's form."""
+"""Errors of the API, in OpenAI's form and in Anthropic's."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from typing import Any
 
 from saltus.engine.scheduled_request import is_out_of_memory
 
+CONTEXT_EXCEEDED = "context_length_exceeded"  # the code for a prompt that is too long
 MAX_MESSAGE, MAX_PARAM = 1000, 100  # characters; what a request has wrong may be longer
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+ANTHROPIC_TYPES = {
+    **ERROR_TYPES, 403: "permission_error", 408: "timeout_error", 413: "request_too_large", 503: "overloaded_error",
+}  # fmt: skip
+ANTHROPIC_STATUS = {503: 529}  # of what is overloaded
 
 
 class ApiError(Exception):
@@ -33,6 +38,17 @@ class ApiError(Exception):
         """The JSON object that OpenAI's clients read."""
         kind = ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def anthropic_status(self) -> int:
+        """The HTTP status that Anthropic's clients know."""
+        return ANTHROPIC_STATUS.get(self.status, self.status)
+
+    def anthropic_body(self) -> dict[str, Any]:
+        """The JSON object that Anthropic's clients read. Agents shorten a conversation where it begins as here."""
+        kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        begin = "prompt is too long: " if self.code == CONTEXT_EXCEEDED else ""
+        return {"type": "error", "error": {"type": kind, "message": begin + self.message}}
 
 
 def as_api_error(error: Exception, doing: str = "") -> ApiError:

@@ -10,9 +10,8 @@ import uuid
 from collections.abc import Awaitable, Callable, Collection, MutableMapping, Sequence
 from typing import Any
 
-from fastapi.responses import JSONResponse
-
 from saltus.server.bodies import CLOSE, MAX_BODY_BYTES, TOO_LONG, Body, BodyBudget, Receive
+from saltus.server.error_answers import error_response, speaks_anthropic
 from saltus.server.errors import ApiError
 from saltus.server.hosts import is_allowed
 
@@ -65,19 +64,21 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                names = [b"x-request-id", *([b"request-id"] if speaks_anthropic(scope["path"]) else ())]
+                message["headers"] = [*message.get("headers", ()), *((name, request_id) for name in names)]
             await send(message)
 
         try:
             if (refusal := self._refusal(scope, headers)) is not None:
-                return await JSONResponse(refusal.body(), refusal.status)(scope, receive, send_with_id)
+                return await error_response(refusal, scope["path"])(scope, receive, send_with_id)
             await self.app(scope, body.receiver(receive), send_with_id)
         except Exception as error:
             if status is not None:  # an answer that has begun can only be cut off
                 raise
             log.exception("a fault of the server")
             message = f"a fault of the server: {type(error).__name__}; please report it"
-            await JSONResponse(ApiError(500, message).body(), 500, CLOSE)(scope, receive, send_with_id)
+            fault = ApiError(500, message, headers=CLOSE)
+            await error_response(fault, scope["path"])(scope, receive, send_with_id)
         finally:
             body.release()
             seconds = round(time.monotonic() - started, 4)
@@ -91,10 +92,14 @@ class Guard:
         if host and not self.api_keys and not is_allowed(host, self.hosts):  # a page of another site has no key
             return ApiError(403, f"this server is not called {host[:100]!r}; start it with --allowed-host, or a key")
         if self.api_keys and scope["path"] not in OPEN_ROUTES:
-            scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-            known = [hmac.compare_digest(key, each) for each in self.api_keys]  # all of them, in constant time
-            if scheme.lower() != b"bearer" or not any(known):
-                return ApiError(401, "give a valid API key as a bearer token", code="invalid_api_key")
+            scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+            given = [token if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b"")]
+            known = [
+                [hmac.compare_digest(key, each) for each in self.api_keys] for key in given
+            ]  # all of them, in constant time
+            if (key := next((key for key, same in zip(given, known, strict=True) if any(same)), None)) is None:
+                message = "give a valid API key as a bearer token, or in the header x-api-key"
+                return ApiError(401, message, code="invalid_api_key")
             scope[KEY_IN_SCOPE] = key.decode()
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > MAX_BODY_BYTES:

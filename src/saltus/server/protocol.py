@@ -58,11 +58,18 @@ def _of_few_biases(given: Any) -> Any:
     return given
 
 
-def _of_few_items(given: Any) -> Any:
+def _num_items(given: Any, depth: int = 0) -> int:
+    """How many items a list has, with the parts of messages, and with the parts of those."""
+    if not isinstance(given, list):
+        return 0
+    inner = (item.get("content", item.get("output")) for item in given if isinstance(item, dict)) if depth < 2 else ()
+    return len(given) + sum(_num_items(content, depth + 1) for content in inner)
+
+
+def of_few_items(given: Any) -> Any:
     """A conversation with few messages and parts: a million of them would take seconds to be read."""
     if isinstance(given, list):
-        contents = [item.get("content", item.get("output")) for item in given if isinstance(item, dict)]
-        count = len(given) + sum(len(content) for content in contents if isinstance(content, list))
+        count = _num_items(given)
         if count > MAX_ITEMS:
             raise ValueError(
                 f"a conversation has {count:,} messages and parts, but at most {MAX_ITEMS:,} are read; shorten it"
@@ -197,7 +204,7 @@ class Prediction(Fields):
 class ChatCompletionRequest(SharedFields, ToolFields, ChatFields):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[Items[Message], BeforeValidator(_of_few_items)] = Field(min_length=1)
+    messages: Annotated[Items[Message], BeforeValidator(of_few_items)] = Field(min_length=1)
     max_tokens: NewTokens = Field(None, ge=1)
     max_completion_tokens: NewTokens = Field(None, ge=1)
     logprobs: bool = False
@@ -230,7 +237,7 @@ class TokenizeRequest(Fields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[Items[Message] | None, BeforeValidator(_of_few_items)] = None
+    messages: Annotated[Items[Message] | None, BeforeValidator(of_few_items)] = None
     tools: Items[Tool] | None = Field(None, max_length=MAX_TOOLS)
     chat_template_kwargs: JsonObject | None = None
     enable_thinking: bool | None = None
@@ -345,7 +352,7 @@ class ResponsesRequest(SamplingFields, ChatFields):
 
     input: Annotated[
         str | Items[ResponseCall | ResponseCallOutput | ResponseReasoning | ResponseMessage],
-        BeforeValidator(_of_few_items),
+        BeforeValidator(of_few_items),
     ] = Field(min_length=1)
     instructions: str | None = None
     max_output_tokens: NewTokens = Field(None, ge=1)

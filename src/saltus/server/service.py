@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from saltus.engine.encoding import tokens_of_text
 from saltus.engine.engine import AnyRequest, Engine, TextRequest
@@ -17,8 +17,10 @@ from saltus.methods.shared.answer_memory import AnswerMemories
 from saltus.server.answers import Answer, Backend
 from saltus.server.choices import ChatForm, ChoicesAnswer, TextForm
 from saltus.server.engine_thread import EngineThread
-from saltus.server.errors import ApiError
+from saltus.server.errors import CONTEXT_EXCEEDED, ApiError
 from saltus.server.infill import InfillAnswer, InfillRequest
+from saltus.server.messages import MessageAnswer
+from saltus.server.messages_request import CountTokensRequest, MessagesRequest
 from saltus.server.metrics import ServerMetrics
 from saltus.server.preparation import Prepare, Workers
 from saltus.server.protocol import (
@@ -56,6 +58,15 @@ class OnlineLearner(Protocol):
     def close(self) -> None: ...
 
 
+class ChatTexts(NamedTuple):
+    """The texts of a chat completion, and what separates the parts of each."""
+
+    method: str
+    tools: Tools
+    reasoning: Reasoning | None
+    requests: list[TextRequest]
+
+
 class Service:
     """One model, its batch, and its metrics."""
 
@@ -91,11 +102,23 @@ class Service:
 
     async def chat(self, body: ChatCompletionRequest, prepare: Prepare) -> Answer:
         """The answer to a conversation."""
+        texts = await self._chat_texts(body, prepare)
+        form = ChatForm(self.engine.tokenizer, body.logprobs, texts.tools, texts.reasoning, body.include_reasoning)
+        return ChoicesAnswer(self.backend, form, texts.requests, texts.method, body)
+
+    async def message(self, body: MessagesRequest, prepare: Prepare) -> Answer:
+        """The answer to a conversation in the form of Anthropic's messages."""
+        chat = body.as_chat()
+        texts = await self._chat_texts(chat, prepare)
+        return MessageAnswer(self.backend, texts.requests, texts.method, chat, texts.tools, texts.reasoning)
+
+    async def _chat_texts(self, body: ChatCompletionRequest, prepare: Prepare) -> ChatTexts:
+        """What a chat completion asks for, ready for the queue. Errors: ApiError."""
         self.check_model(body.model)
         self._check_capacity(body.n)
         method, limit = await self._loaded_method(body.speculative), max_tokens_of(body)
 
-        def make() -> tuple[ChatForm, list[TextRequest]]:
+        def make() -> ChatTexts:
             tools, messages = Tools(self.engine, body), conversation(body.messages)
             reasoning = reasoning_of(self.engine, messages, body)
             requests = text_requests(
@@ -105,10 +128,9 @@ class Service:
                 add_generation_prompt=body.add_generation_prompt, continue_final_message=body.continue_final_message,
                 add_special_tokens=body.add_special_tokens, parse_special=body.parse_special,
             )  # fmt: skip
-            return ChatForm(self.engine.tokenizer, body.logprobs, tools, reasoning, body.include_reasoning), requests
+            return ChatTexts(method, tools, reasoning, requests)
 
-        form, requests = await prepare(make)
-        return ChoicesAnswer(self.backend, form, requests, method, body)
+        return await prepare(make)
 
     async def respond(self, body: ResponsesRequest, prepare: Prepare) -> Answer:
         """The answer in the form of OpenAI's responses."""
@@ -213,10 +235,18 @@ class Service:
                     engine.tokenizer, text, body.add_special_tokens is not False, body.parse_special is not False
                 )
         except ValueError as error:
-            code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
+            code = CONTEXT_EXCEEDED if isinstance(error, PromptTooLongError) else None
             raise ApiError(400, str(error), "prompt" if messages is None else "messages", code) from error
         strings = engine.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         return {"tokens": tokens, "token_strs": strings, "count": len(tokens), "max_model_len": context}
+
+    def count_tokens(self, body: CountTokensRequest) -> dict[str, Any]:
+        """How many tokens the prompt of a request in Anthropic's form has. Errors: ApiError."""
+        chat = body.as_chat()
+        asked = {name: value for name, value in chat if name in TokenizeRequest.model_fields}
+        if chat.tool_choice == "none":  # then the prompt has no tools
+            asked["tools"] = None
+        return {"input_tokens": self.tokenize(TokenizeRequest.model_construct(**asked))["count"]}
 
     def detokenize(self, body: DetokenizeRequest) -> dict[str, Any]:
         """The text of tokens. Errors: ApiError."""

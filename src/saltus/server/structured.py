@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -14,6 +14,8 @@ from saltus.server.errors import ApiError
 from saltus.server.fields import Fields, Items, JsonObject
 
 MAX_TOOLS = 128
+
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_./:-]{1,128}$")]  # OpenAI's, and those of MCP servers
 
 
 class TextFormat(Fields):
@@ -129,7 +131,7 @@ def checked_grammar(engine: Engine, field: str, make: Callable[[Any], Grammar | 
 class Function(Fields):
     """A function that the model may call."""
 
-    name: str = Field(pattern=r"^[a-zA-Z0-9_./:-]{1,128}$")  # OpenAI's, and those of MCP servers
+    name: ToolName
     description: str | None = None
     parameters: JsonObject | None = None  # a JSON schema
     strict: bool | None = None

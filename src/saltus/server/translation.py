@@ -14,7 +14,7 @@ from saltus.engine.reasoning import Reasoning, reasoning_tags
 from saltus.engine.request import CallRecord
 from saltus.engine.text_bounds import PromptTooLongError
 from saltus.methods import make_methods, require_draft_models
-from saltus.server.errors import ApiError
+from saltus.server.errors import CONTEXT_EXCEEDED, ApiError
 from saltus.server.protocol import (
     LOGPROBS,
     MAX_SEED,
@@ -127,7 +127,7 @@ def text_requests(
         )  # fmt: skip
     except PromptTooLongError as error:
         message = f"{error} (this model's maximum context length is {context:,} tokens)"
-        raise ApiError(400, message, prompt_field, "context_length_exceeded") from error
+        raise ApiError(400, message, prompt_field, CONTEXT_EXCEEDED) from error
     except ValueError as error:
         field = "suffix" if "fill-in-the-middle" in str(error) else _field_of(str(error))
         raise ApiError(400, str(error), field) from error
