@@ -1,5 +1,6 @@
 """What a step costs: the clock, the floor, the parts, and the command that shows them."""
 
+import itertools
 import json
 import re
 from types import SimpleNamespace
@@ -221,6 +222,14 @@ def test_the_machine_s_speed_is_the_best_of_several_by_the_clock():
     assert can.flops_per_second == 2 * 128**3
     speed = roofline.measure_machine_speed(torch.bfloat16, torch.device("cpu"), 2, 128, 1, clock, integers=True)
     assert speed.measured["integer_product_flops_per_second"] == 2 * 128**3
+
+
+@pytest.mark.parametrize(("seconds", "sizes"), [(0.04, [256, 512, 1024]), (0.06, [256])])
+def test_a_product_that_torch_has_no_fast_code_for_is_not_tried_at_full_size(seconds, sizes):
+    times, tried = itertools.count(0.0, seconds), []
+    with temporarily_replaced(torch, "matmul", lambda x, y: tried.append(len(x))):
+        roofline.measure_machine_speed(torch.float32, torch.device("cpu"), 2, 1024, 0, lambda: next(times))
+    assert tried == sizes
 
 
 # The parts

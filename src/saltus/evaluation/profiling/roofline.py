@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +19,8 @@ from saltus.models.memory_use import layer_sizes
 from saltus.models.packed_experts import expert_stacks
 
 KNEE_COST_RATIO = 1.25  # the measured knee: a call costs so many times a call of one node
+SMALLEST_PRODUCT = 256  # rows, where torch's product is tried first
+LONG_PRODUCT_SECONDS = 0.05  # a product of twice the rows takes eight times as long, or more
 
 
 @dataclass(frozen=True)
@@ -86,28 +89,37 @@ def measure_machine_speed(
     """Stream over buffers far larger than the caches, and multiply large matrices, with all of torch's threads.
 
     The peak is that of torch's product or of our own kernel, whichever is higher: the two differ. With `integers`
-    products of 8-bit integers count, too: for models that multiply activations of 8 bits.
+    products of 8-bit integers count, too: for models that multiply activations of 8 bits. Torch's products begin small,
+    since it has no fast ones of some types on some processors: there a large one takes minutes.
     """
     here = device.type == "cpu"
     count = (megabytes or (512 if here else 4096)) * 2**20 // 4
     size = size or (2048 if here else 8192)
     source, target = torch.ones(count, device=device), torch.zeros(count, device=device)
     a, b = (torch.full((size, size), 0.5, dtype=dtype, device=device) for _ in range(2))
-    ways: dict[str, tuple[Callable[[], Any], float]] = {
-        "sum_bytes_per_second": (source.sum, source.nbytes),
-        "copy_bytes_per_second": (lambda: target.copy_(source), 2 * source.nbytes),
-        "product_flops_per_second": (lambda: a @ b, 2 * size**3),
+
+    def seconds(work: Callable[[], Any]) -> float:
+        return min(_time_once(work, device, clock) for _ in range(repeats + 1))
+
+    def product_rate(multiply: Callable[[torch.Tensor, torch.Tensor], Any], x: torch.Tensor, y: torch.Tensor) -> float:
+        taken, best, rows = 0.0, 0.0, 0
+        while rows < size and taken < LONG_PRODUCT_SECONDS:
+            rows = min(max(2 * rows, SMALLEST_PRODUCT), size)
+            taken = seconds(partial(multiply, x[:rows, :rows].contiguous(), y[:rows, :rows].contiguous()))
+            best = max(best, 2 * rows**3 / taken)
+        return best
+
+    measured = {
+        "sum_bytes_per_second": source.nbytes / seconds(source.sum),
+        "copy_bytes_per_second": 2 * source.nbytes / seconds(lambda: target.copy_(source)),
+        "product_flops_per_second": product_rate(torch.matmul, a, b),
     }
     if native.kernel("linear", dtype, device) is not None:
-        rows = a[:128]
-        ways["kernel_flops_per_second"] = (lambda: _multiply_by_kernel(rows, b), 2 * len(rows) * size**2)
+        flops = 2 * len(a[:128]) * size**2
+        measured["kernel_flops_per_second"] = flops / seconds(lambda: _multiply_by_kernel(a[:128], b))
     if integers and here:
         x, y = (torch.ones(size, size, dtype=torch.int8) for _ in range(2))
-        ways["integer_product_flops_per_second"] = (lambda: torch._int_mm(x, y), 2 * size**3)
-    measured = {
-        name: amount / min(_time_once(work, device, clock) for _ in range(repeats + 1))
-        for name, (work, amount) in ways.items()
-    }
+        measured["integer_product_flops_per_second"] = product_rate(torch._int_mm, x, y)
     best = [
         max(rate for name, rate in measured.items() if name.endswith(kind))
         for kind in ("_bytes_per_second", "_flops_per_second")
