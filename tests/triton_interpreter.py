@@ -5,8 +5,8 @@ float64 the places differ by far less than float32 can show. Of numbers in bfloa
 rounds to bfloat16 it cuts off: here the numbers are multiplied, and rounded to the nearest ones.
 
 It also replaces the functions of `triton.language` at each launch, and whenever a kernel calls a function, which takes
-longer than most of these do: here once for all. And for each result it wraps the sizes of its shape anew, and checks
-them: here once for each shape.
+longer than most of these do: here once for all, by functions that follow plans (triton_plans.py). And for each result
+it wraps the sizes of its shape anew, and checks them: here once for each shape.
 """
 
 import inspect
@@ -17,6 +17,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+
+from triton_plans import plans_of
 
 
 def install() -> None:
@@ -71,13 +73,9 @@ def _replace_functions_once(interpreter: Any) -> None:
     )
 
     def replace_one(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-        own, semantic = inspect.unwrap(member), interpreter.interpreter_semantic  # its wrapper checks for the semantic
-
-        def call(*args: Any, **named: Any) -> Any:
-            named["_semantic"] = semantic
-            return own(*args, **named)
-
-        scope.set_attr(owner, name, call)
+        scope.set_attr(
+            owner, name, plans_of(interpreter, inspect.unwrap(member))
+        )  # its wrapper checks for the semantic
 
     @cache
     def replace_all() -> None:
@@ -107,7 +105,7 @@ def _know_shapes(interpreter: Any) -> None:
         return core.constexpr(prod(shape)), core.tuple([core.constexpr(size) for size in shape])
 
     def make_tensor(self: Any, data: Any, kind: Any) -> None:
-        self.handle, self.type, self.dtype = data, kind, kind.scalar
+        self.handle, self.type, self.dtype, self.key = data, kind, kind.scalar, 0
         self.numel, self.shape = wrapped(tuple(kind.shape.values) if kind.is_block() else ())
 
     known: dict[Any, Any] = {}
