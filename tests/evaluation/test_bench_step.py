@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,6 +25,7 @@ from saltus.evaluation.profiling import call_timing as steps
 from saltus.evaluation.profiling.call_timing import CallGrid, CallShape, CallTimings, PartTimer, temporarily_replaced
 from saltus.evaluation.profiling.roofline import MachineSpeed, ResourceDemand
 from saltus.evaluation.reports import environment
+from saltus.evaluation.reports.command_line import command_line
 from saltus.kernels import native
 from saltus.methods.shared.hidden_state_drafter import HiddenStateDrafter
 from saltus.models.causal import CausalNetwork
@@ -222,6 +224,13 @@ def test_the_machine_s_speed_is_the_best_of_several_by_the_clock():
     assert can.flops_per_second == 2 * 128**3
     speed = roofline.measure_machine_speed(torch.bfloat16, torch.device("cpu"), 2, 128, 1, clock, integers=True)
     assert speed.measured["integer_product_flops_per_second"] == 2 * 128**3
+
+
+def test_a_result_names_a_command_that_runs(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/site-packages/saltus/__main__.py", "bench", "-t", "0.5"])
+    assert command_line() == "saltus bench -t 0.5"
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/saltus", "bench"])
+    assert command_line() == "saltus bench"
 
 
 @pytest.mark.parametrize(("seconds", "sizes"), [(0.04, [256, 512, 1024]), (0.06, [256])])

@@ -86,11 +86,16 @@ def test_the_numbers_of_the_table_are_those_of_the_results():
 def test_the_numbers_of_the_categories_are_those_of_the_results():
     records = invented_records()
     methods = results_of(records)["methods"]
-    rows = [row for row in read(records).rows if len(row) == len(SYSTEMS)]
-    assert rows[0][1:] == [system for system in SYSTEMS if system != "plain"]
-    for category, *cells in rows[1:]:
-        for system, cell in zip(rows[0][1:], cells, strict=True):
+    rows = {row[0]: row[1:] for row in read(records).rows if len(row) == len(SYSTEMS)}
+    others = [system for system in SYSTEMS if system != "plain"]
+    assert rows["speed-up"] == others
+    for category in methods["plain"]["by_category"]:
+        for system, cell in zip(others, rows[category], strict=True):
             assert float(cell.split("|")[1]) == methods[system]["by_category"][category]["speedup"]
+    for row in others:
+        for column, cell in zip(others, rows[row], strict=True):
+            pair = methods[row]["speedup_over"].get(column)
+            assert cell.split("|")[1:2] == ([] if pair is None else [str(pair["ratio"])])
 
 
 @pytest.mark.slow

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import saltus
@@ -15,6 +12,7 @@ from saltus.evaluation.audit.checks import CHECKS
 from saltus.evaluation.audit.client import Side
 from saltus.evaluation.audit.context import Audit
 from saltus.evaluation.audit.verdicts import FINDING, NOT_CHECKED, NOTE, SAME, Verdict, judge
+from saltus.evaluation.reports.command_line import command_line
 
 
 def run_checks(
@@ -44,7 +42,7 @@ def make_report(verdicts: Sequence[Verdict], facts: Mapping[str, Any]) -> dict[s
         "summary": summarize(verdicts),
         "findings": len(findings),
         "verdicts": [verdict.as_json() for verdict in verdicts],
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command_line(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "saltus": saltus.__version__,
         **facts,

@@ -53,6 +53,9 @@ def aggregate_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         by_system[system] = {
             "kind": of_system[0]["kind"],
             **_rates_with_intervals(sums[system], sums[PLAIN], reported),
+            "speedup_over": {
+                other: _ratio_of_speeds(sums[system], sums[other]) for other in systems if other != system
+            },
             "acceptance_by_position": _acceptance_by_position(of_system) if reported else None,
             "identical": _count_identical(of_system, of_plain),
             "accuracy_of": scored and scored["accuracy_of"],
@@ -119,6 +122,18 @@ def _rates_with_intervals(sums: Sums, plain: Sums, calls_known: bool) -> dict[st
         "ci95": {
             name: None if alone or known[name] is None else _central_95(spread[name]) for name in RATES_WITH_INTERVALS
         },
+    }
+
+
+def _ratio_of_speeds(sums: Sums, other: Sums) -> dict[str, Any]:
+    """Tokens a second relative to another system's, with the interval of a bootstrap over the tasks of both."""
+    name, num_tasks = "speedup", len(sums["texts"])
+    both = (sums["texts"] > 0) & (other["texts"] > 0)
+    ratio = _finite_or_none(_rates(sums, other, np.ones((1, num_tasks)))[name][0])
+    uncertain = ratio is not None and both.sum() > 1
+    return {
+        "ratio": ratio,
+        "ci95": _central_95(_rates(sums, other, _resample_counts(num_tasks))[name]) if uncertain else None,
     }
 
 

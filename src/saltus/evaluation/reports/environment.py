@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-import shlex
 import subprocess
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import transformers
 
 import saltus
 from saltus.engine.tuned_settings import memory_bytes
+from saltus.evaluation.reports.command_line import command_line
 from saltus.kernels.native.processor import processor_name
 from saltus.kernels.packed_weight import describe_weights
 
@@ -40,7 +39,7 @@ def run_info(engine: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """The facts that results must name: command, date, commit, machine, model and settings."""
     model = engine.network.model
     return {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command_line(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": git_commit(),
         "machine": machine_info(),

@@ -7,17 +7,16 @@ from typing import Any
 
 from saltus.evaluation.reports.aggregation import SERVER_NOTE
 
+MAX_POSITIONS = 10  # of draft tokens, in the table of acceptance
+
 
 def render_markdown(results: Mapping[str, Any]) -> str:
-    """The run, all systems, speed-ups by category, skipped tasks, problems, and the machine."""
-    return (
-        "\n".join(
-            line
-            for part in (_run_description, _systems_table, _categories_table, _skipped, _problems, _environment)
-            for line in part(results)
-        )
-        + "\n"
-    )
+    """The run, all systems, one against the other, acceptance, categories, skipped tasks, problems, and the machine."""
+    parts = (
+        _run_description, _systems_table, _pairs_table, _acceptance_table, _categories_table, _skipped, _problems,
+        _environment,
+    )  # fmt: skip
+    return "\n".join(line for part in parts for line in part(results)) + "\n"
 
 
 def _run_description(results: Mapping[str, Any]) -> Iterator[str]:
@@ -52,6 +51,39 @@ def _systems_table(results: Mapping[str, Any]) -> Iterator[str]:
     if any(name.startswith("endpoint:") for name in systems):
         yield SERVER_NOTE
         yield ""
+
+
+def _pairs_table(results: Mapping[str, Any]) -> Iterator[str]:
+    systems = results["methods"]
+    others = [name for name in systems if name != "plain"]
+    if len(others) < 2:
+        return
+    yield "Tokens a second of each row, divided by those of each column:"
+    yield ""
+    yield from table_head(["", *(f"`{name}`" for name in others)])
+    for name in others:
+        pairs = (systems[name]["speedup_over"].get(other) for other in others)
+        yield table_row([f"`{name}`", *("" if pair is None else _ratio(pair) for pair in pairs)])
+    yield ""
+
+
+def _ratio(pair: Mapping[str, Any]) -> str:
+    bounds = " [{:.2f}, {:.2f}]".format(*pair["ci95"]) if pair["ci95"] else ""
+    return f"{format_number(pair['ratio'])} ×{bounds}"
+
+
+def _acceptance_table(results: Mapping[str, Any]) -> Iterator[str]:
+    shares = {name: system["acceptance_by_position"] or [] for name, system in results["methods"].items()}
+    if not any(shares.values()):
+        return
+    positions = range(min(max(map(len, shares.values())), MAX_POSITIONS))
+    yield "Of the calls that verified drafts, the share whose first k draft tokens were accepted, by k:"
+    yield ""
+    yield from table_head(["k", *(str(k + 1) for k in positions)])
+    for name, own in shares.items():
+        if own:
+            yield table_row([f"`{name}`", *(format_number(own[k] if k < len(own) else 0.0) for k in positions)])
+    yield ""
 
 
 def _categories_table(results: Mapping[str, Any]) -> Iterator[str]:
