@@ -48,7 +48,8 @@ class ApiError(Exception):
         """The JSON object that Anthropic's clients read. Agents shorten a conversation where it begins as here."""
         kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         begin = "prompt is too long: " if self.code == CONTEXT_EXCEEDED else ""
-        return {"type": "error", "error": {"type": kind, "message": begin + self.message}}
+        details = {} if self.code is None else {"details": {"error_code": self.code}}
+        return {"type": "error", "error": {"type": kind, "message": begin + self.message, **details}}
 
 
 def as_api_error(error: Exception, doing: str = "") -> ApiError:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
+from saltus.server.errors import ApiError
 from saltus.server.fields import Fields, Items, JsonObject
 from saltus.server.protocol import (
     MAX_ITEMS,
@@ -36,6 +37,13 @@ from saltus.server.structured import (
 
 # What Claude Code puts before its system prompt: a line that differs in each request, so that no prefix is the same.
 BILLING_LINE = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
+THREAD_UNSUPPORTED = "thread_unsupported_request"  # the code at which clients send the whole conversation
+REFUSED = {
+    "thread": "nothing is stored here between requests; leave out thread, and send the whole conversation",
+    "compaction": "conversations are not shortened here; leave out compaction",
+    "mcp_servers": "no MCP servers are called from here; leave out mcp_servers, and give tools that the client runs",
+}
+"""Fields of later versions that an answer must not ignore."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # of tools, as chat completions name them
 
 
@@ -267,9 +275,15 @@ class MessagesRequest(CountTokensRequest, SamplingFields):
     max_tokens: NewTokens = Field(ge=1)
     stop_sequences: Annotated[Items[StopString], Field(max_length=MAX_STOPS)] | None = None
     prediction: Prediction | None = None
+    thread: Any = None
+    compaction: Any = None
+    mcp_servers: Any = None
 
     def as_chat(self) -> ChatCompletionRequest:
-        """The chat completion with the same prompt and settings."""
+        """The chat completion with the same prompt and settings. Errors: ApiError 400."""
+        for name, message in REFUSED.items():
+            if getattr(self, name):
+                raise ApiError(400, message, name, THREAD_UNSUPPORTED if name == "thread" else None)
         chat = super().as_chat()
         chat.stop = [*(self.stop_sequences or ()), *_listed(self.stop or [])]
         return chat
