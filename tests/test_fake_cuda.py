@@ -60,6 +60,11 @@ OWN_GEMMA4 = {
 OWN_STATES = {  # sizes of layers with a state
     "Qwen3_5": {"linear_value_head_dim": 16}, "Lfm2": {}, "Bamba": {"mamba_n_heads": 8, "mamba_d_head": 16},
 }  # fmt: skip
+OWN_LATENT = {
+    "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+    "v_head_dim": 32, "head_dim": 16,
+}  # fmt: skip
 OWN_ASSISTANT = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
 
 FIRST_LAYERS = {  # what drafters read of models with fewer layers, and how many these have
@@ -434,6 +439,16 @@ def test_layers_with_states_decode_by_our_kernels(device, monkeypatch, architect
     assert engine.network.compute_path == "native"
     check_texts(engine, [method], tokens=6, twin=load(*given, device="cpu"))
     with pytest.raises(ValueError, match="does not draft for a model that keeps a state"):
+        engine.network.attach_adapter(new_adapter(engine.network.model))
+
+
+def test_latent_attention_decodes_by_our_kernels(device, monkeypatch, architecture_folder):
+    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
+    folder = architecture_folder("DeepseekV3", **OWN_LATENT)
+    engine = load(folder)
+    assert engine.network.compute_path == "native"
+    check_texts(engine, ["lookup"], tokens=6, twin=load(folder, device="cpu"))
+    with pytest.raises(ValueError, match="does not draft for a model that keeps latent vectors"):
         engine.network.attach_adapter(new_adapter(engine.network.model))
 
 

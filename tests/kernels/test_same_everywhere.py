@@ -43,11 +43,11 @@ def digest(file: Path) -> list[bytes]:
     return [*bits, logits.contiguous().view(torch.int16).numpy().tobytes()]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma3n"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma3n", "deepseek2"])
 def file_and_bits(request, tmp_path_factory):
     """A packed model, and what the kernels of this processor compute."""
     file = tmp_path_factory.mktemp("same") / "tiny.gguf"
-    if request.param == "gemma3n":
+    if request.param in gguf_models.CASES:
         case = gguf_models.CASES[request.param]
         gguf_models.write(gguf_models.tiny(case), case, file, [Q.Q8_0, Q.Q4_1, Q.Q5_0])
     else:

@@ -176,9 +176,10 @@ class CausalNetwork:
         """Use this adapter, with its present weights, for query nodes. Errors: ValueError if it does not fit."""
         if adapter is not None:
             adapter.check_fits(self.model)
-            if self.fixed_shape_runner is not None and self.fixed_shape_runner.states is not None:
+            runner = self.fixed_shape_runner
+            if runner is not None and (kind := runner.keeps_what_adapters_cannot_read) is not None:
                 raise ValueError(
-                    "on a GPU an adapter does not draft for a model that keeps a state; load it on the CPU"
+                    f"on a GPU an adapter does not draft for a model that keeps {kind}; load it on the CPU"
                     " (--device cpu, device='cpu'), or take another method, such as lookup"
                 )
         with self.lock:

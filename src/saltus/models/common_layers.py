@@ -68,9 +68,10 @@ def latent_attention(config: Any, layer: int, **changes: Any) -> LatentAttention
     settings: dict[str, Any] = {
         "query": Weight(f"{path}.q_proj"), "latent": Weight(f"{path}.kv_a_proj_with_mqa"),
         "latent_norm": Norm(f"{path}.kv_a_layernorm", epsilon), "expand": Weight(f"{path}.kv_b_proj"),
-        "output": Weight(f"{path}.o_proj"), "heads": config.num_attention_heads, "nope_dim": config.qk_nope_head_dim,
-        "rope_dim": config.qk_rope_head_dim, "value_dim": config.v_head_dim, "scale": size**-0.5 * stretch**2,
-        "angles": Angles(), "rope_interleaved": getattr(config, "rope_interleave", True),
+        "output": Weight(f"{path}.o_proj"), "heads": config.num_attention_heads, "latent_dim": config.kv_lora_rank,
+        "nope_dim": config.qk_nope_head_dim, "rope_dim": config.qk_rope_head_dim, "value_dim": config.v_head_dim,
+        "scale": size**-0.5 * stretch**2, "angles": Angles(),
+        "rope_interleaved": getattr(config, "rope_interleave", True),
     }  # fmt: skip
     if config.q_lora_rank is not None:
         settings |= {

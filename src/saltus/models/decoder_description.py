@@ -102,10 +102,11 @@ class Attention:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention: keys and values are expanded from a latent vector of each token (DeepSeek-AI 2024).
+    """Multi-head latent attention: keys and values are linear in a latent vector of each token (DeepSeek-AI 2024).
 
     A head's query and key have `nope_dim` dimensions, then `rope_dim` rotated ones; of keys the latter are shared by
-    all heads. `latent` gives the latent vector and these; `expand` each head's other key dimensions and its value.
+    all heads. `latent` gives the latent vector and these; `expand` each head's other key dimensions and its value. The
+    kernels multiply queries and outputs by these matrices, and attend to latent vectors, which alone are kept.
     Queries may go through a latent vector, too: `query_latent`, with a norm. All their dimensions grow with the
     position, as `Angles` says.
     """
@@ -117,6 +118,7 @@ class LatentAttention:
     output: Weight
     heads: int
     nope_dim: int
+    latent_dim: int
     rope_dim: int
     value_dim: int
     scale: float

@@ -17,6 +17,8 @@ from saltus.core.forward import QueryStart
 from saltus.core.noise import Noise
 from saltus.models.uniform_embedding import KINDS, UniformEmbedding
 
+NOT_ADAPTED = ".gate.wg", ".kv_b_proj"  # Hunyuan's router; the matrices of latent attention's heads
+
 
 @dataclass(frozen=True)
 class GatedLoraSettings:
@@ -223,14 +225,14 @@ def _normal(seed: int, stream: str, shape: Sequence[int]) -> Tensor:
 def linear_layers(model: Any, targets: Sequence[str] = ()) -> dict[str, tuple[int, int]]:
     """(inputs, outputs) of a model's linear layers by their names: all but the unembedding, or the chosen ones.
 
-    Layers of experts are left out, since their rows depend on the text, and what chooses experts; and the few
-    coefficients of AltUp.
+    Layers of experts are left out, since their rows depend on the text, and what chooses experts; the matrices of
+    latent attention's heads, which kernels multiply queries by; and the few coefficients of AltUp.
     """
     unembedding, sizes = model.get_output_embeddings(), {}
     for path, module in model.named_modules():
         if module is unembedding or ".experts." in path or ".altup." in path or not _is_linear(module):
             continue
-        if type(module).__name__.endswith("Router") or path.endswith(".gate.wg"):  # Llama 4's; Hunyuan's
+        if type(module).__name__.endswith("Router") or path.endswith(NOT_ADAPTED):
             continue
         outputs, inputs = module.weight.shape if isinstance(module, nn.Linear) else module.weight.shape[::-1]
         sizes[path] = (int(inputs), int(outputs))

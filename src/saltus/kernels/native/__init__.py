@@ -43,7 +43,7 @@ class Attention(ctypes.Structure):
         *((name, POINTER) for name in ("keys", "values")),
         ("capacity", INTEGER),
         *((name, POINTER) for name in ("out", "visible", "first", "sinks")),
-        *((name, INTEGER) for name in ("rows", "past", "heads", "kv_heads", "dim", "value_dim")),
+        *((name, INTEGER) for name in ("rows", "past", "heads", "kv_heads", "dim", "value_dim", "value_size")),
         *((name, REAL) for name in ("scale", "softcap")),
         ("same_everywhere", INTEGER),
     ]
@@ -134,7 +134,8 @@ class Op(ctypes.Structure):
 
 # kinds of Op
 LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS, MIX_EXPERTS = range(9)
-CONVOLVE, RECUR, GATE_OUTPUTS, SCALE_COLUMNS, REARRANGE = range(9, 14)
+CONVOLVE, RECUR, GATE_OUTPUTS, SCALE_COLUMNS, REARRANGE, MULTIPLY_HEADS = range(9, 15)
+PANEL = 64  # outputs whose weights of MULTIPLY_HEADS lie together
 NORM_KINDS = {"rms": 0, "rms-float32": 1, "layer": 2}
 ACTIVATION_NUMBERS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu_squared": 3, "sigmoid": 4, "clamped_swiglu": 6}
 SILU_ALONE = 5  # not of a gate
@@ -232,6 +233,16 @@ class Rearrangement(ctypes.Structure):
     _fields_ = [
         *((name, POINTER) for name in ("x", "other", "out", "runs")),
         *((name, INTEGER) for name in ("rows", "inputs", "others", "size", "num_runs")),
+    ]
+
+
+class PerHead(ctypes.Structure):
+    """The struct `PerHead` of kernels.h, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("x", "weight", "out")),
+        *((name, INTEGER) for name in ("rows", "heads", "inputs", "outs", "tail")),
+        *((name, INTEGER) for name in ("x_row", "x_head", "out_row", "out_head")),
     ]
 
 

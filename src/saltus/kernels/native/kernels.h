@@ -28,15 +28,16 @@
 
 typedef struct {
   // one layer's new rows: [rows, heads, dim] by strides in elements (row, head); the last axis is dense
-  const void *query, *key, *value;  // key NULL: keys and values of these rows are in the memory already
+  const void *query, *key, *value;  // key NULL: keys and values of these rows are in the memory already; value NULL: see values
   int64_t query_row, query_head, key_row, key_head, value_row, value_head;
-  void *keys, *values;     // this text's memory: [kv_heads, capacity, dim]
+  void *keys, *values;     // this text's memory: [kv_heads, capacity, dim]; values may be the first numbers of the keys
   int64_t capacity;
   void *out;               // [rows, heads, value_dim], dense
   const uint8_t *visible;  // [rows, rows]: may row i see new row j?
   const int32_t *first;    // [rows]: first slot that row i may see (sliding windows, chunks), 0 otherwise
   const float *sinks;      // [heads] or NULL: a score of each head that takes weight and has no value
   int64_t rows, past, heads, kv_heads, dim, value_dim;
+  int64_t value_size;  // numbers between values in the memory
   float scale, softcap;    // softcap 0: none
   int64_t same_everywhere;  // the bits must not depend on the processor: the matrix unit is left alone
 } Attention;
@@ -137,6 +138,14 @@ typedef struct {
   int64_t rows, in, others, size, num_runs;
 } Rearrangement;
 
+#define PANEL 64  // outputs whose weights lie together
+typedef struct {
+  const void *x;       // [rows, heads, in + tail] by strides; the last axis is dense
+  const void *weight;  // [heads, panels, in, PANEL]: of each head [outs, in], turned, with zeros after the last output
+  void *out;           // [rows, heads, outs + tail] by strides: the products, then the tail of x
+  int64_t rows, heads, in, outs, tail, x_row, x_head, out_row, out_head;
+} PerHead;
+
 typedef struct {
   const void *x, *add;  // [rows, size], dense; `add` may be NULL
   void *out;            // add + x · scale
@@ -193,7 +202,7 @@ static inline int is_one_of(int64_t token, const int64_t *tokens, int64_t count)
 // What a decoder does, in order. `of` is a struct that stays the same from call to call, but for its rows.
 enum {
   LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS, MIX_EXPERTS,
-  CONVOLVE, RECUR, GATE_OUTPUTS, SCALE_COLUMNS, REARRANGE,
+  CONVOLVE, RECUR, GATE_OUTPUTS, SCALE_COLUMNS, REARRANGE, MULTIPLY_HEADS,
   PREDICT_STREAMS, CORRECT_STREAMS, MATCH_MAGNITUDE, AVERAGE, CUT_OFF
 };
 typedef struct {

@@ -40,6 +40,7 @@
 #include "row_ops.inc"
 #include "row_picks.inc"
 #include "mixers.inc"
+#include "per_head.inc"
 #include "attention_tile.inc"
 #ifdef __AVX512BF16__
 #include "attention_avx512_bf16.inc"

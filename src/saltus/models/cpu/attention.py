@@ -102,8 +102,8 @@ class SequenceRows:
             key=key.data_ptr(), key_head=key.stride(0), key_row=key.stride(1),
             value=value.data_ptr(), value_head=value.stride(0), value_row=value.stride(1),
             out=out.data_ptr(), heads=query.shape[0], kv_heads=key.shape[0],
-            dim=query.shape[-1], value_dim=value.shape[-1], scale=scale, softcap=softcap or 0.0,
-            sinks=None if sinks is None else sinks.data_ptr(),
+            dim=query.shape[-1], value_dim=value.shape[-1], value_size=value.shape[-1], scale=scale,
+            softcap=softcap or 0.0, sinks=None if sinks is None else sinks.data_ptr(),
         )  # fmt: skip
         self.fill_rows(struct, span)
         return struct

@@ -12,6 +12,7 @@ from torch import Tensor
 from saltus.kernels import native
 from saltus.models.attention_span import AttentionSpan
 from saltus.models.cpu.attention import AttentionCall
+from saltus.models.cpu.kv_cache import memories_of
 from saltus.models.decoder_description import Attention, LatentAttention, Mixer
 
 
@@ -22,7 +23,7 @@ class AttentionKind:
     struct: bytes
     span: AttentionSpan
     own_memory: int | None  # the layer of the memory that this kind alone uses; None: that of most layers
-    row_bytes: tuple[int, ...]  # of queries, keys, values and outputs
+    row_bytes: tuple[int, ...]  # of new queries, keys, values and outputs
     new_rows: tuple[Tensor, Tensor]  # keys and values, [kv_heads, rows, size]
 
 
@@ -38,32 +39,36 @@ class AttentionKinds:
         self.places: dict[int, tuple[int, int | None]] = {}
 
     def add(
-        self, number: int, layer: Attention, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sinks: Tensor | None
+        self, number: int, layer: Attention, q: Tensor, k: Tensor, v: Tensor | None, out: Tensor, sinks: Tensor | None
     ) -> tuple[int, int]:
         """The kind of layer `number`, and the place of its keys and values in their memory.
 
-        Queries, keys, values and outputs are buffers [rows, heads, size]; sinks are float32 [heads].
+        Queries, keys, values and outputs are buffers [rows, heads, size]; sinks are float32 [heads]. Without values,
+        they are the first numbers of keys, and have no memory.
         """
+        kept = k[..., :0] if v is None else v
         if layer.shares is None:
-            own = None if (layer.kv_heads, layer.dim, v.shape[-1]) == self.main_sizes else number
+            own = None if (layer.kv_heads, layer.dim, kept.shape[-1]) == self.main_sizes else number
             self.places[number] = self.num_main_layers if own is None else 0, own
             self.num_main_layers += own is None
         else:
             self.places[number] = self.places[layer.shares]
         place, own = self.places[number]
+        given = {"query": q, "key": k} | ({} if v is None else {"value": v})
         struct = native.Attention(
-            **{name: x.data_ptr() for name, x in zip(("query", "key", "value", "out"), (q, k, v, out), strict=True)},
-            **{f"{name}_row": x.stride(0) for name, x in zip(("query", "key", "value"), (q, k, v), strict=True)},
-            **{f"{name}_head": x.stride(1) for name, x in zip(("query", "key", "value"), (q, k, v), strict=True)},
-            heads=layer.heads, kv_heads=layer.kv_heads, dim=layer.dim, value_dim=v.shape[-1], scale=layer.scale,
+            **{name: x.data_ptr() for name, x in (given | {"out": out}).items()},
+            **{f"{name}_row": x.stride(0) for name, x in given.items()},
+            **{f"{name}_head": x.stride(1) for name, x in given.items()},
+            heads=layer.heads, kv_heads=layer.kv_heads, dim=layer.dim, value_dim=out.shape[-1],
+            value_size=layer.dim if v is None else v.shape[-1], scale=layer.scale,
             softcap=layer.softcap or 0.0, same_everywhere=self.same_everywhere,
             sinks=None if sinks is None else sinks.data_ptr(),
         )  # fmt: skip
         if layer.key is None:
             assert layer.shares is not None and layer.shares < number
             struct.key = None
-        row_bytes = tuple(x.stride(0) * x.element_size() for x in (q, k, v, out))
-        new_rows = k.transpose(0, 1), v.transpose(0, 1)
+        row_bytes = tuple(x.stride(0) * x.element_size() for x in (q, k, kept, out))
+        new_rows = k.transpose(0, 1), kept.transpose(0, 1)
         kind = AttentionKind(bytes(struct), layer.span, own, row_bytes, new_rows)
         known = [(each.struct, each.span, each.own_memory) for each in self.kinds]
         if (same := (kind.struct, kind.span, own)) not in known:
@@ -86,11 +91,12 @@ class AttentionKinds:
             cache.reserve(self.num_main_layers, slots, *main_rows)
             assert cache.keys is not None and cache.values is not None
             main = cache.keys, cache.values
-            key_steps[number], value_steps[number] = (x.stride(0) * x.element_size() for x in main)
+            key_steps[number], value_steps[number] = (x.stride(0) * x.element_size() for x in memories_of(*main))
             for index, kind in enumerate(self.kinds):
                 struct, (keys, values) = structs[index * texts + number], main
                 if kind.own_memory is not None:
                     keys, values = cache.reserve_odd_layer(kind.own_memory, slots, *kind.new_rows)
+                keys, values = memories_of(keys, values)
                 struct.keys, struct.values, struct.capacity = keys.data_ptr(), values.data_ptr(), keys.shape[-2]
                 if start:
                     for name, step in zip(("query", "key", "value", "out"), kind.row_bytes, strict=True):
@@ -120,5 +126,5 @@ class AttentionKinds:
 def _memory_sizes(mixer: Mixer) -> tuple[int, int, int] | None:
     """The heads of a layer's keys and values, and the sizes of both; None: it has none."""
     if isinstance(mixer, LatentAttention):
-        return mixer.heads, mixer.nope_dim + mixer.rope_dim, mixer.value_dim
+        return 1, mixer.latent_dim + mixer.rope_dim, 0
     return (mixer.kv_heads, mixer.dim, mixer.dim) if isinstance(mixer, Attention) else None

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from saltus.kernels import native
+from saltus.kernels.packed_weight import PackedWeight
 from saltus.models.cpu.attention_kinds import AttentionKinds
 from saltus.models.cpu.mixer_ops import MixerOps
 from saltus.models.cpu.operations import Operations
 from saltus.models.decoder_description import Angles, Attention, LatentAttention, Norm
-from saltus.models.packed_decoder import check_heads
+from saltus.models.packed_decoder import check_heads, check_sizes
 
 
 class AttentionOps:
@@ -46,41 +47,65 @@ class AttentionOps:
         return out
 
     def add_latent(self, number: int, layer: LatentAttention, norm: Norm | None) -> Tensor:
-        """The same, with keys and values that are expanded from latent vectors."""
+        """The same of latent attention: queries go through the matrix of keys, and outputs through that of values."""
         ops = self.ops
-        nope, rope, heads, value = layer.nope_dim, layer.rope_dim, layer.heads, layer.value_dim
-        check_heads(heads, heads, nope + rope)
-        q, out = ops.buffer("q", heads * (nope + rope)), ops.buffer("out", heads * value)
-        latent = ops.buffer("latent", len(ops.weights.matrix(layer.latent).weight))
-        normed, k = ops.buffer("latent normed", latent.shape[1] - rope), ops.buffer("k", q.shape[1])
-        expanded, rotated = ops.buffer("expanded", heads * (nope + value)), ops.buffer("rotated", rope)
+        nope, rope, heads, latent = layer.nope_dim, layer.rope_dim, layer.heads, layer.latent_dim
+        check_heads(heads, 1, rope)
+        check_sizes(kv_lora_rank=latent, qk_nope_head_dim=nope, v_head_dim=layer.value_dim)
+        q, made = ops.buffer("q", heads * (nope + rope)), ops.buffer("latent", latent + rope)
         if layer.query_latent is None:
-            ops.product(ops.hidden, [(layer.query, q), (layer.latent, latent)], norm)
+            ops.product(ops.hidden, [(layer.query, q), (layer.latent, made)], norm)
         else:
-            made = ops.buffer("query latent", len(ops.weights.matrix(layer.query_latent).weight))
-            ops.product(ops.hidden, [(layer.query_latent, made), (layer.latent, latent)], norm)
-            ops.product(made, [(layer.query, q)], layer.query_norm)
-        ops.copy(latent, normed)
-        ops.copy(latent, rotated, normed.shape[1])
-        ops.product(normed, [(layer.expand, expanded)], layer.latent_norm)
+            of_queries = ops.buffer("query latent", len(ops.weights.matrix(layer.query_latent).weight))
+            ops.product(ops.hidden, [(layer.query_latent, of_queries), (layer.latent, made)], norm)
+            ops.product(of_queries, [(layer.query, q)], layer.query_norm)
+        vector, rotated, k = ops.buffer("vector", latent), ops.buffer("rotated", rope), ops.buffer("k", latent + rope)
+        ops.copy(made, vector)
+        ops.copy(made, rotated, latent)
+        ops.normalize(vector, layer.latent_norm, vector)
         self._rotate(rotated, 1, rope, None, layer.angles, layer.rope_interleaved)
+        runs = ops.weights.keep(torch.tensor([[0, latent], [latent, rope]]))
+        ops.op(native.REARRANGE, native.Rearrangement(
+            x=vector.data_ptr(), other=rotated.data_ptr(), out=k.data_ptr(), runs=runs.data_ptr(),
+            inputs=latent, others=rope, size=latent + rope, num_runs=len(runs),
+        ))  # fmt: skip
         growing = replace(layer.angles, growth=layer.growth, steps=layer.steps)
         self._rotate(q[:, nope:], heads, rope, None, growing, layer.rope_interleaved)
         if layer.growth:
             self._rotate(q, heads, nope, None, replace(growing, zeros=nope))
-        width = expanded.shape[1]
-        runs = [run for head in range(heads) for run in ((head * (nope + value), nope), (width, rope))]
-        ops.weights.made.append(torch.tensor(runs))
-        ops.op(native.REARRANGE, native.Rearrangement(
-            x=expanded.data_ptr(), other=rotated.data_ptr(), out=k.data_ptr(), runs=ops.weights.made[-1].data_ptr(),
-            inputs=width, others=rope, size=k.shape[1], num_runs=len(runs),
-        ))  # fmt: skip
-        views = [x.view(len(x), heads, -1) for x in (q, k, expanded, out)]
+        queries, attended = ops.buffer("latent q", heads * (latent + rope)), ops.buffer("attended", heads * latent)
+        to_keys, to_values = self._matrices_of_heads(layer)
+        self._multiply_heads(q, to_keys, queries, rope)
         simple = Attention(
-            layer.query, layer.latent, layer.expand, layer.output, heads, heads, nope + rope, layer.scale
+            layer.query, layer.latent, None, layer.output, heads, 1, latent + rope, layer.scale
         )  # fmt: skip
-        self._attend(number, simple, views[0], views[1], views[2][..., nope:], views[3])
+        new_queries, new_keys = (x.view(len(x), -1, latent + rope) for x in (queries, k))
+        self._attend(number, simple, new_queries, new_keys, None, attended.view(len(attended), heads, latent))
+        out = ops.buffer("out", heads * layer.value_dim)
+        self._multiply_heads(attended, to_values, out)
         return out
+
+    def _matrices_of_heads(self, layer: LatentAttention) -> tuple[Tensor, Tensor]:
+        """What queries are multiplied by [heads, latent, nope], and what is attended to [heads, value, latent]."""
+        weight = self.ops.weights.matrix(layer.expand).weight.detach()
+        weight = weight.dequantize() if isinstance(weight, PackedWeight) else weight
+        if weight.shape != (size := (layer.heads * (layer.nope_dim + layer.value_dim), layer.latent_dim)):
+            raise ValueError(f"a decoder's {layer.expand.path} is not {size[0]} x {size[1]} numbers; fetch it again")
+        keys, values = weight.view(layer.heads, -1, layer.latent_dim).split([layer.nope_dim, layer.value_dim], 1)
+        return keys.transpose(1, 2), values
+
+    def _multiply_heads(self, x: Tensor, weight: Tensor, out: Tensor, tail: int = 0) -> None:
+        """Each head's numbers of x by its matrix of weight [heads, outs, inputs]; the next `tail` of x are copied."""
+        heads, outs, inputs = weight.shape
+        panels = -(-outs // native.PANEL)
+        padded = weight.new_zeros(heads, panels * native.PANEL, inputs, dtype=x.dtype)
+        padded[:, :outs] = weight
+        laid = padded.view(heads, panels, native.PANEL, inputs).transpose(2, 3).contiguous()
+        self.ops.op(native.MULTIPLY_HEADS, native.PerHead(
+            x=x.data_ptr(), weight=self.ops.weights.keep(laid).data_ptr(), out=out.data_ptr(), heads=heads,
+            inputs=inputs, outs=outs, tail=tail, x_row=x.stride(0), x_head=inputs + tail, out_row=out.stride(0),
+            out_head=outs + tail,
+        ))  # fmt: skip
 
     def _prepare_heads(self, x: Tensor, heads: int, layer: Attention, norm: Norm | None, angles: Angles | None) -> None:
         """Norms and angles of queries or keys."""
@@ -118,7 +143,7 @@ class AttentionOps:
             ops.angles.append(angles)
         ops.op(native.ROTATE, rotation, -1 if angles is None else ops.angles.index(angles))
 
-    def _attend(self, number: int, layer: Attention, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    def _attend(self, number: int, layer: Attention, q: Tensor, k: Tensor, v: Tensor | None, out: Tensor) -> None:
         sinks = None
         if layer.sinks is not None:
             sinks = self.ops.weights.tensor(layer.sinks).float().contiguous()

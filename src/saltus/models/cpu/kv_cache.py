@@ -102,8 +102,9 @@ class KVCache:
         if self.places is None or self.places[2] < num_slots:
             self.reserve(num_layers, num_slots, *new_rows)
             assert self.keys is not None and self.values is not None
-            key_step, value_step = (x.stride(0) * x.element_size() for x in (self.keys, self.values))
-            self.places = self.keys.data_ptr(), self.values.data_ptr(), self.keys.shape[-2], key_step, value_step
+            keys, values = memories_of(self.keys, self.values)
+            key_step, value_step = (x.stride(0) * x.element_size() for x in (keys, values))
+            self.places = keys.data_ptr(), values.data_ptr(), keys.shape[-2], key_step, value_step
         return self.places
 
     def reserve_layer(
@@ -127,6 +128,11 @@ class KVCache:
         if capacity is not None:
             self.odd_layers[layer] = _resized(keys, (), capacity, key), _resized(values, (), capacity, value)
         return self.odd_layers[layer]
+
+
+def memories_of(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where kernels find keys and values; those of latent attention are the first numbers of keys."""
+    return keys, values if values.shape[-1] else keys
 
 
 def have_sizes_of(buffers: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> bool:

@@ -252,6 +252,13 @@ class FixedShapeRunner:
         for kv_cache in kv_caches:
             kv_cache.pending_copies = []
 
+    @property
+    def keeps_what_adapters_cannot_read(self) -> str | None:
+        """What is kept of a text that is no keys and values, which the queries of adapters attend to; else None."""
+        if self.states is not None:
+            return "a state"
+        return "latent vectors" if self.decoder is not None and self.decoder.keeps_latents else None
+
     def attach_adapter(self, adapter: Adapter | None) -> None:
         """Use this adapter for queries. Graphs belong to its inputs: those of another one are not replayed."""
         self.adapter, self.query_inputs = adapter, None

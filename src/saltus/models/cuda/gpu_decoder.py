@@ -110,8 +110,7 @@ def fits_described(model: Any, description: DecoderDescription) -> bool:
     matrices += [each for layer in layers if (beside := layer.per_layer_input) for each in (beside.gate, beside.output)]
     summed = [base.get_submodule(path).weight.shape[-1] for path in {*routers, *(each.path for each in matrices)}]
     dims = {each.dim for each in attention}
-    vectors = {len(base.get_submodule(each.latent_norm.path).weight) for each in latent}
-    vectors |= {size for each in latent for size in (each.nope_dim, each.rope_dim)}
+    vectors = {size for each in latent for size in (each.latent_dim, each.nope_dim, each.rope_dim)}
     in_float32 = (*(path for layer in layers for path in router_weights(layer)), *RECURRENT_CONSTANTS)
     return (
         _are_known_sizes(dims, summed)
@@ -169,6 +168,11 @@ class GPUDecoder:
         self.angles = self._angles(FIRST_ANGLES)
         recurrent = [number for number, layer in enumerate(self.layers) if layer.recurrence is not None]
         self.places_of_states = {number: place for place, number in enumerate(recurrent)}
+
+    @property
+    def keeps_latents(self) -> bool:
+        """True if some layer has latent attention."""
+        return any(isinstance(layer.attention, GPULatentAttention) for layer in self.layers)
 
     @property
     def state_shape(self) -> StateShape | None:
