@@ -780,9 +780,8 @@ def test_the_sources_are_correct_for_newer_compilers_too():
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.slow
-@compiled
-def test_kernels_are_compiled_once(fresh_library, monkeypatch):
+def test_kernels_are_compiled_once(quick_compiler, fresh_library, monkeypatch):
+    monkeypatch.setenv("CC", shlex.quote(str(quick_compiler)))
     assert native.load_kernels() is not None
     made = list(fresh_library.rglob("*.so"))
     assert len(made) == 1
