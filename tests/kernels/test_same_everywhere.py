@@ -1,6 +1,8 @@
 """With 8-bit activations a text, its logits and its KV cache are the same on every build of the kernels."""
 
 import ctypes
+import hashlib
+import os
 import shutil
 import struct as struct_module
 import subprocess
@@ -115,31 +117,48 @@ def write_call(file: Path, decoder: Any, made: DecoderCall, results: list[torch.
             out.write(struct_module.pack("<4q", address, len(content), *kinds) + content)
 
 
+@pytest.fixture(params=ARM)
+def arm_program(request, tmp_path) -> Path:
+    """call_elsewhere.c for an Arm processor: among what pytest keeps, for as long as it would be made of the same."""
+    kernels, flags = Path(native.__file__).parent, [*processor.COMPILER_FLAGS]
+    flags[flags.index(processor.NATIVE)] = f"-march={request.param}"
+    caller = Path(__file__).with_name("call_elsewhere.c")
+    few = [kernels / "kernels_f16.c", kernels / "kernels_f32.c"]  # what is called of these needs no optimisation
+    units = caller, *sorted(set(kernels.glob("*.c")) - {*few})
+    made = [f"{unit.stem}.o" for unit in few]
+    steps = ["-O0", "-c", *few], ["-static", *units, *made, "-lm"]
+    version = subprocess.run([str(COMPILER), "--version"], capture_output=True).stdout
+    made_of = hashlib.sha256(repr((flags, version, [str(each) for step in steps for each in step])).encode())
+    for source in sorted((caller, *(file for file in kernels.iterdir() if file.suffix in (".c", ".h", ".inc")))):
+        made_of.update(source.name.encode() + source.read_bytes())
+    cache = getattr(request.config, "cache", None)
+    folder = cache.mkdir("arm") if cache else tmp_path
+    program = folder / f"{request.param}-{made_of.hexdigest()[:16]}"
+    if not program.exists():
+        for arguments in steps:
+            output = ["-o", "call"] if "-static" in arguments else []
+            command = [str(COMPILER), *flags, "-w", f"-I{kernels}", *map(str, arguments), *output]
+            built = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+            assert built.returncode == 0, built.stderr[-2000:]
+        for old in folder.glob(f"{request.param}-*"):
+            old.unlink()
+        shutil.move(tmp_path / "call", part := folder / f"part-{os.getpid()}")
+        part.replace(program)
+    return program
+
+
 @pytest.mark.external
 @pytest.mark.slow
 @pytest.mark.skipif(not (COMPILER and EMULATOR), reason="no cross compiler or emulator of Arm processors")
 @pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
-@pytest.mark.parametrize("march", ARM)
-def test_a_call_on_an_arm_processor_gives_the_same_bits(march, tmp_path):
-    program = tmp_path / "call"
-    flags = [f"-march={march}" if flag == processor.NATIVE else flag for flag in processor.COMPILER_FLAGS]
-    kernels = Path(native.__file__).parent
-    few = [kernels / "kernels_f16.c", kernels / "kernels_f32.c"]  # what is called of these needs no optimisation
-    units = Path(__file__).with_name("call_elsewhere.c"), *(unit for unit in kernels.glob("*.c") if unit not in few)
-    made = [f"{unit.stem}.o" for unit in few]
-    for arguments in (["-O0", "-c", *few], ["-static", *units, *made, "-o", program, "-lm"]):
-        built = subprocess.run(
-            [str(COMPILER), *flags, "-w", f"-I{kernels}", *map(str, arguments)], capture_output=True, text=True,
-            cwd=tmp_path,
-        )  # fmt: skip
-        assert built.returncode == 0, built.stderr[-2000:]
+def test_a_call_on_an_arm_processor_gives_the_same_bits(arm_program, tmp_path):
     for architecture in ("llama", "qwen3"):
         write(tiny(architecture), tmp_path / "tiny.gguf", FORMATS)
         for length in (75, 1, 2):  # tiles of even and odd heights
             network = load_checkpoint(str(tmp_path / "tiny.gguf"), "cpu").network
             expected = write_down_a_call(network, length, tmp_path / "memory")
             found = subprocess.run(
-                [str(EMULATOR), "-cpu", "max", str(program), str(tmp_path / "memory")], capture_output=True
+                [str(EMULATOR), "-cpu", "max", str(arm_program), str(tmp_path / "memory")], capture_output=True
             )
             assert found.returncode == 0, found.stderr
             assert found.stdout == expected, length
