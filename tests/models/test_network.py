@@ -330,7 +330,7 @@ def test_without_batch_invariance_there_are_the_same_logits_but_for_rounding(nam
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
 def test_the_default_dtype_does_not_matter(name, default):
     """Norms without weights and scales of columns are made here, in float32 as kernels read them."""
-    model = tiny(name)
+    model = tiny(name, **LLAMA_LIKE if name == "Olmo" else {})
     inputs = ForwardInputs(continuation(np.arange(9) % 50, 1))
     network = CausalNetwork(model)
     wanted = network.forward([inputs], [network.new_kv_cache()])[0].logits
