@@ -183,15 +183,16 @@ def test_of_experts_a_call_reads_those_that_its_rows_choose():
     assert needs.row_flops == 2 * (dense + stacks / 2)
 
 
-def test_bytes_of_a_token_are_those_of_the_memory():
-    network = CausalNetwork(tiny_llama())
+@pytest.mark.parametrize("name", ["Llama", "DeepseekV3"])  # which keeps latent vectors
+def test_bytes_of_a_token_are_those_of_the_memory(name):
+    network = CausalNetwork(tiny(name))
     kv_cache = network.new_kv_cache()
-    network.forward([steps.synthetic_inputs(1, 16, 300)], [kv_cache])
+    network.forward([steps.synthetic_inputs(1, 16, 96)], [kv_cache])
     assert kv_cache.keys is not None
     assert kv_cache.values is not None
     held = sum(buffer[:, :, 0].nbytes for buffer in (kv_cache.keys, kv_cache.values))
     assert roofline.count_demand(network.model).token_bytes == held
-    assert steps.kv_cache_growth(network, 300, 512) == {"slots_over_decided_tokens": 0}
+    assert steps.kv_cache_growth(network, 96, 512) == {"slots_over_decided_tokens": 0}
 
 
 def test_the_floor_is_what_takes_longer_and_bends_at_the_knee():

@@ -15,6 +15,8 @@ from torch import nn
 from saltus.evaluation.profiling.call_timing import CallShape, Clock
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import linear
+from saltus.models.architectures import describe_decoder
+from saltus.models.decoder_description import LatentAttention, mixers_of
 from saltus.models.memory_use import layer_sizes
 from saltus.models.packed_experts import expert_stacks
 
@@ -55,16 +57,30 @@ def count_demand(model: Any) -> ResourceDemand:
     share = min(1.0, chosen / len(stacks[0])) if stacks and chosen else 1.0
     multiplied = sum(weight.numel() for weight in products) + (out.numel() if out in tables else 0)
     multiplied -= round((1 - share) * sum(stack.numel() for stack in stacks))
-    heads, size, sizes = config.num_attention_heads, out.element_size(), layer_sizes(config)
+    kept, multiplied_by = _attention_numbers(model, config)
+    size = out.element_size()
     return ResourceDemand(
         weight_bytes=sum(weight.nbytes for weight in model.parameters() if weight not in looked_up),
         row_bytes=sum(table.shape[1] * table.element_size() for table in looked_up),
-        token_bytes=2 * sum(kv_heads * dim for kv_heads, dim in sizes) * size,
+        token_bytes=kept * size,
         row_flops=2 * multiplied,
-        pair_flops=4 * heads * sum(dim for _, dim in sizes),
+        pair_flops=2 * multiplied_by,
         expert_bytes=sum(stack.nbytes for stack in stacks),
         chosen_share=share,
     )
+
+
+def _attention_numbers(model: Any, config: Any) -> tuple[int, int]:
+    """What all layers keep of a token, and products of a row with a token: by each head a key's and a value's."""
+    description = describe_decoder(model)
+    layers = [] if description is None else description.layers
+    latent = [each for layer in layers for each, _ in mixers_of(layer) if isinstance(each, LatentAttention)]
+    if latent:
+        kept = sum(each.latent_dim + each.rope_dim for each in latent)
+        return kept, sum(each.heads * (2 * each.latent_dim + each.rope_dim) for each in latent)
+    sizes = layer_sizes(config)
+    kept = 2 * sum(kv_heads * dim for kv_heads, dim in sizes)
+    return kept, 2 * config.num_attention_heads * sum(dim for _, dim in sizes)
 
 
 @dataclass(frozen=True)
