@@ -178,6 +178,10 @@ NEMOTRON = {
 }  # fmt: skip
 RECURRENT: dict[str, dict] = {  # on our kernels alone
     "Lfm2": {**LLAMA_LIKE, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+    "Lfm3": {
+        **LLAMA_LIKE, **WINDOW, "num_hidden_layers": 4, "head_dim": 16,
+        "layer_types": ["conv", "sliding_attention", "conv", "full_attention"],
+    },
     "Qwen3_5": DELTA_RULE,
     "Qwen3Next": {**DELTA_RULE, "num_experts": 0},
     "Qwen3_5Moe": {**DELTA_RULE, **SHARED_EXPERT},

@@ -230,7 +230,7 @@ def decode_described() -> None:
 
 def decode_recurrently() -> None:
     """Calls of decoders whose layers keep a state: the gated delta rule beside attention, Mamba-2, convolutions."""
-    from transformers import BambaConfig, Lfm2Config, Qwen3_5TextConfig
+    from transformers import BambaConfig, Lfm2Config, Lfm3Config, Qwen3_5TextConfig
 
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 1, "vocab_size": 300, "head_dim": 64, "pad_token_id": 0}  # fmt: skip
@@ -240,6 +240,7 @@ def decode_recurrently() -> None:
     for config in (
         Qwen3_5TextConfig(**sizes, **kinds, **heads), BambaConfig(**sizes, **mamba),
         Lfm2Config(**sizes, layer_types=["conv", "full_attention"]),
+        Lfm3Config(**sizes, layer_types=["conv", "full_attention"]),
     ):  # fmt: skip
         run(described(config), 1)
 

@@ -130,6 +130,7 @@ def expected_recurrence(mixer: Mixer, x: dict[str, Tensor]) -> Tensor:
 MIXERS = {
     "convolution": convolution,
     "narrow convolution": lambda dtype: convolution(dtype, 130, 3, bias=False, silu=False, gated=True),
+    "wide convolution": lambda dtype: convolution(dtype, 70, 7, bias=False, silu=False, gated=True),
     "delta rule": recurrence,
     "delta rule of whole blocks": lambda dtype: recurrence(dtype, heads=2, groups=2, key_dim=64, value_dim=64),
     "scan": lambda dtype: recurrence(dtype, delta=False, limits=(0.3, 1.5)),
@@ -241,6 +242,7 @@ NORMS = {
     "Falcon-H1's, norm first": (FalconH1RMSNormGated(72, 1e-5, 3, True), 24, 72, False),
     "Falcon-H1's, gate first": (FalconH1RMSNormGated(72, 1e-5, 3, False), 24, 72, True),
     "a gate alone": (None, 72, 0, False),
+    "a gate of each head": (None, 24, 0, False),
 }
 
 
@@ -249,7 +251,10 @@ NORMS = {
 def test_a_norm_with_a_gate_is_that_of_transformers(name, dtype, run):
     module, group, weights, gate_first = NORMS[name]
     x, gate, weight = normal(5, 72).to(dtype), normal(5, 80, seed=1).to(dtype)[:, 4:76], None
-    if module is None:
+    one_gate = name == "a gate of each head"
+    if one_gate:
+        expected = (x.float().view(5, 3, 24) * F.silu(gate[:, :3].float())[..., None]).view(5, 72)
+    elif module is None:
         expected = x.float() * F.silu(gate.float())
     else:
         with torch.no_grad():
@@ -259,7 +264,8 @@ def test_a_norm_with_a_gate_is_that_of_transformers(name, dtype, run):
             expected = module(x.float().reshape(shape), gate.float().reshape(shape)).reshape(5, 72)
     struct = native.GatedNorm(
         x=x.data_ptr(), gate=gate.data_ptr(), gate_row=gate.stride(0), rows=5, size=72, group=group, weights=weights,
-        gate_group=group, weight=None if weight is None else weight.data_ptr(), gate_first=gate_first, epsilon=1e-5,
+        gate_group=1 if one_gate else group, weight=None if weight is None else weight.data_ptr(),
+        gate_first=gate_first, one_gate=one_gate, epsilon=1e-5,
     )  # fmt: skip
     run("gated_norm", struct)
     bound = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 4e-3}[dtype]

@@ -140,6 +140,7 @@ def test_routers_that_transformers_keeps_in_float32_run_on_kernels(name, tmp_pat
         ("Gemma3n", {"altup_num_inputs": 4, "activation_sparsity_pattern": [0.95, 0.3, 0.0, 0.5]}),
         ("Gemma3n", {"altup_num_inputs": 3, "altup_active_idx": 2, "hidden_size": 60}),
         ("Gemma3n", {"altup_num_inputs": 1, "altup_correct_scale": False, "vocab_size_per_layer_input": VOCAB // 2}),
+        ("Lfm3", {"use_sandwich_norm": False, "use_attention_gate": False, "conv_bias": True, "attention_bias": True}),
     ],
 )
 def test_a_described_decoder_with_other_layers(name, changes):

@@ -212,7 +212,7 @@ class GatedNorm(ctypes.Structure):
     _fields_ = [
         *((name, POINTER) for name in ("x", "gate", "weight")),
         *((name, INTEGER) for name in ("gate_row", "gate_group", "rows", "size", "group", "weights")),
-        *((name, INTEGER) for name in ("gate_first", "activation")),
+        *((name, INTEGER) for name in ("gate_first", "one_gate", "activation")),
         ("epsilon", REAL),
         ("failed", POINTER),
     ]

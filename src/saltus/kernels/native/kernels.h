@@ -120,7 +120,7 @@ typedef struct {
   void *x;                    // [rows, size], dense, changed in place
   const void *gate, *weight;  // [rows, groups, group] by strides; [weights] or NULL: there is no norm
   int64_t gate_row, gate_group, rows, size, group, weights;  // norms are of `group` numbers; weights: some groups'
-  int64_t gate_first, activation;
+  int64_t gate_first, one_gate, activation;  // one_gate: gates are [rows, groups]
   float epsilon;
   void *failed;  // set by the kernel
 } GatedNorm;

@@ -4,7 +4,16 @@ from collections.abc import Callable
 from typing import Any
 
 from saltus.models.common_layers import llama_attention, llama_layer
-from saltus.models.decoder_description import MLP, Angles, DecoderDescription, Experts, Norm, ShortConvolution, Weight
+from saltus.models.decoder_description import (
+    MLP,
+    Angles,
+    Attention,
+    DecoderDescription,
+    Experts,
+    Norm,
+    ShortConvolution,
+    Weight,
+)
 from saltus.models.gguf_architecture import FULL, GgufArchitecture, GgufModel, TensorPart, decoder_config
 
 CLASSES = {"Lfm2ForCausalLM"}
@@ -16,29 +25,39 @@ def mlp(config: Any, layer: int) -> MLP:
     return MLP(gate, up, down)
 
 
-def decoder(config: Any, mlp: Callable[[Any, int], MLP | Experts], angles: str) -> DecoderDescription:
-    """LFM2's layers around MLPs."""
+def attention(config: Any, layer: int, angles: str = "rotary_emb") -> Attention:
+    """Attention of a layer."""
+    path, epsilon = f"layers.{layer}.self_attn", config.norm_eps
+    return llama_attention(
+        config, layer, output=Weight(f"{path}.out_proj"), span=None, angles=Angles(angles),
+        query_norm=Norm(f"{path}.q_layernorm", epsilon), key_norm=Norm(f"{path}.k_layernorm", epsilon),
+    )  # fmt: skip
+
+
+def decoder(
+    config: Any, mlp: Callable[[Any, int], MLP | Experts], attention: Callable[[Any, int], Attention],
+    output_norms: bool = False,
+) -> DecoderDescription:  # fmt: skip
+    """LFM2's layers around MLPs and attention; with `output_norms` what both give goes through norms."""
     layers, epsilon = [], config.norm_eps
     for number, kind in enumerate(config.layer_types):
-        path = f"layers.{number}"
+        path, mixer = f"layers.{number}", None
+        norms = {"mixer_norm": Norm(f"{path}.operator_norm", epsilon), "mlp_norm": Norm(f"{path}.ffn_norm", epsilon)}
+        if output_norms:
+            norms["mixer_output_norm"] = Norm(f"{path}.post_operator_norm", epsilon)
+            norms["mlp_output_norm"] = Norm(f"{path}.post_ffn_norm", epsilon)
         if kind == "conv":
             conv = f"{path}.conv"
             mixer = ShortConvolution(Weight(f"{conv}.in_proj"), f"{conv}.conv", Weight(f"{conv}.out_proj"))
-        else:
-            attention = f"{path}.self_attn"
-            mixer = llama_attention(
-                config, number, output=Weight(f"{attention}.out_proj"), span=None, angles=Angles(angles),
-                query_norm=Norm(f"{attention}.q_layernorm", epsilon),
-                key_norm=Norm(f"{attention}.k_layernorm", epsilon),
-            )  # fmt: skip
-        norms = {"mixer_norm": Norm(f"{path}.operator_norm", epsilon), "mlp_norm": Norm(f"{path}.ffn_norm", epsilon)}
-        layers.append(llama_layer(config, number, mixer=mixer, mlp=mlp(config, number), **norms))
+        layers.append(
+            llama_layer(config, number, mixer=mixer or attention(config, number), mlp=mlp(config, number), **norms)
+        )
     return DecoderDescription(tuple(layers), Norm("embedding_norm", epsilon))
 
 
 def describe(config: Any) -> DecoderDescription:
     """See saltus.models.architectures."""
-    return decoder(config, mlp, angles="rotary_emb")
+    return decoder(config, mlp, attention)
 
 
 def lfm2_config(model: GgufModel, model_type: str, architecture: str, **changes: Any) -> dict[str, Any]:

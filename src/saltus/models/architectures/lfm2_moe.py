@@ -1,5 +1,6 @@
 """LFM2 with experts: LFM2's layers, whose MLP is a mixture after the first ones."""
 
+from functools import partial
 from typing import Any
 
 from saltus.models.architectures import lfm2
@@ -31,7 +32,7 @@ def mlp(config: Any, layer: int) -> MLP | Experts:
 
 def describe(config: Any) -> DecoderDescription:
     """See saltus.models.architectures."""
-    return lfm2.decoder(config, mlp, angles="pos_emb")
+    return lfm2.decoder(config, mlp, partial(lfm2.attention, angles="pos_emb"))
 
 
 def gguf_config(model: GgufModel) -> dict[str, Any]:

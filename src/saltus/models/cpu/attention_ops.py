@@ -32,6 +32,8 @@ class AttentionOps:
         given = [
             (weight, x) for weight, x in ((layer.query, q), (layer.key, k), (layer.value, v)) if weight is not None
         ]
+        if layer.head_gate is not None:
+            given.append((layer.head_gate, ops.buffer("head gate", layer.heads)))
         ops.product(ops.hidden, given, norm)
         if layer.key is not None and layer.value is None:
             ops.copy(k, v)
@@ -42,8 +44,11 @@ class AttentionOps:
                 self._rotate(v, layer.kv_heads, dim, layer.value_norm)
         wide, *views = q.view(len(q), -1, width), *(x.view(len(x), -1, dim) for x in (k, v, out))
         self._attend(number, layer, wide[..., :dim], *views)
+        sigmoid = native.ACTIVATION_NUMBERS["sigmoid"]
         if layer.gated:
-            MixerOps(ops).gate(out, wide[..., dim:], dim, None, activation=native.ACTIVATION_NUMBERS["sigmoid"])
+            MixerOps(ops).gate(out, wide[..., dim:], dim, None, activation=sigmoid)
+        if layer.head_gate is not None:
+            MixerOps(ops).gate(out, ops.buffer("head gate", layer.heads)[..., None], dim, None, activation=sigmoid)
         return out
 
     def add_latent(self, number: int, layer: LatentAttention, norm: Norm | None) -> Tensor:

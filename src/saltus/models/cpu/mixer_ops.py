@@ -142,17 +142,20 @@ class MixerOps:
         return out
 
     def gate(self, x: Tensor, gate: Tensor, group: int, norm: str | None, **settings: Any) -> None:
-        """Multiply x by its gate, after (or before) a norm of each group of columns; gates may stand apart."""
+        """Multiply x by its gate, after (or before) a norm of each group of columns.
+
+        Gates [rows, columns] or [rows, groups, group] may stand apart; those [rows, groups, 1] are of a whole group.
+        """
         assert x.shape[1] % group == 0
         weight = None if norm is None else self.ops.weights.module(norm).weight
         assert weight is None or x.shape[1] % len(weight) == 0 == len(weight) % group
         assert weight is None or weight.dtype == x.dtype
         gates = gate.view(len(gate), -1, group) if gate.dim() == 2 else gate
-        assert gates.shape == (len(x), x.shape[1] // group, group)
+        assert gates.shape[:2] == (len(x), x.shape[1] // group) and gates.shape[2] in (1, group)
         struct = native.GatedNorm(
             x=x.data_ptr(), gate=gates.data_ptr(), gate_row=gates.stride(0), gate_group=gates.stride(1),
             size=x.shape[1], group=group, weights=0 if weight is None else len(weight),
-            weight=None if weight is None else weight.data_ptr(), **settings,
+            weight=None if weight is None else weight.data_ptr(), one_gate=gates.shape[2] != group, **settings,
         )  # fmt: skip
         self.ops.op(native.GATE_OUTPUTS, struct)
 

@@ -86,7 +86,7 @@ def _is_known_attention(a: Attention, base: Any) -> bool:
         or (a.value_norm is not None and a.value_norm.path is not None)
     ):
         return False
-    projections = [each for each in (a.query, a.key, a.value) if each]
+    projections = [each for each in (a.query, a.key, a.value, a.head_gate) if each]
     biases = {base.get_submodule(each.path).bias is None for each in projections}
     return (
         whole_layers(projections, base) is not None

@@ -21,7 +21,7 @@ ShapesOfKeys = tuple[tuple[int, int], tuple[int, int]]  # of a token's keys and 
 
 @dataclass(frozen=True)
 class GPUAttention:
-    """Attention of a layer; the weights of queries, keys and values lie beside each other."""
+    """Attention of a layer; the weights of queries, keys, values and gates lie beside each other."""
 
     heads: int
     kv_heads: int  # whose keys and values it reads
@@ -41,6 +41,7 @@ class GPUAttention:
     shares: int | None = None  # the layer whose keys and values it reads, if they are not its own
     output_bias: Tensor | None = None
     gated: bool = False  # a gate of outputs follows each query
+    head_gates: bool = False  # after queries, keys and values the product gives a gate of each head
 
     @property
     def shapes(self) -> ShapesOfKeys:
@@ -65,13 +66,13 @@ class GPUAttention:
             every = not a.norm_per_head
             norms = (norm_of(each or a.query_norm, weights, every) for each in (a.query_norm, a.key_norm))
             norms = tuple(replace(norm, rotated=a.norms_rotated) for norm in norms)
-        projections = layers_of([each for each in (a.query, a.key, a.value) if each], weights.base)
+        projections = layers_of([each for each in (a.query, a.key, a.value, a.head_gate) if each], weights.base)
         return cls(
             a.heads, a.kv_heads, a.dim, a.scale, a.span, *merged(projections),  # pyright: ignore[reportArgumentType]
             *one_weight(weights.module(a.output.path)), norms, tuple(map(kinds.index, kinds_of_angles(a))),
             None if a.value_norm is None else a.value_norm.epsilon, a.softcap,
             None if a.sinks is None else weights.tensor(a.sinks), a.shares, weights.module(a.output.path).bias,
-            gated=a.gated,
+            gated=a.gated, head_gates=a.head_gate is not None,
         )  # fmt: skip
 
     def parts(self, x: Tensor, number: int, angles: Sequence[Any], call: AttentionOfCall) -> Tensor:
@@ -85,13 +86,13 @@ class GPUAttention:
         new = (keys, values) if self.shares is None else (None, None)
         row_kernels.rotate_and_store(
             parts, self.bias, self.head_norms, angles, inputs.positions, inputs.slots, memory.queries, *new,
-            self.value_epsilon, self.gated,
+            self.value_epsilon, self.gated, self.head_gates,
         )  # fmt: skip
         call.attend(
             memory, keys, values, scale=self.scale, window=self.window, softcap=self.softcap, sinks=self.sinks
         )  # fmt: skip
-        if self.gated:
-            recurrent_kernels.gate_heads(memory.attended[:rows], parts, self.bias)
+        if self.gated or self.head_gates:
+            recurrent_kernels.gate_heads(memory.attended[:rows], parts, self.bias, self.head_gates)
         return output_parts(memory.attended, self.output, self.output_blocks, self.output_bias, rows)
 
 

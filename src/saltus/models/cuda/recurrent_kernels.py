@@ -178,13 +178,16 @@ def _gate_outputs(
 def _gate_heads(
     x, parts, bias, num_rows,
     HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-    BIASED: tl.constexpr,
+    BIASED: tl.constexpr, ONE_GATE: tl.constexpr,
 ):  # fmt: skip
-    """A head of a row times the sigmoid of its gate, which stands after its query in each part of the product."""
+    """A head of a row times the sigmoid of its gate, which stands after its query in each part of the product.
+
+    ONE_GATE: a head has one number, and those of all heads stand last.
+    """
     row, head, at = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PADDED)
     inside = at < DIM
     dtype: tl.constexpr = x.dtype.element_ty
-    place = (2 * head + 1) * DIM + at
+    place = WIDTH - HEADS + head + 0 * at if ONE_GATE else (2 * head + 1) * DIM + at
     gate = summed_columns(parts, bias, row, place, inside, num_rows, WIDTH, PARTS, BIASED, dtype)
     opened = (1.0 / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     to = x + (row * HEADS + head) * DIM + at
@@ -265,11 +268,14 @@ def gate_outputs(
     )  # fmt: skip
 
 
-def gate_heads(x: Tensor, parts: Tensor, bias: Tensor | None) -> None:
-    """Multiply x [rows, heads, dim] by the sigmoids of gates, which follow each query in parts [parts, rows, width]."""
+def gate_heads(x: Tensor, parts: Tensor, bias: Tensor | None, one_gate: bool = False) -> None:
+    """Multiply x [rows, heads, dim] by the sigmoids of gates, which follow each query in parts [parts, rows, width].
+
+    `one_gate`: a head has one, and they stand last in parts.
+    """
     count, rows, width = parts.shape
     _, heads, dim = x.shape
     _gate_heads[(rows, heads)](
         x, parts, parts if bias is None else bias, rows, HEADS=heads, DIM=dim, PADDED=power_of_two(dim), WIDTH=width,
-        PARTS=count, BIASED=bias is not None, num_warps=1,
+        PARTS=count, BIASED=bias is not None, ONE_GATE=one_gate, num_warps=1,
     )  # fmt: skip

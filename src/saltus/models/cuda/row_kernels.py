@@ -105,16 +105,16 @@ def _rotate_and_store(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr,
     NORMED: tl.constexpr, ALL_HEADS: tl.constexpr, ROTATED: tl.constexpr, ROUNDS_ONCE: tl.constexpr,
     WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, PADDED_HEADS: tl.constexpr, VALUES: tl.constexpr,
-    VALUE_NORMED: tl.constexpr, GATED: tl.constexpr, PADDED_HALF: tl.constexpr,
+    VALUE_NORMED: tl.constexpr, GATED: tl.constexpr, PADDED_HALF: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """One head of one row: sum its parts, rotate queries and keys (Su et al. 2021), write keys and values to slots.
 
     The first WIDTH dimensions are rotated, in pairs that lie beside each other or half of them apart. A norm is that of
     the head, or of all heads of queries or of keys, or that of the ROTATED head. Without VALUES, values are the keys
-    before their norm; they may have a norm of their own, without weights. GATED: a gate follows each query.
+    before their norm; they may have a norm of their own, without weights. GATED: a gate follows each query. A row of
+    parts has SIZE numbers.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    size: tl.constexpr = ((1 + GATED) * HEADS + (1 + VALUES) * KV_HEADS) * DIM
     half: tl.constexpr = DIM // 2
     turned: tl.constexpr = WIDTH // 2  # pairs
     dtype: tl.constexpr = queries.dtype.element_ty
@@ -130,8 +130,8 @@ def _rotate_and_store(
         source = tl.where(head >= HEADS + KV_HEADS, head - KV_HEADS, head)
     if GATED:
         source += tl.minimum(head, HEADS)
-    first = summed_columns(parts, bias, row, source * DIM + at_first, exists, num_rows, size, PARTS, BIASED, dtype)
-    second = summed_columns(parts, bias, row, source * DIM + at_second, exists, num_rows, size, PARTS, BIASED, dtype)
+    first = summed_columns(parts, bias, row, source * DIM + at_first, exists, num_rows, SIZE, PARTS, BIASED, dtype)
+    second = summed_columns(parts, bias, row, source * DIM + at_second, exists, num_rows, SIZE, PARTS, BIASED, dtype)
     slot = tl.load(slots + row)
     if head >= HEADS + KV_HEADS:
         if VALUE_NORMED:
@@ -148,7 +148,7 @@ def _rotate_and_store(
                 other, dim = tl.arange(0, PADDED_HEADS)[:, None], tl.arange(0, 2 * PADDED_HALF)[None, :]
                 inside = (other < count) & (dim < DIM)
                 place = (begin + other) * DIM + dim
-                every = summed_columns(parts, bias, row, place, inside, num_rows, size, PARTS, BIASED, dtype)
+                every = summed_columns(parts, bias, row, place, inside, num_rows, SIZE, PARTS, BIASED, dtype)
                 scale = tl.rsqrt(tl.sum(tl.sum(every * every, 1), 0) / (count * DIM) + epsilon)
                 norm += (head - begin) * DIM
             else:
@@ -231,16 +231,16 @@ def rounds_once(norm: Any) -> bool:
 def rotate_and_store(
     parts: Tensor, bias: Tensor | None, norms: tuple[Any, Any] | None, angles: Sequence[AngleTable],
     positions: Tensor, slots: Tensor, queries: Tensor, keys: Tensor | None, values: Tensor | None,
-    value_epsilon: float | None = None, gated: bool = False,
+    value_epsilon: float | None = None, gated: bool = False, head_gates: bool = False,
 ) -> None:  # fmt: skip
     """From parts [parts, rows, size] of a product with the weights of queries, keys and values.
 
     Queries [rows, heads, dim] are written, and a layer's keys and values [slots, kv_heads, dim] at the rows' slots,
     unless there are queries alone. `angles` are those of queries and of keys; where they are empty nothing is rotated.
     Values have an RMSNorm without weights if it has an epsilon; the size of parts says if they are the keys. `gated`: a
-    gate follows each head's query.
+    gate follows each head's query. `head_gates`: after everything else there is a number of each head.
     """
-    heads, dim, rows = *queries.shape[1:], parts.shape[1]
+    heads, dim, rows, size = *queries.shape[1:], *parts.shape[1:]
     kv_heads = 0 if keys is None else keys.shape[1]
     unused = queries  # a pointer that is not read
     query_norm, key_norm = (unused, unused) if norms is None else (each.weight for each in norms)
@@ -255,7 +255,8 @@ def rotate_and_store(
         ROUNDS_ONCE=norms is not None and rounds_once(norms[0]),
         WIDTH=of_keys.cosines.shape[1] if angles else 0, INTERLEAVED=of_keys.interleaved,
         PADDED_HEADS=power_of_two(max(heads, kv_heads)), GATED=gated, PADDED_HALF=power_of_two(dim // 2),
-        VALUES=parts.shape[2] == ((1 + gated) * heads + 2 * kv_heads) * dim, VALUE_NORMED=value_epsilon is not None,
+        VALUES=size - head_gates * heads == ((1 + gated) * heads + 2 * kv_heads) * dim,
+        VALUE_NORMED=value_epsilon is not None, SIZE=size,
         num_warps=4 if all_heads else 1,
     )  # fmt: skip
 
