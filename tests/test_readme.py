@@ -171,7 +171,7 @@ def test_the_python_of_the_readme_runs(capsys):
     assert capsys.readouterr().out.strip()
 
 
-@pytest.mark.parametrize("page", ["index.md", "api.md", "requests.md", "integrations.md"])
+@pytest.mark.parametrize("page", ["index.md", "api.md", "requests.md", "integrations.md", "benchmarks.md"])
 def test_the_python_of_the_docs_runs(page, tiny_folder, capsys):
     model = repr(str(tiny_folder()))
     names: dict[str, Any] = {}

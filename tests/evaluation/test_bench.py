@@ -12,7 +12,7 @@ from test_cli import saltus_
 
 import saltus
 from invented_run import invented_records, results_of
-from saltus.cli.bench import _remove_results
+from saltus.cli.bench import _remove_results, _variants, _varied
 from saltus.core.sampling import Sampling
 from saltus.engine.prompts import Prompt
 from saltus.evaluation.benchmarks.benchmark_run import Benchmark, open_records
@@ -22,6 +22,8 @@ from saltus.evaluation.benchmarks.systems_under_test import MethodUnderTest, met
 from saltus.evaluation.reports import aggregation as results_
 from saltus.evaluation.reports.aggregation import aggregate_records, list_skipped
 from saltus.evaluation.reports.markdown import render_markdown
+from saltus.evaluation.reports.page import render_page
+from saltus.evaluation.reports.spec_bench import spec_bench_answers
 
 TASKS = [
     Task("a", "cats", Prompt(("the cat sat on the mat and the cat sat on the",))),
@@ -38,7 +40,9 @@ def engine(tiny_folder) -> saltus.Engine:
 
 
 def bench(engine, systems=None, tasks=TASKS, **changes) -> Benchmark:
-    return Benchmark(engine, systems or methods_under_test(engine, METHODS), tasks, WRITING | changes)
+    settings = {name: value for name, value in changes.items() if name != "num_seeds"}
+    systems = systems or methods_under_test(engine, METHODS)
+    return Benchmark(engine, systems, tasks, WRITING | settings, num_seeds=changes.get("num_seeds", 1))
 
 
 def measured(run: Benchmark) -> list[dict]:
@@ -89,6 +93,42 @@ def test_every_turn_reads_what_plain_decoding_answered_before(engine):
     messages = [("user", "the dog sat on the log"), ("assistant", answer), ("user", "and the cat?")]
     prompt = engine.encode([{"role": role, "content": content} for role, content in messages])
     assert {record["prompt_tokens"] for record in records if record["turn"] == 1} == {len(prompt)}
+
+
+def test_each_prompt_is_answered_with_each_seed(engine):
+    run = bench(engine, methods_under_test(engine, ["plain", "lookup"]), [TASKS[1]], num_seeds=2)
+    records = run.measure_task(0)
+    assert [(one["seed"], one["turn"]) for one in records if one["system"] == "plain"] == [
+        (3, 0),
+        (3, 1),
+        (4, 0),
+        (4, 1),
+    ]
+    first = {one["seed"]: one for one in records if one["system"] == "plain" and not one["turn"]}
+    again = engine.generate(TASKS[1].prompt.turns[0], method="plain", max_new_tokens=24, seed=4, temperature=0.7)
+    assert first[4]["tokens"] == again.tokens != first[3]["tokens"]
+    told = aggregate_records(records)["lookup"]
+    assert told["identical"] == told["texts"] == 4
+    assert told["ci95"]["speedup"] is None  # the answers to one prompt are one task
+    choices = spec_bench_answers(records, "lookup")[0]["choices"]
+    assert [(choice["index"], len(choice["turns"])) for choice in choices] == [(0, 2), (1, 2)]
+    page = render_page(results_of(invented_records()) | {"methods": aggregate_records(records)}, records)
+    assert page.count('"prompt":') == 2  # the turns of the first seed
+
+
+def test_a_method_is_measured_with_several_options(engine):
+    variants = _variants(["plain", "lookup"], _varied(["lookup.max_ngram_size=2,4"], ["plain", "lookup"]), ())
+    assert [each.name for each in variants] == [
+        "plain", "lookup lookup.max_ngram_size=2", "lookup lookup.max_ngram_size=4",
+    ]  # fmt: skip
+    systems = methods_under_test(engine, variants)
+    sizes = [system.engine.decoder.setup("lookup").methods[0].max_ngram_size for system in systems[1:]]
+    assert sizes == [2, 4]
+    records = bench(engine, systems, [TASKS[0]]).measure_task(0)
+    assert [record["system"] for record in records] == [each.name for each in variants]
+    assert aggregate_records(records)[variants[2].name]["identical"] == 1
+    combined = _varied(["lookup.max_ngram_size=2,4", "jacobi.block_size=4,8"], ["plain", "jacobi+lookup"])
+    assert len(_variants(["jacobi+lookup"], combined, ())) == 4
 
 
 def test_another_side_begins_each_time(engine):
@@ -216,7 +256,7 @@ def test_a_text_that_is_not_plain_s_is_not_counted_as_the_same(engine):
 def test_what_a_method_learns_of_a_text_another_does_not_draft(engine):
     names = ["token_recycling", "token_recycling+lookup"]
     systems = methods_under_test(engine, names)
-    request = bench(engine, systems)._new_request(TASKS[0].prompt.turns[0], False, ())
+    request = bench(engine, systems)._new_request(TASKS[0].prompt.turns[0], False, (), WRITING)
     calls = [len(system.generate(request)[2]) for system in systems]
     alone = methods_under_test(engine, names[1:])[0]
     assert calls[1] == len(alone.generate(request)[2])
@@ -344,6 +384,12 @@ def test_an_interrupted_run_goes_on_without_gaps_or_doubles(engine, tmp_path):
     keys = [(record["task"], record["turn"], record["system"]) for record in third.records]
     assert len(set(keys)) == len(keys) == 4 * 3
     assert third.num_finished_tasks == 3
+
+
+def test_a_task_of_several_seeds_is_done_when_all_are(tmp_path):
+    row = {"task": "a", "turn": 0}
+    open_records(tmp_path, plan(seeds=2), TASKS, NOW).append([row | {"seed": 3, "system": name} for name in METHODS])
+    assert open_records(tmp_path, plan(seeds=2), TASKS, NOW).num_finished_tasks == 0
 
 
 def test_a_folder_keeps_one_run_only(tmp_path):
@@ -500,6 +546,8 @@ def test_bench_ends_with_1_where_a_method_s_text_is_another(asked, monkeypatch):
         (["--baselines", "vllm"], "servers by --endpoint"),
         (["--baselines", "transformers-assistant"], "--assistant MODEL"),
         (["-t", "-1"], "temperature"),
+        (["--vary", "lookup.max_ngram_size"], "write METHOD.FIELD=VALUE,VALUE"),
+        (["--methods", "lookup", "--vary", "lookup.max_ngram_size=2,x"], "lookup.max_ngram_size=x"),
     ],
 )
 def test_bad_input_is_told_in_a_line_before_a_model_is_loaded(arguments, said, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, no_type_check
 
@@ -62,6 +63,15 @@ def run(
         ),
     ] = None,
     option: o.Options = None,
+    vary: Annotated[
+        list[str] | None,
+        o.in_panel(
+            o.METHOD_PANEL,
+            "--vary",
+            metavar="METHOD.FIELD=V,V",
+            help="Measure each method that has this option once for each value; several: all their combinations.",
+        ),
+    ] = None,
     max_draft_tokens: o.MaxDraftTokens = None,
     ngram_corpus: o.NgramCorpus = None,
     adaptive: o.Adaptive = True,
@@ -80,6 +90,12 @@ def run(
         int | None,
         o.in_panel(TASKS_PANEL, "--limit", metavar="N", min=1, help="Use N tasks, evenly spread over the suite."),
     ] = None,
+    seeds: Annotated[
+        int,
+        o.in_panel(
+            TASKS_PANEL, "--seeds", metavar="N", min=1, help="Answer each prompt N times, with seeds from --seed on."
+        ),
+    ] = 1,
     raw: Annotated[
         bool, o.in_panel(TASKS_PANEL, "--raw", help="Continue texts without a chat template, if the suite can.")
     ] = False,
@@ -124,6 +140,8 @@ def run(
 
         saltus bench --suite prompts:FILE -t 0.8 --endpoint http://localhost:80
 
+        saltus bench --methods lookup,ptp --vary ptp.model=drafter-a,drafter-b -t 0.8 --seeds 4 --out ablation
+
         saltus bench step --out step
 
     [bold]DIR[/bold] gets page.html, results.md, results.json, records.jsonl (each
@@ -135,8 +153,17 @@ def run(
 
     names = _method_names(methods)
     find_suite(suite)
+    varied = _varied(vary or (), names)
+    variants = _variants(names, varied, option or ())
+    opened_with = [*(option or ()), *(assignments[0] for assignments in varied.values())]
     _validate_settings(
-        names, baselines, assistant, option, rule, chat_template=model_options.chat_template, **asdict(sampling_options)
+        names,
+        baselines,
+        assistant,
+        opened_with,
+        rule,
+        chat_template=model_options.chat_template,
+        **asdict(sampling_options),
     )
     tasks = load_tasks(suite, limit)
     from saltus.cli.answers import print_note
@@ -148,16 +175,16 @@ def run(
 
     engine = open_engine(
         method=_joined([name for name in names if name != AUTO]),
-        options=parse_method_options(option or (), _joined(names)), rule=rule, **asdict(model_options),
+        options=parse_method_options(opened_with, _joined(names)), rule=rule, **asdict(model_options),
         max_draft_tokens=max_draft_tokens, adaptive=adaptive, ngram_corpus=ngram_corpus or (), tuned_settings=False,
     )  # fmt: skip
-    systems = _systems_under_test(engine, names, baselines, assistant, endpoint or ())
+    systems = _systems_under_test(engine, variants, baselines, assistant, endpoint or ())
     sampling = {name: getattr(sampling_options, name) for name in ("temperature", "top_k", "top_p", "coupling")}
     writing = {"max_new_tokens": max_new_tokens, "seed": sampling_options.seed, "ignore_eos": ignore_eos}
     grader = find_grader(suite, tasks)
     if grader is not None and grader.note:
         print_note(grader.note)
-    run = Benchmark(engine, systems, tasks, {**writing, "sampling": Sampling(**sampling)}, raw, grader)
+    run = Benchmark(engine, systems, tasks, {**writing, "sampling": Sampling(**sampling)}, raw, grader, seeds)
     settings: dict[str, Any] = {
         **writing,
         **sampling,
@@ -169,7 +196,7 @@ def run(
     }
     given = {
         "ngram_corpus": list(map(str, ngram_corpus or ())), "chat_template": model_options.chat_template,
-        "assistant": assistant, "endpoints": endpoint,
+        "assistant": assistant, "endpoints": endpoint, "vary": vary, "seeds": seeds if seeds > 1 else None,
     }  # fmt: skip
     settings |= {name: value for name, value in given.items() if value} | _settings_of_machine(engine, names, systems)
     records = open_records(out, _run_plan(engine, suite, run, settings), tasks, run_info(engine, settings), fresh)
@@ -201,6 +228,38 @@ def _method_names(methods: str) -> list[str]:
     """The names, each once, plain first."""
     given = [name.strip() for name in methods.split(",") if name.strip()]
     return list(dict.fromkeys(["plain", *given]))
+
+
+def _varied(vary: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
+    """The assignments METHOD.FIELD=VALUE of each varied option, by METHOD.FIELD. Errors: ValueError of one line."""
+    from saltus.cli.open_engine import parse_method_options
+
+    varied: dict[str, list[str]] = {}
+    for each in vary:
+        place, _, values = each.partition("=")
+        if not values:
+            raise ValueError(f"--vary {each}: write METHOD.FIELD=VALUE,VALUE, such as lookup.max_ngram_size=3,5")
+        varied.setdefault(place, []).extend(f"{place}={value}" for value in values.split(","))
+    for assignments in varied.values():
+        for assignment in assignments:
+            parse_method_options([assignment], _joined(names))
+    return varied
+
+
+def _variants(names: Sequence[str], varied: Mapping[str, Sequence[str]], option: Sequence[str]) -> list[Any]:
+    """Each method, once for each combination of the varied options that it has. Errors: ValueError of one line."""
+    from saltus.cli.open_engine import parse_method_options
+    from saltus.evaluation.benchmarks.systems_under_test import MethodVariant
+    from saltus.methods import make_methods, method_names
+
+    variants = []
+    for name in names:
+        own = [values for place, values in varied.items() if place.partition(".")[0] in method_names(name)]
+        for chosen in product(*own):
+            options = parse_method_options([*option, *chosen], _joined(names))
+            make_methods(name, options)
+            variants.append(MethodVariant(" ".join((name, *chosen)), name, options))
+    return variants
 
 
 def _joined(names: Sequence[str]) -> str:
@@ -242,7 +301,7 @@ def _baselines(baselines: str | None, assistant: str | None, is_gguf: bool = Tru
 
 
 def _systems_under_test(
-    engine: Any, names: Sequence[str], baselines: str | None, assistant: str | None, endpoints: Sequence[str]
+    engine: Any, variants: Sequence[Any], baselines: str | None, assistant: str | None, endpoints: Sequence[str]
 ) -> list[Any]:
     from saltus.evaluation.benchmarks.baselines import baselines_under_test, servers_under_test
     from saltus.evaluation.benchmarks.llama_cpp_baseline import reads_gguf
@@ -250,7 +309,7 @@ def _systems_under_test(
 
     chosen = _baselines(baselines, assistant, baselines != "all" or reads_gguf(engine))
     return [
-        *methods_under_test(engine, names),
+        *methods_under_test(engine, variants),
         *baselines_under_test(chosen, engine, assistant),
         *servers_under_test(endpoints, engine),
     ]
@@ -318,10 +377,12 @@ def _measure(run: Any, records: Any) -> bool:
 
 def _results(suite: str, records: Any) -> dict[str, Any]:
     from saltus.evaluation.benchmarks.suites import suite_label
-    from saltus.evaluation.reports.aggregation import aggregate_records, list_skipped, text_id
+    from saltus.evaluation.reports.aggregation import aggregate_records, list_skipped
 
     answers = records.answers
-    tasks, turns = {record["task"] for record in answers}, set(map(text_id, answers))
+    tasks, turns = (
+        {tuple(record[key] for key in keys) for record in answers} for keys in (("task",), ("task", "turn"))
+    )
     return {
         **records.run_info,
         "suite": {"name": suite_label(suite), "tasks": len(tasks), "turns": len(turns)},

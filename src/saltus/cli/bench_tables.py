@@ -22,7 +22,7 @@ def print_tables(results: Mapping[str, Any]) -> None:
     console = terminal(soft_wrap=False)
     model, suite = results["model"], results["suite"]
     console.print(
-        Text(f"{model['name']} ({model.get('weights', model['dtype'])}) on {suite['name']}: {_tasks(suite)}", "bold")
+        Text(f"{model['name']} ({model.get('weights', model['dtype'])}) on {suite['name']}: {_tasks(results)}", "bold")
     )
     console.print(_systems_table(results["methods"], console.width >= 100))
     if len(next(iter(results["methods"].values()))["by_category"]) > 1:
@@ -33,9 +33,10 @@ def print_tables(results: Mapping[str, Any]) -> None:
     _print_problems(console, results["methods"])
 
 
-def _tasks(suite: Mapping[str, Any]) -> str:
+def _tasks(results: Mapping[str, Any]) -> str:
+    suite, seeds = results["suite"], results["settings"].get("seeds", 1)
     turns = f", {suite['turns']} turns" if suite["turns"] != suite["tasks"] else ""
-    return f"{number_of(suite['tasks'], 'task')}{turns}"
+    return f"{number_of(suite['tasks'], 'task')}{turns}" + (f", {seeds} seeds" if seeds > 1 else "")
 
 
 def _systems_table(systems: Mapping[str, Any], wide: bool) -> Table:

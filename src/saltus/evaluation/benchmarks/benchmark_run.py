@@ -42,6 +42,7 @@ class Benchmark:
     request_settings: Mapping[str, Any]  # fields of BenchmarkRequest: max_new_tokens, seed, sampling, ignore_eos
     raw: bool = False
     grader: Grader | None = None
+    num_seeds: int = 1  # answers to each prompt, from the settings' seed on
 
     def __post_init__(self) -> None:
         names = Counter(system.name for system in self.systems)
@@ -64,7 +65,7 @@ class Benchmark:
                 request = hole_request(self.engine, holes, dict(self.request_settings))
                 break
         else:
-            request = self._new_request(WARM_UP_PROMPT, False, ())
+            request = self._new_request(WARM_UP_PROMPT, False, (), self.request_settings)
         few = min(16, request.max_new_tokens)
         for system in self.systems:
             system.to_answer(request, system.generate(dataclasses.replace(request, max_new_tokens=few)))
@@ -75,29 +76,32 @@ class Benchmark:
         A task is skipped for all systems if one of its turns is longer than the context of the model, or of a server.
         """
         records: list[Record] = []
+        task = self.tasks[task_index]
         try:
-            for turn_records in self._measure_turns(task_index):
-                records += turn_records
+            for number in range(self.num_seeds):
+                for turn_records in self._measure_turns(task_index, number):
+                    records += turn_records
         except PromptTooLongError as error:
-            task, turn = self.tasks[task_index], len(records) // len(self.systems)
+            turn = len(records) // len(self.systems) % len(task.prompt.turns or (0,))
             return [{"task": task.id, "category": task.category, "turn": turn, "skipped": str(error)}]
         return records
 
-    def _measure_turns(self, task_index: int) -> Iterator[list[Record]]:
-        """The records of each turn; each task starts with another system.
+    def _measure_turns(self, task_index: int, seed_number: int) -> Iterator[list[Record]]:
+        """The records of each turn; each task, and each seed, starts with another system.
 
         Plain decoding's answer enters the next turn of all systems, so that all read the same.
         """
         task = self.tasks[task_index]
         raw = task.raw is not None and (self.raw or task.always_raw or not self.engine.tokenizer.chat_template)
-        first = task_index % len(self.systems)
+        settings = {**self.request_settings, "seed": self.request_settings["seed"] + seed_number}
+        first = (task_index + seed_number) % len(self.systems)
         order = [*self.systems[first:], *self.systems[:first]]
         conversation = Conversation(task.prompt)
         for turn, (shown, prompt) in enumerate(_conversation_turns(task, conversation, raw)):
             if self._reads_both_sides(task):
-                request = hole_request(self.engine, task, dict(self.request_settings))
+                request = hole_request(self.engine, task, settings)
             else:
-                request = self._new_request(prompt, raw, task.stop if raw else ())
+                request = self._new_request(prompt, raw, task.stop if raw else (), settings)
             made = {}
             for system in order:
                 if isinstance(system, PreparesForText):
@@ -114,10 +118,12 @@ class Benchmark:
                     conversation.add_answer("".join(written.pieces))
             yield records
 
-    def _new_request(self, prompt: Any, raw: bool, stop: tuple[str, ...]) -> BenchmarkRequest:
+    def _new_request(
+        self, prompt: Any, raw: bool, stop: tuple[str, ...], settings: Mapping[str, Any]
+    ) -> BenchmarkRequest:
         raw = raw or not self.engine.tokenizer.chat_template
         tokens = self.engine.text_request(prompt, raw=raw).request.prompt  # refuses a prompt that is too long
-        return BenchmarkRequest(prompt, tuple(tokens), raw, stop, **self.request_settings)
+        return BenchmarkRequest(prompt, tuple(tokens), raw, stop, **settings)
 
     def _record(
         self,
@@ -137,7 +143,8 @@ class Benchmark:
         last = turn == len(task.prompt.turns or (0,)) - 1
         score = self.grader.score(task.reference, "".join(answer.pieces)) if self.grader and last else None
         return {
-            "task": task.id, "category": task.category, "turn": turn, "system": system.name, "kind": system.kind,
+            "task": task.id, "category": task.category, "turn": turn, "seed": request.seed,
+            "system": system.name, "kind": system.kind,
             "prompt_tokens": len(request.prompt_tokens), "tokens": answer.tokens,
             "new_tokens": len(answer.tokens) if answer.new_tokens is None else answer.new_tokens,
             "pieces": answer.pieces, "finish_reason": answer.finish_reason, "seconds": seconds,
@@ -227,7 +234,8 @@ def open_records(
     if before is None:
         file.unlink(missing_ok=True)
         kept.write_text(json.dumps({**plan, "environment": run_info}, indent=1))
-    needed = {task.id: len(task.prompt.turns or (0,)) * len(plan["systems"]) for task in tasks}
+    texts = plan.get("seeds", 1)
+    needed = {task.id: texts * len(task.prompt.turns or (0,)) * len(plan["systems"]) for task in tasks}
     records = BenchmarkRecords(_read_complete_tasks(file, needed), begun, file)
     if records.num_finished_tasks < len(tasks):
         for what, was, now in _conditions(begun, run_info):

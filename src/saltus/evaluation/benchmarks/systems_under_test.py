@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol, runtime_checkable
@@ -100,23 +100,24 @@ class MethodUnderTest:
     engine: Engine
     call_recorder: CallRecorder
     kind: str = "method"
+    method: str | None = None  # that decodes; None: the one of this name
 
     def generate(self, request: BenchmarkRequest) -> tuple[list[str], Generation | Infilling, list[RecordedCall]]:
         self.engine.decoder.prefix_tree.clear()  # every system reads its prompts itself
         self.call_recorder.calls.clear()
-        sampling = request.sampling
+        sampling, method = request.sampling, self.method or self.name
         if request.template is not None:
             prepared = self.engine.infill_request(
                 request.template, open_tokens=request.max_new_tokens, verbatim=True, seed=request.seed,
                 temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
                 coupling=sampling.coupling,
             )  # fmt: skip
-            for _ in run_requests(self.engine.decoder, [prepared.request], self.name):
+            for _ in run_requests(self.engine.decoder, [prepared.request], method):
                 pass
             infilling = prepared.infilling()
             return infilling.token_texts[0], infilling, list(self.call_recorder.calls)
         stream = self.engine.stream(
-            request.prompt, method=self.name, raw=request.raw, stop=request.stop, seed=request.seed,
+            request.prompt, method=method, raw=request.raw, stop=request.stop, seed=request.seed,
             max_new_tokens=request.max_new_tokens, ignore_eos=request.ignore_eos, temperature=sampling.temperature,
             top_k=sampling.top_k, top_p=sampling.top_p, coupling=sampling.coupling, suffix=request.suffix,
         )  # fmt: skip
@@ -147,18 +148,34 @@ class MethodUnderTest:
         )  # fmt: skip
 
 
-def methods_under_test(engine: Engine, methods: Sequence[str]) -> list[MethodUnderTest]:
-    """A system for each method; they share the engine's model, its call costs, and one CallRecorder.
+@dataclass(frozen=True)
+class MethodVariant:
+    """A method with options of its own, under a name that says so."""
 
-    What one learns of a text, another does not know.
+    name: str
+    method: str
+    options: Mapping[str, Mapping[str, Any]]  # fields by method
+
+
+def methods_under_test(engine: Engine, methods: Sequence[str | MethodVariant]) -> list[MethodUnderTest]:
+    """A system for each method, with the engine's options unless it has its own.
+
+    They share the engine's model, its draft networks and call costs, and one CallRecorder. What one learns of a text,
+    another does not know.
     """
     recorder = record_calls(engine.network)
     assert isinstance(recorder, TargetNetwork)
     recorded = engine.copy_with(network=recorder)
-    for name in methods:
-        recorded.decoder.setup(name)  # load draft models now
-    tree = recorded.decoder.prefix_tree
-    return [MethodUnderTest(name, recorded.copy_with(prefix_tree=tree), recorder) for name in methods]
+    options = engine.decoder.options
+    variants = [each if isinstance(each, MethodVariant) else MethodVariant(each, each, options) for each in methods]
+    shared = {"prefix_tree": recorded.decoder.prefix_tree, "draft_networks": recorded.decoder.draft_networks}
+    systems = [
+        MethodUnderTest(each.name, recorded.copy_with(options=each.options, **shared), recorder, method=each.method)
+        for each in variants
+    ]
+    for each, system in zip(variants, systems, strict=True):
+        system.engine.decoder.setup(each.method)  # load draft models now
+    return systems
 
 
 def split_text_by_call(engine: Engine, tokens: Sequence[int], tokens_per_call: Sequence[int]) -> list[str]:

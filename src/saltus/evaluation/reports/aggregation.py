@@ -71,9 +71,9 @@ def aggregate_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return by_system
 
 
-def text_id(record: Mapping[str, Any]) -> tuple[str, int]:
-    """What the records of a text have in common: its task and turn."""
-    return record["task"], record["turn"]
+def text_id(record: Mapping[str, Any]) -> tuple[str, int, int | None]:
+    """What the records of a text have in common: its task, turn and seed."""
+    return record["task"], record["turn"], record.get("seed")
 
 
 def _sum_by_task(records: Sequence[Mapping[str, Any]], tasks: Sequence[str]) -> Sums:

@@ -22,9 +22,11 @@ def render_markdown(results: Mapping[str, Any]) -> str:
 def _run_description(results: Mapping[str, Any]) -> Iterator[str]:
     model, suite, settings = results["model"], results["suite"], results["settings"]
     sampled = "T = {temperature}, seed {seed}, coupling {coupling}".format_map(settings)
+    times = f", {settings['seeds']} seeds" if "seeds" in settings else ""
     way = sampled if settings["temperature"] else "greedy"
     turns = f" ({suite['turns']} turns)" if suite["turns"] != suite["tasks"] else ""
-    yield f"{model['name']} in {model['weights']} on {suite['name']}: {suite['tasks']} tasks{turns}, {way}, at most"
+    tasks = f"{suite['tasks']} tasks{turns}{times}"
+    yield f"{model['name']} in {model['weights']} on {suite['name']}: {tasks}, {way}, at most"
     yield f"{settings['max_new_tokens']} new tokens, prefill included. In brackets: 95 % intervals."
     yield ""
 

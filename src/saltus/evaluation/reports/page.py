@@ -20,6 +20,7 @@ from saltus.evaluation.reports.text_figure import typical_record
 
 MAX_TASKS, MAX_BYTES = 30, 1_300_000  # shown at most; the page stays below two megabytes
 MAX_QUESTION_LENGTH = 400  # characters of a question
+TextId = tuple[str, int, int | None]  # as of `text_id`
 CSS_VARIABLES = {INK: "ink", MUTED: "muted", LINE: "line", BAND: "band", BACKGROUND: "paper", ALARM: "alarm"}
 
 
@@ -121,12 +122,12 @@ def _inline_svg(svg: str, name: str) -> str:
 def _replay_data(
     results: Mapping[str, Any], records: Sequence[Mapping[str, Any]], system: str | None
 ) -> dict[str, Any]:
-    """The data of the replay: answers of some tasks of every category, with their calls."""
+    """The data of the replay: answers of some tasks of every category, with their calls; of several seeds the first."""
     systems = list(results["methods"])
     paint = assign_colours(systems)
-    found: dict[tuple[str, int], dict[str, Any]] = {}
+    found: dict[TextId, dict[str, Any]] = {}
     for record in records:
-        if record["system"] in systems:
+        if record["system"] in systems and record.get("seed") == records[0].get("seed"):
             inputs = text_id(record)
             about = {
                 "task": record["task"], "turn": record["turn"], "category": record["category"],
@@ -142,17 +143,19 @@ def _replay_data(
         tasks.append((name, turns))
     order = {name: number for number, name in enumerate(dict.fromkeys(inputs[0] for inputs in found))}
     texts = [text for _, turns in sorted(tasks, key=lambda task: order[task[0]]) for text in turns]
-    kept = [record for record in records if any(record["task"] == name for name, _ in tasks)]
+    kept = [
+        record for record in records if any(text_id(record) in found and record["task"] == name for name, _ in tasks)
+    ]
     start = typical_record(results, kept, system)
-    first = next((n for n, text in enumerate(texts) if start and (text["task"], text["turn"]) == text_id(start)), 0)
+    first = next((n for n, text in enumerate(texts) if start and (text["task"], text["turn"]) == text_id(start)[:2]), 0)
     named = [{"name": system, "colour": paint[system].name} for system in systems]
     return {"systems": named, "tasks": texts, "best": system or (systems[-1] if systems else None), "first": first}
 
 
-def _tasks_across_categories(found: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[str]:
+def _tasks_across_categories(found: Mapping[TextId, Mapping[str, Any]]) -> list[str]:
     """The tasks to show: the first of each category, then the second, and so on."""
     by_category: dict[str, list[str]] = {}
-    for (task, _), text in found.items():
+    for (task, *_), text in found.items():
         own = by_category.setdefault(text["category"], [])
         if task not in own:
             own.append(task)
