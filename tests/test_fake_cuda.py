@@ -457,9 +457,17 @@ def test_heads_of_a_checkpoint_draft(device, tmp_path):
     check_texts(load(folder), ["mtp"], twin=load(folder, device="cpu"))
 
 
-def test_heads_of_a_checkpoint_draft_by_our_kernels(device, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("form", "modules", "sizes"),
+    [
+        ("MiMo", 2, OWN_KERNELS),
+        ("DeepSeek V3", 1, OWN_LATENT),
+        ("Qwen3.5", 1, {**OWN_KERNELS, **OWN_STATES["Qwen3_5"]}),
+    ],
+)
+def test_heads_of_a_checkpoint_draft_by_our_kernels(device, monkeypatch, tmp_path, form, modules, sizes):
     monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
-    folder = write_checkpoint(tmp_path, "MiMo", modules=2, **OWN_KERNELS)
+    folder = write_checkpoint(tmp_path, form, modules=modules, **sizes)
     engine = load(folder)
     check_texts(engine, ["mtp"], temperature=0, tokens=4, twin=load(folder, device="cpu"))
     for module in engine.decoder.setup("mtp").networks["mtp"].modules:

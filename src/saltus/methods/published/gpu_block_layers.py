@@ -14,7 +14,7 @@ from saltus.methods.published.dflash_model import DFlashModel
 from saltus.methods.shared.context_rows import ContextKVCache, ContextRows, run_in_passes
 from saltus.methods.shared.gpu_context_layers import GPUContextLayers
 from saltus.models.cuda.fixed_shape_calls import FixedShape, chains_of_texts, split_into_calls
-from saltus.models.cuda.gpu_decoder import DEPTH_MULTIPLE, supports_gpu_decoder
+from saltus.models.cuda.gpu_decoder import DEPTH_MULTIPLE, GPUDecoder, supports_gpu_decoder
 from saltus.models.cuda.graphed_passes import READING, SETTINGS, PassInputs, write_rows
 
 
@@ -22,7 +22,7 @@ class GPUBlockLayers:
     """The layers of a drafter whose weights are not changed any more."""
 
     def __init__(self, drafter: DFlashModel, use_cuda_graphs: bool = True) -> None:
-        self.drafter, self.layers = drafter, GPUContextLayers(drafter.decoder, use_cuda_graphs)
+        self.drafter, self.layers = drafter, GPUContextLayers(GPUDecoder(drafter.decoder), use_cuda_graphs)
         self.passes = self.layers.passes
 
     @staticmethod

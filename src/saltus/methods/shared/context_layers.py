@@ -24,7 +24,6 @@ from saltus.models.cpu import attention
 from saltus.models.cpu.attention import AttentionCall
 from saltus.models.cpu.kv_cache import KVCache
 from saltus.models.cpu.native_decoder import NativeDecoder, supports_native_decoder
-from saltus.models.cuda.gpu_decoder import supports_gpu_decoder
 from saltus.models.packed_decoder import PackedDecoder
 
 MASKED_SCORE = -30000.0  # finite, so that no row of a mask is −∞ throughout
@@ -39,7 +38,7 @@ class ContextLayers:
     def __init__(self, model: Any, by_gpu_kernels: bool = False) -> None:
         self.model, self.device = model, model.device
         self.num_layers = model.config.num_hidden_layers
-        self.on_gpu = GPUContextLayers(model) if by_gpu_kernels and supports_gpu_decoder(model) else None
+        self.on_gpu = GPUContextLayers.of(model) if by_gpu_kernels else None
         if not isinstance(model, PackedDecoder):
             attention.install_attention(model)
         self.native_decoder = NativeDecoder(model, MAX_ROWS_PER_CALL) if supports_native_decoder(model) else None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saltus.methods.shared.context_rows import ContextRows
 from saltus.models.cuda.fixed_shape_calls import Call, FixedShape, chains_of_texts
-from saltus.models.cuda.gpu_decoder import GPUDecoder
+from saltus.models.cuda.gpu_decoder import GPUDecoder, gpu_decoder_of
 from saltus.models.cuda.graphed_passes import SETTINGS, GraphedPasses, PassInputs, whole_call
 from saltus.models.cuda.kv_pages import FixedShapeKVCache
 
@@ -20,12 +20,22 @@ from saltus.models.cuda.kv_pages import FixedShapeKVCache
 class GPUContextLayers:
     """The layers of a decoder over given embeddings; its weights are not changed any more.
 
-    Rows that see later rows of their text must have no sliding windows.
+    Rows that see later rows of their text must have no sliding windows, and layers keep no states.
     """
 
-    def __init__(self, model: Any, use_cuda_graphs: bool = True) -> None:
-        self.model, self.decoder = model, GPUDecoder(model)
+    def __init__(self, decoder: GPUDecoder, use_cuda_graphs: bool = True) -> None:
+        self.model, self.decoder = decoder.model, decoder
         self.passes = GraphedPasses(self.decoder, use_cuda_graphs)
+
+    @classmethod
+    def of(cls, model: Any) -> GPUContextLayers | None:
+        """Those of a model on a GPU; None where our kernels do not know its layers, or not what follows them."""
+        decoder = gpu_decoder_of(model)
+        if decoder is None or decoder.state_shape is not None or decoder.per_layer_embeddings is not None:
+            return None
+        description = decoder.description
+        unscaled = description is None or (description.logit_scale == 1 and not description.logit_softcap)
+        return cls(decoder) if unscaled else None
 
     def new_kv_cache(self) -> FixedShapeKVCache:
         return self.passes.new_kv_cache()
@@ -72,10 +82,10 @@ class _RowInputs(PassInputs):
     def __init__(self, shape: FixedShape, model: Any) -> None:
         from saltus.models.cuda import linear_kernels
 
-        norm = model.model.norm.weight
-        super().__init__(shape, norm.device)
-        self.hidden = norm.new_zeros(linear_kernels.padded_rows(shape.num_rows), len(norm))
-        self.last_seen = torch.zeros(shape.num_rows, dtype=torch.long, device=norm.device)
+        super().__init__(shape, model.device)
+        rows, size = linear_kernels.padded_rows(shape.num_rows), model.config.hidden_size
+        self.hidden = torch.zeros(rows, size, dtype=model.dtype, device=model.device)
+        self.last_seen = torch.zeros(shape.num_rows, dtype=torch.long, device=model.device)
 
     def clear(self) -> None:
         super().clear()
