@@ -8,6 +8,8 @@ import anthropic
 import pytest
 from test_serving_reasoning import CALL, FORMAT, SAID, THOUGHT, engine, says  # noqa: F401
 
+from saltus.server.messages_request import MessagesRequest
+from saltus.server.translation import conversation
 from tiny_server import MESSAGES, client, server  # noqa: F401
 
 pytestmark = pytest.mark.parametrize("engine", [True], indirect=True, ids=[""])  # tags that are special tokens
@@ -48,7 +50,14 @@ def test_reasoning_is_a_block_of_its_own(claude, client, says, stream):
     reasoning_tokens = chat.usage.completion_tokens_details.reasoning_tokens
     assert answer.usage.output_tokens_details.thinking_tokens == reasoning_tokens > 0
     hidden = ask(claude, stream, thinking={"type": "adaptive", "display": "omitted"})
-    assert blocks_of(hidden) == [("text", "the cat")]
+    assert blocks_of(hidden) == [("thinking", ""), ("text", "the cat")]
+    counted = [
+        claude.messages.count_tokens(model="tiny", messages=[*MESSAGES, {"role": "assistant", "content": said}])
+        for said in (hidden.content, answer.content, hidden.content[1:])
+    ]
+    assert counted[0] == counted[1] != counted[2], "the reasoning comes back in its signature"
+    silent = ask(claude, stream, extra_body={"include_reasoning": False})
+    assert blocks_of(silent) == [("text", "the cat")]
     cut = ask(claude, stream, max_tokens=6)
     assert (blocks_of(cut)[0][0], len(cut.content), cut.stop_reason) == ("thinking", 1, "max_tokens")
     stopped = ask(claude, stream, stop_sequences=["hm", " cat"])
@@ -169,6 +178,18 @@ def test_the_clients_own_loop_of_tools(claude, says):
     assert (second.stop_reason, second.content[-1].text) == ("end_turn", "a dog")
     read = [turn.usage.input_tokens + turn.usage.cache_read_input_tokens for turn in (first, second)]
     assert read[1] > read[0] + first.usage.output_tokens / 2, "the second turn has the first one before it"
+
+
+def test_a_template_may_refuse_later_system_messages(engine, monkeypatch):
+    later = "messages[1:] | selectattr('role', 'equalto', 'system') | list"
+    refusal = "{% if " + later + " %}{{ raise_exception('first') }}{% endif %}"
+    monkeypatch.setattr(engine.tokenizer, "chat_template", refusal + engine.tokenizer.chat_template)
+    said = [*MESSAGES, {"role": "system", "content": "one tool is new"}, {"role": "assistant", "content": "the cat"}]
+    body = MessagesRequest(system="be brief", messages=[*said, *MESSAGES], tools=TOOLS, max_tokens=1).as_chat()
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
+    text = engine.tokenizer.decode(engine.encode(conversation(body.messages), tools=tools))
+    assert text.startswith("<|system|>be brief<|end|><|user|>the cat")
+    assert "<|user|>one tool is new<|end|><|assistant|>the cat" in text
 
 
 def test_the_next_turn_is_that_of_chat_completions(claude, client, says):

@@ -15,6 +15,7 @@ from saltus.server import messages
 from saltus.server.bodies import MAX_BODY_BYTES
 from saltus.server.errors import ApiError
 from saltus.server.events import with_pauses
+from saltus.server.message_blocks import signature_of
 from saltus.server.messages import _read_arguments
 from saltus.server.messages_request import MessagesRequest
 from saltus.server.served_request import Limits
@@ -170,6 +171,10 @@ def test_blocks_become_messages():
         ]),
         ([{"role": "user", "content": [{**result, "content": "no", "is_error": True}]}],
          [{"role": "tool", "tool_call_id": "toolu_1", "content": "Error: no"}]),
+        ([asked, {"role": "assistant", "content": [{**thought, "thinking": "", "signature": signature_of("hm é")}]}],
+         [asked, {"role": "assistant", "content": "", "reasoning_content": "hm é"}]),
+        ([asked, {"role": "assistant", "content": [{**thought, "thinking": "", "signature": "EqQBCkYI"}]}],
+         [asked, {"role": "assistant", "content": ""}]),
         ([asked, {"role": "system", "content": "be brief"}, {"role": "assistant", "content": "th"}],
          [asked, {"role": "system", "content": "be brief"}, {"role": "assistant", "content": "th"}]),
         ([{"role": "user", "content": []}], [{"role": "user", "content": ""}]),

@@ -69,7 +69,8 @@ def readable_messages(
         written = parsed if knows_tools else _with_tools(parsed, tools, form)
     first = written
     steps: list[Callable[[list[Message]], list[Message]]] = [
-        list, _with_contents, _with_short_ids, _with_single_calls, _merged, _without_system_messages,
+        list, _with_contents, _with_short_ids, _with_single_calls, _with_system_message_first, _merged,
+        _without_system_messages,
     ]  # fmt: skip
     if knows_tools:
         steps.append(lambda _: _without_system_messages(_as_texts(messages, tools, form)))
@@ -243,6 +244,16 @@ def _with_single_calls(messages: list[Message]) -> list[Message]:
         else:
             made.append(message)
     return made + waiting
+
+
+def _with_system_message_first(messages: list[Message]) -> list[Message]:
+    """System messages in the midst of a conversation as the user's; those at its beginning as one."""
+    begin = next((place for place, message in enumerate(messages) if message.get("role") != "system"), len(messages))
+    text = "\n\n".join(str(message.get("content") or "") for message in messages[:begin])
+    later = [
+        {**message, "role": "user"} if message.get("role") == "system" else message for message in messages[begin:]
+    ]
+    return [*([{"role": "system", "content": text}] if begin else ()), *later]
 
 
 def _merged(messages: list[Message]) -> list[Message]:

@@ -15,6 +15,7 @@ from saltus.engine.tool_messages import finite
 from saltus.server.answers import Answer, Backend, Choice
 from saltus.server.errors import ApiError
 from saltus.server.events import event_text, with_pauses
+from saltus.server.message_blocks import signature_of
 from saltus.server.protocol import ChatCompletionRequest
 from saltus.server.served_request import Delta
 from saltus.server.structured import Tools
@@ -42,6 +43,7 @@ class MessageAnswer(Answer):
         body: ChatCompletionRequest,
         tools: Tools,
         reasoning: Reasoning | None,
+        omits_thinking: bool = False,
     ) -> None:
         super().__init__(backend, requests, method, body)
         prompt = requests[0].request.prompt
@@ -51,6 +53,7 @@ class MessageAnswer(Answer):
         self.reasoning_reader = reasoning and reasoning.reader(prompt)
         self.content: list[dict[str, Any]] = []
         self.is_open = False  # the last block is being written
+        self.omits_thinking, self.thought = omits_thinking, ""
 
     async def whole(self) -> dict[str, Any]:
         async for _ in self.arriving():
@@ -97,6 +100,9 @@ class MessageAnswer(Answer):
         if not self.is_open or self.content[-1]["type"] != kind:
             yield from self._end()
             yield from self._begin(kind)
+        if kind == "thinking" and self.omits_thinking:
+            self.thought += text
+            return
         self.content[-1][kind] += text
         yield self._delta(f"{kind}_delta", kind, text)
 
@@ -118,7 +124,8 @@ class MessageAnswer(Answer):
         if not self.is_open:
             return
         if self.content[-1]["type"] == "thinking":
-            yield self._delta("signature_delta", "signature", "")
+            self.content[-1]["signature"] = signature = signature_of(self.thought) if self.omits_thinking else ""
+            yield self._delta("signature_delta", "signature", signature)
         self.is_open = False
         yield "content_block_stop", {"index": len(self.content) - 1}
 

@@ -110,7 +110,9 @@ class Service:
         """The answer to a conversation in the form of Anthropic's messages."""
         chat = body.as_chat()
         texts = await self._chat_texts(chat, prepare)
-        return MessageAnswer(self.backend, texts.requests, texts.method, chat, texts.tools, texts.reasoning)
+        return MessageAnswer(
+            self.backend, texts.requests, texts.method, chat, texts.tools, texts.reasoning, body.omits_thinking
+        )
 
     async def _chat_texts(self, body: ChatCompletionRequest, prepare: Prepare) -> ChatTexts:
         """What a chat completion asks for, ready for the queue. Errors: ApiError."""
