@@ -121,7 +121,6 @@ def plans_of(interpreter: Any, own: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **named: Any) -> Any:
         if semantic.builder is not builder:  # for a function that is being noted
             return own(*args, **named | {"_semantic": semantic})
-        named.pop("_semantic", None)
         key, operands = [], []
         try:
             for each in args:
@@ -130,14 +129,16 @@ def plans_of(interpreter: Any, own: Callable[..., Any]) -> Callable[..., Any]:
                     key.append(each.key or key_of(each))
                 else:
                     describe(each, key, operands)
-            for name, each in named.items():
-                key.append(name)
-                describe(each, key, operands)
+            if named:
+                named.pop("_semantic", None)
+                for name, each in named.items():
+                    key.append(name)
+                    describe(each, key, operands)
         except UnknownArgument:
-            return own(*args, _semantic=semantic, **named)
-        if len(operands) > 1:
+            return own(*args, **named | {"_semantic": semantic})
+        if (count := len(operands)) > 1 and (count > 2 or operands[0] is operands[1]):
             places = {id(each): place for place, each in enumerate(operands)}
-            if len(places) < len(operands):  # one is given twice
+            if len(places) < count:  # one is given twice
                 key += [places[id(each)] for each in operands]
         key = tuple(key)
         if (plan := plans.get(key)) is None:

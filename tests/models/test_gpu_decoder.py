@@ -111,7 +111,9 @@ DESCRIBED = {
 
 
 @pytest.mark.parametrize("name", ["Llama", *DESCRIBED])
-def test_described_layers_are_those_of_transformers_and_rows_do_not_depend_on_each_other(name):
+def test_described_layers_are_those_of_transformers_and_rows_do_not_depend_on_each_other(name, monkeypatch):
+    if name == "Gemma4 of unlike heads" and not CUDA:  # of 512 dimensions: two programs of a row instead of sixteen
+        monkeypatch.setattr(attention_kernels, "COMBINED_DIMS", 256)
     network, plain = decoded(name, described=True, **DESCRIBED.get(name, {}))
     tokens = text(66)
     found, expected = logits(network, tokens, TREE), logits(plain, tokens, TREE)
