@@ -118,8 +118,8 @@ class LatentAttention:
     expand: Weight
     output: Weight
     heads: int
-    nope_dim: int
     latent_dim: int
+    nope_dim: int
     rope_dim: int
     value_dim: int
     scale: float
