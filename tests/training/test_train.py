@@ -113,6 +113,12 @@ def test_a_drafter_is_trained_saved_with_its_card_and_drafts(recipe, folder, tea
     assert card["held_out_tokens_per_call"].keys() == {"greedy", "sampled"}
     assert 1 <= card["held_out_tokens_per_call"]["greedy"] <= 5
     assert f"greedy {card['held_out_tokens_per_call']['greedy']:.2f}" in output
+    for name, shares in card["acceptance_by_position"].items():  # the expected number of right drafts is their sum
+        assert shares == sorted(shares, reverse=True)
+        assert 1 + sum(shares) == pytest.approx(card["held_out_tokens_per_call"][name], abs=0.005)
+    evaluations = [json.loads(line) for line in (tmp_path / "work/evaluations.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in evaluations] == [4, 8, 12]
+    assert round(evaluations[-1]["greedy"], 3) == card["held_out_tokens_per_call"]["greedy"]
     assert len({file.stat().st_mode for file in out.iterdir()}) == 1, "who reads the metadata reads the weights"
     decode, measure = (shlex.split(line)[1:] for line in output.splitlines() if line.startswith("  saltus "))
     assert "ptp" in saltus_(*decode, "-n", 4).stderr

@@ -62,6 +62,10 @@ def print_result(folder: Path, trained: Sequence[tuple[Any, dict[str, Any]]], ru
             line += f"; {task.metrics_name}: " + ", ".join(f"{name} {value:.2f}" for name, value in metrics.items())
         is_useless |= task.metrics_name == TOKENS_PER_CALL and set(metrics.values()) == {1.0}
     print_note(line)
+    for _, results in trained:
+        for name, shares in results.get("acceptance_by_position", {}).items():
+            if shares:
+                print_note(f"held-out acceptance by position, {name}: " + ", ".join(f"{share:.2f}" for share in shares))
     if is_useless:
         print_note("no draft was right on held-out texts; train for more steps, or on more texts")
     for command in run.objective.decoding_commands(run.recipe, quote(str(folder))):

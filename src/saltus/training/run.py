@@ -113,8 +113,12 @@ class TrainingRun(TrainingInputs):
         metrics = {name: round(value, 3) for name, value in last.items() if name != "step" and value == value}
         minutes = round(state["seconds"] / 60, 1)
         by_depth = {name: [round(share, 3) for share in shares] for name, shares in by_depth.items()}
+        by_position = {
+            name: [round(share, 3) for share in shares] for name, shares in task.acceptance_by_position().items()
+        }
         results = {"loss": metrics.pop("loss", None), "metrics": metrics, "minutes": minutes}
-        return results | ({"accuracy_by_depth": by_depth} if by_depth else {})
+        optional = {"acceptance_by_position": by_position, "accuracy_by_depth": by_depth}
+        return results | {name: shares for name, shares in optional.items() if shares}
 
     def save(
         self, task: TrainingTask, folder: Path, name: str, results: Mapping[str, Any], environment: Mapping[str, Any]
@@ -141,7 +145,7 @@ class TrainingRun(TrainingInputs):
             "seed": self.recipe.data.seed,
             "loss": results["loss"],
             **measured,
-            **{key: value for key, value in results.items() if key == "accuracy_by_depth"},
+            **{key: results[key] for key in ("acceptance_by_position", "accuracy_by_depth") if key in results},
             "minutes": results["minutes"],
             **environment,
         }

@@ -64,6 +64,13 @@ class TrainingTask(ABC):
         """Correct leading drafts of a chain, plus the verifier's own token; NaN without such texts."""
         raise NotImplementedError
 
+    def acceptance_by_position(self) -> dict[str, list[float]]:
+        """By the names of `evaluate`, the share of held-out drafts whose first k tokens are right, by k.
+
+        Up to the last k with any; empty if unknown.
+        """
+        return {}
+
     def accuracy_by_depth(self) -> dict[str, list[float]]:
         """By what queries are conditioned on, the share of held-out tokens that each predicts; empty if unknown."""
         return {}
@@ -103,6 +110,14 @@ class WindowTrainingTask(TrainingTask):
     def _tokens_per_call(self, greedy: bool) -> float:
         counts = self.window_tokens(greedy)
         return float(counts.mean()) if len(counts) else math.nan
+
+    def acceptance_by_position(self) -> dict[str, list[float]]:
+        tokens = {"greedy": self.window_tokens(True), "sampled": self.window_tokens(False)}
+        return {
+            name: [float((counts > k).double().mean()) for k in range(1, int(counts.max()))]
+            for name, counts in tokens.items()
+            if len(counts)
+        }
 
     @torch.no_grad()
     def window_tokens(self, greedy: bool, num_windows: int = 8) -> Float[Tensor, "all_windows"]:

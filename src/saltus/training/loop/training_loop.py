@@ -5,6 +5,7 @@ It is our own, since trainers such as that of Transformers bring their own data 
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import time
@@ -16,9 +17,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from saltus.training.loop.checkpoint import load_checkpoint, save_checkpoint
+from saltus.training.loop.checkpoint import load_checkpoint, save_checkpoint, write_atomically
 from saltus.training.loop.muon import Muon
 from saltus.training.loop.processes import ONE_PROCESS, Processes
+
+EVALUATIONS_FILE = "evaluations.jsonl"
 
 
 @dataclass(frozen=True)
@@ -77,11 +80,11 @@ def train(
     """Train in place; returns the mean losses between checkpoints.
 
     `loss(step)` must depend on the step and the weights alone. A checkpoint holds the result of `evaluate`, with step
-    and loss, under "evaluations". `on_step(step, loss)` counts from 1. `settings` identify the run. With processes
-    `loss` is a process's part, whose average over them is the step's loss; all have the same weights after each step,
-    and a checkpoint, which the main one writes, is the same for any number of them. At Ctrl-C the step is ended and
-    saved before KeyboardInterrupt is raised. Errors: ValueError for a checkpoint of another run at this path, for a
-    damaged one, and for a loss that is not finite.
+    and loss, under "evaluations"; they also stand beside it in evaluations.jsonl. `on_step(step, loss)` counts from 1.
+    `settings` identify the run. With processes `loss` is a process's part, whose average over them is the step's loss;
+    all have the same weights after each step, and a checkpoint, which the main one writes, is the same for any number
+    of them. At Ctrl-C the step is ended and saved before KeyboardInterrupt is raised. Errors: ValueError for a
+    checkpoint of another run at this path, for a damaged one, and for a loss that is not finite.
     """
     optimizers = make_optimizers(module, schedule)
     settings = settings | {
@@ -99,6 +102,11 @@ def train(
         parts = {"module": module.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
         if processes.is_main:
             save_checkpoint(checkpoint_path, parts | {"settings": settings} | vars(state))
+            lines = "".join(
+                json.dumps({name: value for name, value in evaluation.items() if value == value}) + "\n"
+                for evaluation in state.evaluations
+            )
+            write_atomically(checkpoint_path.with_name(EVALUATIONS_FILE), lambda file: file.write(lines.encode()))
         processes.wait()
 
     with processes.postponed_interrupt() as is_interrupted:
