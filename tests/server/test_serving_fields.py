@@ -13,6 +13,7 @@ import pytest
 
 from saltus.server.events import event_text
 from saltus.server.infill import InfillRequest
+from saltus.server.messages_request import MessagesRequest
 from saltus.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -424,7 +425,10 @@ def test_an_end_may_not_come_before_min_tokens(client, engine):
         client.chat.completions.create(**asked, extra_body={"min_tokens": 30})
 
 
-MODELS = [ChatCompletionRequest, CompletionRequest, ResponsesRequest, InfillRequest, TokenizeRequest, DetokenizeRequest]
+MODELS = [
+    ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest, InfillRequest, TokenizeRequest,
+    DetokenizeRequest,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("request_model", MODELS)
