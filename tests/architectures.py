@@ -182,6 +182,13 @@ RECURRENT: dict[str, dict] = {  # on our kernels alone
         **LLAMA_LIKE, **WINDOW, "num_hidden_layers": 4, "head_dim": 16,
         "layer_types": ["conv", "sliding_attention", "conv", "full_attention"],
     },
+    "KimiLinear": {
+        **LLAMA_LIKE, "num_key_value_heads": 6, "num_hidden_layers": 3, "kv_lora_rank": 16, "q_lora_rank": None,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "num_shared_experts": 1, "moe_intermediate_size": 40, "linear_num_heads": 3,
+        "linear_head_dim": 20, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
     "Qwen3_5": DELTA_RULE,
     "Qwen3Next": {**DELTA_RULE, "num_experts": 0},
     "Qwen3_5Moe": {**DELTA_RULE, **SHARED_EXPERT},

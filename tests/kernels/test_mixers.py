@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from test_kernels import DTYPES, each_dtype, normal, run, same
 from torch import Tensor
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated, mamba2_chunk_scan
+from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5RMSNormGated,
@@ -88,16 +89,19 @@ def convolution(dtype, channels=75, width=4, bias=True, silu=True, gated=False) 
     )
 
 
-def recurrence(dtype, delta=True, heads=6, groups=2, key_dim=18, value_dim=70, limits=(0.0, float("inf"))) -> Mixer:
-    inputs = {"query": groups * key_dim, "key": groups * key_dim, "value": heads * value_dim, "step": heads}
+def recurrence(
+    dtype, delta=True, heads=6, groups=2, key_dim=18, value_dim=70, limits=(0.0, float("inf")), fine=False
+) -> Mixer:
+    steps = heads * key_dim if fine else heads
+    inputs = {"query": groups * key_dim, "key": groups * key_dim, "value": heads * value_dim, "step": steps}
     inputs |= {"weight": heads} if delta else {}
-    tensors = {"bias": normal(heads, seed=1), "rate": -normal(heads, seed=2).exp()}
+    tensors = {"bias": normal(steps, seed=1), "rate": -normal(heads, seed=2).exp()}
     tensors |= {} if delta else {"skip": normal(heads, seed=3)}
     state = heads * padded(value_dim * 2) // 2 * (-(-key_dim // 4) * 4) * 4
-    numbers = groups * key_dim + heads * (value_dim + (2 if delta else 1))
+    numbers = groups * key_dim + heads * (value_dim + (1 if delta else 0)) + steps
     constants = {
         "heads": heads, "groups": groups, "key_dim": key_dim, "value_dim": value_dim, "least": limits[0],
-        "most": limits[1], "scale": key_dim**-0.5 if delta else 1.0, "epsilon": 1e-6,
+        "most": limits[1], "scale": key_dim**-0.5 if delta else 1.0, "epsilon": 1e-6, "steps": steps,
     }  # fmt: skip
     sizes = StateSizes(padded(state), padded(numbers * dtype.itemsize))
     return Mixer("recur", inputs, heads * value_dim, sizes, constants, tensors, dtype)
@@ -115,9 +119,15 @@ def expected_recurrence(mixer: Mixer, x: dict[str, Tensor]) -> Tensor:
     at, rows = mixer.constants, len(x["step"])
     query, key = (x[name].float().view(1, rows, at["groups"], -1) for name in ("query", "key"))
     value, bias = x["value"].float().view(1, rows, at["heads"], -1), mixer.tensors["bias"]
-    if "weight" in x:
+    weights = x["weight"].float().sigmoid()[None] if "weight" in x else None
+    if at["steps"] > at["heads"]:
+        steps = F.softplus(x["step"].float() + bias).view(1, rows, at["heads"], -1)
+        decay = mixer.tensors["rate"][:, None] * steps
+        out, _ = recurrent_kimi_delta_attention(
+            query, key, value, decay, weights, None, False, use_qk_l2norm_in_kernel=True
+        )
+    elif weights is not None:
         decay = mixer.tensors["rate"] * F.softplus(x["step"].float() + bias)
-        weights = x["weight"].float().sigmoid()[None]
         out, _ = torch_recurrent_gated_delta_rule(query, key, value, decay[None], weights, use_qk_l2norm_in_kernel=True)
     else:
         out = mamba2_chunk_scan(
@@ -133,6 +143,7 @@ MIXERS = {
     "wide convolution": lambda dtype: convolution(dtype, 70, 7, bias=False, silu=False, gated=True),
     "delta rule": recurrence,
     "delta rule of whole blocks": lambda dtype: recurrence(dtype, heads=2, groups=2, key_dim=64, value_dim=64),
+    "delta rule of fine decays": lambda dtype: recurrence(dtype, heads=3, groups=3, fine=True),
     "scan": lambda dtype: recurrence(dtype, delta=False, limits=(0.3, 1.5)),
 }
 each_mixer = pytest.mark.parametrize("name", MIXERS)

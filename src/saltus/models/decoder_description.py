@@ -106,10 +106,10 @@ class LatentAttention:
     """Multi-head latent attention: keys and values are linear in a latent vector of each token (DeepSeek-AI 2024).
 
     A head's query and key have `nope_dim` dimensions, then `rope_dim` rotated ones; of keys the latter are shared by
-    all heads. `latent` gives the latent vector and these; `expand` each head's other key dimensions and its value. The
-    kernels multiply queries and outputs by these matrices, and attend to latent vectors, which alone are kept.
-    Queries may go through a latent vector, too: `query_latent`, with a norm. All their dimensions grow with the
-    position, as `Angles` says.
+    all heads; without angles nothing is rotated. `latent` gives the latent vector and these; `expand` each head's other
+    key dimensions and its value. The kernels multiply queries and outputs by these matrices, and attend to latent
+    vectors, which alone are kept. Queries may go through a latent vector, too: `query_latent`, with a norm. All their
+    dimensions grow with the position, as `Angles` says.
     """
 
     query: Weight
@@ -123,7 +123,7 @@ class LatentAttention:
     rope_dim: int
     value_dim: int
     scale: float
-    angles: Angles
+    angles: Angles | None
     rope_interleaved: bool
     query_latent: Weight | None = None
     query_norm: Norm | None = None
@@ -159,6 +159,29 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
+class KimiDeltaNet:
+    """The gated delta rule with a decay for each number of a key (Kimi Team 2025), each head with its own key.
+
+    Queries, keys and values have a linear layer each, and parts of one convolution, in this order; decays and the gate
+    of outputs, a sigmoid after a norm, two, one after the other.
+    """
+
+    query: Weight
+    key: Weight
+    value: Weight
+    decay: tuple[Weight, Weight]
+    gate: tuple[Weight, Weight]
+    weight: Weight  # of values, β
+    kernel: str  # the path of the convolution
+    decays: str  # of A_log and dt_bias
+    norm: str
+    output: Weight
+    heads: int
+    dim: int
+    epsilon: float
+
+
+@dataclass(frozen=True)
 class Mamba2:
     """A selective state space with one decay a head (Dao & Gu 2024); `inputs` gives gates, x, B, C and steps beside.
 
@@ -180,7 +203,7 @@ class Mamba2:
     scales: tuple[tuple[float, int], ...] = ()  # what so many of the inputs' outputs are multiplied by, in turn
 
 
-Mixer = Attention | LatentAttention | ShortConvolution | DeltaNet | Mamba2
+Mixer = Attention | LatentAttention | ShortConvolution | DeltaNet | KimiDeltaNet | Mamba2
 
 
 @dataclass(frozen=True)

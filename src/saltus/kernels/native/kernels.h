@@ -106,15 +106,18 @@ typedef struct {
 #define COLUMNS 32  // of a state that stand together
 typedef struct {
   const void *query, *key, *value;  // [rows, groups, key_dim], the same, [rows, heads, value_dim], by strides of rows
-  const void *step, *weight;        // [rows, heads]: before bias and softplus; before the sigmoid, NULL: Mamba-2
+  const void *step, *weight;        // [rows, steps]: before bias and softplus; [rows, heads] before the sigmoid, NULL: Mamba-2
   int64_t query_row, key_row, value_row, step_row, weight_row;
-  const float *bias, *rate, *skip;  // [heads]: of the step; of decay, −exp(A_log); D or NULL
+  const float *bias, *rate, *skip;  // [steps]: of the step; [heads]: of decay, −exp(A_log); D or NULL
   void *out;                        // [rows, heads, value_dim], dense
   int64_t heads, groups, key_dim, value_dim, state_place, node_place;
+  int64_t steps;          // heads; or heads · key_dim: a decay for each number of a key
   float least, most;      // step sizes
   float scale, epsilon;   // of queries; of the norms of queries and keys
   const RecurrentText *text;
 } Recurrence;
+enum { SELECTIVE, DELTA, FINE };  // recurrences: Mamba-2, the gated delta rule, and the same with fine decays
+static inline int is_fine(const Recurrence *a) { return a->steps != a->heads; }
 
 typedef struct {
   void *x;                    // [rows, size], dense, changed in place

@@ -74,10 +74,11 @@ class AttentionOps:
             x=vector.data_ptr(), other=rotated.data_ptr(), out=k.data_ptr(), runs=runs.data_ptr(),
             inputs=latent, others=rope, size=latent + rope, num_runs=len(runs),
         ))  # fmt: skip
-        growing = replace(layer.angles, growth=layer.growth, steps=layer.steps)
-        self._rotate(q[:, nope:], heads, rope, None, growing, layer.rope_interleaved)
-        if layer.growth:
-            self._rotate(q, heads, nope, None, replace(growing, zeros=nope))
+        if layer.angles is not None:
+            growing = replace(layer.angles, growth=layer.growth, steps=layer.steps)
+            self._rotate(q[:, nope:], heads, rope, None, growing, layer.rope_interleaved)
+            if layer.growth:
+                self._rotate(q, heads, nope, None, replace(growing, zeros=nope))
         queries, attended = ops.buffer("latent q", heads * (latent + rope)), ops.buffer("attended", heads * latent)
         to_keys, to_values = self._matrices_of_heads(layer)
         self._multiply_heads(q, to_keys, queries, rope)

@@ -49,9 +49,7 @@ class DecoderOps:
         self.angles: list[Angles] = []  # of rotations
         mixers = [mixer for layer in description.layers for mixer, _ in mixers_of(layer)]
         self.attention = AttentionKinds(mixers, same_everywhere)
-        self.states = StateSizes(
-            0, 0, tuple((each.kv_heads, each.dim) for each in mixers if isinstance(each, Attention))
-        )
+        self.states = StateSizes(0, 0, tuple(filter(None, map(_kept_sizes, mixers))))
         self.structs: list[Any] = []  # that operations point to
         self.list: list[tuple[int, Any, int, int]] = []
         if description.input_scale != 1:
@@ -270,3 +268,10 @@ class DecoderOps:
             calls.append(cache.begin_call(first, sequence.past_length, decided, sequence.parents, sequence.ends_text))
             first += sequence.num_rows
         return calls
+
+
+def _kept_sizes(mixer: Mixer) -> tuple[int, int] | None:
+    """Heads of keys and values that a layer keeps, and their size; None if it has none. Latent vectors are halved."""
+    if isinstance(mixer, LatentAttention):
+        return 1, -(-(mixer.latent_dim + mixer.rope_dim) // 2)
+    return (mixer.kv_heads, mixer.dim) if isinstance(mixer, Attention) else None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saltus.kernels import native
 from saltus.models.cpu.operations import Operations
-from saltus.models.decoder_description import DeltaNet, Mamba2, Norm, ShortConvolution, Weight
+from saltus.models.decoder_description import DeltaNet, KimiDeltaNet, Mamba2, Norm, ShortConvolution, Weight
 
 ALIGNMENT = 64  # bytes, of a layer's states
 KEY_UNIT = 4  # keys of a state are padded to multiples of it
@@ -23,10 +23,12 @@ class MixerOps:
 
     ops: Operations
 
-    def add(self, mixer: ShortConvolution | DeltaNet | Mamba2, norm: Norm | None) -> Tensor:
+    def add(self, mixer: ShortConvolution | DeltaNet | KimiDeltaNet | Mamba2, norm: Norm | None) -> Tensor:
         """What the output layer of a mixer multiplies, [rows, size]."""
         if isinstance(mixer, ShortConvolution):
             return self._short_convolution(mixer, norm)
+        if isinstance(mixer, KimiDeltaNet):
+            return self._kimi_delta_net(mixer, norm)
         return self._delta_net(mixer, norm) if isinstance(mixer, DeltaNet) else self._mamba(mixer, norm)
 
     def _short_convolution(self, mixer: ShortConvolution, norm: Norm | None) -> Tensor:
@@ -54,6 +56,27 @@ class MixerOps:
         self.gate(out, gate, mixer.value_dim, f"{mixer.path}.norm", epsilon=mixer.epsilon)
         return out
 
+    def _kimi_delta_net(self, mixer: KimiDeltaNet, norm: Norm | None) -> Tensor:
+        heads, dim, size = mixer.heads, mixer.dim, mixer.heads * mixer.dim
+        projections = [mixer.query, mixer.key, mixer.value]
+        given = self._inputs((*projections, mixer.weight), (size, size, size, heads), norm)
+        low = self._inputs((mixer.decay[0], mixer.gate[0]), (dim, dim), norm, "low")
+        decay, gate = (
+            self._inputs((weight,), (size,), None, name, x)[0]
+            for name, weight, x in zip(("decay", "gate"), (mixer.decay[1], mixer.gate[1]), low, strict=True)
+        )
+        query, key, value = (
+            self._convolve(mixer.kernel, x, silu=True, first=number * size)
+            for number, x in enumerate(given[:3])
+        )  # fmt: skip
+        out = self._recur(
+            mixer.decays, query, key, value, decay, given[3], heads=heads, groups=heads, key_dim=dim, value_dim=dim,
+            scale=dim**-0.5, epsilon=1e-6, most=float("inf"),
+        )  # fmt: skip
+        sigmoid = native.ACTIVATION_NUMBERS["sigmoid"]
+        self.gate(out, gate, dim, mixer.norm, epsilon=mixer.epsilon, activation=sigmoid)
+        return out
+
     def _mamba(self, mixer: Mamba2, norm: Norm | None) -> Tensor:
         size, keys = mixer.heads * mixer.head_dim, mixer.groups * mixer.state
         (inputs,) = self._inputs((mixer.inputs,), (2 * size + 2 * keys + mixer.heads,), norm)
@@ -73,12 +96,22 @@ class MixerOps:
         self.gate(out, gate, size // mixer.norm_groups, path, **settings)
         return out
 
-    def _inputs(self, weights: Sequence[Weight], widths: Sequence[int], norm: Norm | None) -> list[Tensor]:
-        """The products of the hidden states with some weights. Errors: AssertionError for other widths than these."""
+    def _inputs(
+        self,
+        weights: Sequence[Weight],
+        widths: Sequence[int],
+        norm: Norm | None,
+        name: str = "input",
+        x: Tensor | None = None,
+    ) -> list[Tensor]:
+        """The products of x, or the hidden states, with some weights.
+
+        Errors: AssertionError for other widths than these.
+        """
         found = [len(self.ops.weights.matrix(weight).weight) for weight in weights]
         assert found == list(widths), "layers of other sizes than their configuration's"
-        out = [self.ops.buffer(f"input {number}", width) for number, width in enumerate(widths)]
-        self.ops.product(self.ops.hidden, list(zip(weights, out, strict=True)), norm)
+        out = [self.ops.buffer(f"{name} {number}", width) for number, width in enumerate(widths)]
+        self.ops.product(self.ops.hidden if x is None else x, list(zip(weights, out, strict=True)), norm)
         return out
 
     def _ungrouped(self, x: Tensor, groups: int, sizes: Sequence[int]) -> Tensor:
@@ -96,19 +129,21 @@ class MixerOps:
         self.ops.op(native.REARRANGE, struct)
         return out
 
-    def _convolve(self, path: str, x: Tensor, silu: bool, **gates: Tensor) -> Tensor:
-        """A convolution of each column over the tokens."""
-        module = self.ops.weights.module(path)
+    def _convolve(self, path: str, x: Tensor, silu: bool, first: int | None = None, **gates: Tensor) -> Tensor:
+        """A convolution of each column over the tokens; with `first` by the kernel's channels from there on."""
+        module, own = self.ops.weights.module(path), slice(None)
         channels, _, width = module.weight.shape
+        if first is not None:
+            own, channels = slice(first, first + x.shape[1]), x.shape[1]
         assert x.shape[1] == channels and 1 < width <= native.MAX_CONVOLUTION_WIDTH
         assert all(each.shape == x.shape for each in gates.values())
-        out = self.ops.buffer("convolved", channels)
+        out = self.ops.buffer(f"convolved from {first}", channels)
         bytes_of_row = channels * x.element_size()
         inputs = {"x": x, **gates}
         pointers: dict[str, Any] = {name: each.data_ptr() for name, each in inputs.items()}
         pointers |= {f"{name}_row": each.stride(0) for name, each in inputs.items()}
-        pointers["weight"] = self._kept(module.weight.detach()[:, 0].T.contiguous())
-        pointers["bias"] = None if module.bias is None else module.bias.data_ptr()
+        pointers["weight"] = self._kept(module.weight.detach()[own, 0].to(x.dtype).T.contiguous())
+        pointers["bias"] = None if module.bias is None else module.bias[own].data_ptr()
         struct = native.Convolution(
             **pointers, **self._places((width - 1) * bytes_of_row, bytes_of_row), out=out.data_ptr(),
             channels=channels, width=width, silu=silu,
@@ -122,11 +157,12 @@ class MixerOps:
     ) -> Tensor:  # fmt: skip
         """A recurrence over a state of each head, [key_dim, value_dim]; see mixers.inc."""
         heads, groups, key_dim, value_dim = (settings[name] for name in ("heads", "groups", "key_dim", "value_dim"))
-        assert heads % groups == 0 and step.shape[1] == heads
+        steps = step.shape[1]  # of each head, or of each number of its key
+        assert heads % groups == 0 and steps in (heads, heads * key_dim)
         assert query.shape[1] == key.shape[1] == groups * key_dim and value.shape[1] == heads * value_dim
         inputs = {"query": query, "key": key, "value": value, "step": step}
         inputs |= {} if weight is None else {"weight": weight}
-        tensor = {name: self._vector(f"{path}.{name}", heads) for name in ("A_log", "dt_bias")}
+        tensor = {name: self._vector(f"{path}.{name}", size) for name, size in (("A_log", heads), ("dt_bias", steps))}
         pointers = {name: each.data_ptr() for name, each in inputs.items()}
         pointers |= {f"{name}_row": each.stride(0) for name, each in inputs.items()}
         pointers |= {"bias": self._kept(tensor["dt_bias"]), "rate": self._kept(-tensor["A_log"].exp())}
@@ -137,7 +173,9 @@ class MixerOps:
         state = 4 * heads * (-(-key_dim // KEY_UNIT) * KEY_UNIT) * columns
         kept = [each for name, each in inputs.items() if name != "query"]
         node = sum(each.shape[1] for each in kept) * value.element_size()
-        struct = native.Recurrence(**pointers, **self._places(state, node), **settings, out=out.data_ptr())
+        struct = native.Recurrence(
+            **pointers, **self._places(state, node), **settings, out=out.data_ptr(), steps=steps
+        )  # fmt: skip
         self.ops.op(native.RECUR, struct)
         return out
 
@@ -160,7 +198,7 @@ class MixerOps:
         self.ops.op(native.GATE_OUTPUTS, struct)
 
     def _vector(self, path: str, size: int) -> Tensor:
-        return self.ops.weights.floats(self.ops.weights.tensor(path), size)
+        return self.ops.weights.floats(self.ops.weights.tensor(path).flatten(), size)
 
     def _kept(self, x: Tensor) -> int:
         """Where a tensor's memory is, which the decoder keeps alive."""
