@@ -5,8 +5,9 @@ float64 the places differ by far less than float32 can show. Of numbers in bfloa
 rounds to bfloat16 it cuts off: here the numbers are multiplied, and rounded to the nearest ones.
 
 It also replaces the functions of `triton.language` at each launch, and whenever a kernel calls a function, which takes
-longer than most of these do: here once for all, by functions that follow plans (triton_plans.py). And for each result
-it wraps the sizes of its shape anew, and checks them: here once for each shape.
+longer than most of these do: here once for all, by functions that follow plans (triton_plans.py). For each result it
+wraps the sizes of its shape anew, and checks them: here once for each shape. And at each launch it looks at a kernel's
+signature several times, and copies memory: here it does so once, and not at all.
 """
 
 import inspect
@@ -30,6 +31,7 @@ def install() -> None:
     _round_to_bfloat16(interpreter)
     _replace_functions_once(interpreter)
     _know_shapes(interpreter)
+    _launch_where_arguments_are(interpreter)
 
 
 def _multiply_in_float64(interpreter: Any) -> None:
@@ -131,3 +133,39 @@ def _know_shapes(interpreter: Any) -> None:
 
     core.tensor.__init__, core.block_type.__init__ = make_tensor, make_block
     core._unwrap_if_constexpr, handle.__init__ = unwrapped, make_handle
+
+
+def _launch_where_arguments_are(interpreter: Any) -> None:
+    """All are on the CPU: none is copied there and back."""
+    executor = interpreter.GridExecutor
+    prepare = executor.__init__
+
+    @cache
+    def parameters(function: Any) -> tuple[list[str], dict[str, Any], list[str]]:
+        """The names of a kernel's parameters, their defaults, and the names of those that are constants."""
+        kernel, signature = object.__new__(executor), inspect.signature(function).parameters
+        prepare(kernel, function, list(signature), None)
+        defaults = {name: each.default for name, each in signature.items() if each.default is not each.empty}
+        return list(signature), defaults, kernel.constexprs
+
+    def make(self: Any, function: Any, names: list[str], grid: Any, hooks: Any = ()) -> None:
+        self.fn, self.grid = function, grid
+
+    def launch(self: Any, *args: Any, **named: Any) -> None:
+        names, defaults, constants = parameters(self.fn)
+        given = defaults | dict(zip(names[: len(args)], args, strict=True))
+        given |= {name: value for name, value in named.items() if name in names}
+        for name in given.keys() - constants:
+            given[name] = interpreter._implicit_cvt(given[name])
+        grid = (*(self.grid(given) if callable(self.grid) else self.grid), 1, 1)[:3]
+        interpreter._patch_lang(self.fn)
+        builder = interpreter.interpreter_builder
+        builder.set_grid_dim(*grid)
+        try:
+            for at in np.ndindex(grid):
+                builder.set_grid_idx(*at)
+                self.fn(**given)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    executor.__init__, executor.__call__ = make, launch

@@ -219,6 +219,10 @@ def expression(
         of_bits = left.data.dtype == right.data.dtype == np.bool_
         if (not of_bits or args[2] in OF_BITS) and args[2](left.data, right.data).dtype == out.data.dtype:
             return f"Handle({given(args[2])}({args[0]}.data, {args[1]}.data), {kind})"
+    elif method == "ternary_op" and args[3](*(each.data for each in handles)).dtype == out.data.dtype:
+        return f"Handle({given(args[3])}({', '.join(f'{each}.data' for each in args[:3])}), {kind})"
+    elif method == "unary_op":
+        return f"Handle({given(args[1])}({args[0]}.data), {kind})"
     elif method == "cast_impl" and bfloat16 not in (handles[0].dtype.scalar, args[1].scalar):
         return f"Handle({args[0]}.data.astype({given(out.data.dtype)}), {kind})"
     elif method == "create_addptr":
