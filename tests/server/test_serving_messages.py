@@ -390,3 +390,4 @@ def test_arguments_that_python_or_utf_8_do_not_take():
     json.dumps(found, allow_nan=False, ensure_ascii=False).encode()
     assert (found["d"], found["c"]) == (0.1, "?")
     assert _read_arguments('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}") == {}
+    assert _read_arguments('{"a": NaN}') == {}

@@ -11,6 +11,7 @@ from typing import Any
 from saltus.engine.engine import TextRequest
 from saltus.engine.reasoning import Reasoning, ReasoningCounter
 from saltus.engine.tool_calls import ToolCall
+from saltus.engine.tool_formats.json_calls import refuse_constant
 from saltus.engine.tool_messages import finite
 from saltus.server.answers import Answer, Backend, Choice
 from saltus.server.errors import ApiError
@@ -168,7 +169,7 @@ class MessageAnswer(Answer):
 def _read_arguments(written: str) -> dict[str, Any]:
     """The arguments of a call as an object, which can be written as JSON in UTF-8 again."""
     try:
-        given = json.loads(written, parse_float=finite, parse_int=_integer)
+        given = json.loads(written, parse_float=finite, parse_int=_integer, parse_constant=refuse_constant)
     except (ValueError, RecursionError):  # the calls of all forms are objects, but may be nested too deeply for Python
         return {}
     return json.loads(json.dumps(given, ensure_ascii=False).encode(errors="replace"))
