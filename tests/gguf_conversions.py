@@ -31,7 +31,13 @@ def convert(architecture: str, config: Any, name: str, values: np.ndarray) -> Co
     whole = name if name.endswith(("weight", "bias")) else f"{name}.weight"
     for ours, theirs in RENAMED.items():
         whole = whole.replace(ours, theirs)
-    shape = values.shape
+    whole, shape = whole.replace(".forget_gate.", "."), values.shape
+    if architecture == "kimi-linear" and name.endswith("conv1d.weight"):
+        names = [whole.replace("conv1d", f"{each}_conv1d") for each in "qkv"]
+        by_part = values.reshape(3, 1, -1, 1, shape[-1])
+        return Conversion(names, [*by_part], lambda made: np.concatenate(made, 1).reshape(shape))
+    if architecture == "kimi-linear" and name.endswith("A_log"):
+        return Conversion([whole.removesuffix(".weight")], [-np.exp(values)], lambda made: np.log(-made[0]))
     if name.endswith(("A_log", ".D", "conv1d.weight", "conv.conv.weight", "mamba.norm.weight", "mixer.norm.weight")):
         return _state(architecture, config, name, whole, values)
     if ".experts.gate_up_proj" in name:

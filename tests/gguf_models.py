@@ -171,6 +171,11 @@ CASES = {
     "mistral4": Case("mistral4", "mistral4", LATENT | DEEPSEEK_EXPERTS | {
         "q_lora_rank": 64, "rope_parameters": YARN | {
             "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.25}}),
+    "kimi-linear": Case("kimi_linear", "kimi-linear", LATENT | {
+        "num_hidden_layers": 3, "layer_types": MIXED, "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "q_lora_rank": None, "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
+        "num_shared_experts": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "linear_num_heads": 4,
+        "linear_head_dim": 32}),
     "lfm2": Case("lfm2", "lfm2", {
         "num_hidden_layers": 3, "layer_types": ["conv", FULL, "conv"], "block_auto_adjust_ff_dim": False}, tied=True),
     "qwen3next": Case("qwen3_next", "qwen3next", DELTA_NET | EXPERTS | {
@@ -227,7 +232,7 @@ def tiny(case: Case) -> Any:
     rope = {"rope_theta": 10000.0 if case.name in MORE_IN_NORMS else 5000.0, "rope_type": "default"}
     if case.model_type == "glm4":
         rope["partial_rotary_factor"] = 0.5
-    rope = {} if case.name in ("gemma4", "mamba2", *NEMOTRONS) else {"rope_parameters": rope}
+    rope = {} if case.name in ("gemma4", "mamba2", "kimi-linear", *NEMOTRONS) else {"rope_parameters": rope}
     settings = SIZES | {"tie_word_embeddings": case.tied} | rope | case.settings
     config = AutoConfig.for_model(case.model_type, **settings)
     list_causal_class(config)
@@ -373,7 +378,7 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
     if "head_dim" in case.settings:
         out.add_key_length(config.head_dim)
         out.add_value_length(config.head_dim)
-    if case.name not in ("gemma", "gemma2", *NEMOTRONS):
+    if case.name not in ("gemma", "gemma2", "kimi-linear", *NEMOTRONS):
         _add_rope(out, config.rope_parameters)
     if window := getattr(config, "sliding_window", None):
         out.add_sliding_window(window)

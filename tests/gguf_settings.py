@@ -12,6 +12,8 @@ def heads_of_keys(config: Any, name: str) -> int | list[int]:
     """One number, or one for each layer where some have no attention."""
     if name in ("deepseek2", "mistral4"):
         return 1
+    if name == "kimi-linear":
+        return [int(kind == "full_attention") for kind in config.layer_types]
     if name in ("lfm2", "lfm2moe", "granitehybrid", "nemotron_h", "nemotron_h_moe"):
         return [config.num_key_value_heads * (kind == "full_attention") for kind in config.layer_types]
     return config.num_key_value_heads
@@ -65,11 +67,17 @@ def add_experts(out: gguf.GGUFWriter, config: Any, name: str) -> None:
         out.add_expert_group_used_count(config.topk_group)
         is_softmax = config.model_type in ("deepseek_v2", "mistral4")
         out.add_expert_gating_func(ExpertGatingFuncType.SOFTMAX if is_softmax else ExpertGatingFuncType.SIGMOID)
+    if name == "kimi-linear":
+        out.add_leading_dense_block_count(config.mlp_layer_types.count("dense"))
+        out.add_expert_shared_count(config.num_shared_experts)
+        out.add_expert_weights_scale(config.routed_scaling_factor)
+        out.add_expert_group_count(config.n_group)
+        out.add_expert_group_used_count(config.topk_group)
     if name in ("exaone-moe", "nemotron_h_moe"):
         out.add_expert_shared_count(getattr(config, "num_shared_experts", 1))
         out.add_expert_weights_scale(config.routed_scaling_factor)
         out.add_expert_weights_norm(config.norm_topk_prob)
-    if name in ("deepseek2", "mistral4"):
+    if name in ("deepseek2", "mistral4", "kimi-linear"):
         rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
         if config.q_lora_rank:
             out.add_q_lora_rank(config.q_lora_rank)
@@ -79,9 +87,10 @@ def add_experts(out: gguf.GGUFWriter, config: Any, name: str) -> None:
             (out.add_key_length_mla, config.qk_nope_head_dim + rope), (out.add_value_length_mla, config.v_head_dim),
         ):  # fmt: skip
             add(size)
-        if scale := config.rope_parameters.get("mscale_all_dim"):
+        scaling = getattr(config, "rope_parameters", None) or {}
+        if scale := scaling.get("mscale_all_dim"):
             out.add_rope_scaling_yarn_log_mul(0.1 * scale)
-        if growth := config.rope_parameters.get("llama_4_scaling_beta"):
+        if growth := scaling.get("llama_4_scaling_beta"):
             out.add_attn_temperature_scale(growth)
 
 
@@ -96,6 +105,9 @@ def add_states(out: gguf.GGUFWriter, config: Any, name: str) -> None:
             heads * config.linear_value_head_dim,
         )  # fmt: skip
         out.add_full_attention_interval(4)
+    if name == "kimi-linear":
+        out.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        out.add_kda_head_dim(config.linear_head_dim)
     if name == "mamba2":
         heads = config.num_heads
         _add_sizes(out, config.conv_kernel, config.state_size, config.n_groups, heads, heads * config.head_dim)

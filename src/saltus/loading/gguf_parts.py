@@ -101,7 +101,7 @@ def read_weight(
                 " one with --weights bf16"
             )
     numbers = [_numbers(each, part).numpy() for each, part in zip(rows, parts, strict=True)]
-    joined = torch.from_numpy(_joined(numbers, -1 if is_bias(name) else -2, alternating))
+    joined = torch.from_numpy(_joined(numbers, -1 if is_bias(name) else _axis_of_outputs(parts[0]), alternating))
     if is_stack_transposed and joined.ndim == 3:
         joined = joined.transpose(1, 2)
     return joined.reshape(shape)
@@ -130,6 +130,11 @@ def _rows(content: np.ndarray, part: GgufTensor) -> np.ndarray:
 
 def _selected(rows: np.ndarray, part: GgufTensor) -> np.ndarray:
     return np.concatenate([rows[start:stop] for start, stop in part.rows]) if part.rows else rows
+
+
+def _axis_of_outputs(part: GgufTensor) -> int:
+    """Kernels of convolutions are [.., outputs, 1, width], other weights [.., outputs, inputs]."""
+    return -3 if len(part.shape) > 2 and part.shape[-2] == 1 else -2
 
 
 def _joined(arrays: Sequence[np.ndarray], axis: int, alternating: bool) -> np.ndarray:

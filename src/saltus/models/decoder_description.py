@@ -409,10 +409,13 @@ def mlp_of(layer: Layer) -> MLP | None:
     return layer.mlp.shared if isinstance(layer.mlp, Experts) else layer.mlp
 
 
-def router_weights(layer: Layer) -> list[str]:
-    """Parameters of a router, which are taken in the model's dtype or in float32, as Transformers keeps some."""
-    experts = experts_of(layer)
-    if experts is None:
-        return []
-    named = experts.selection_bias, experts.expert_scale, experts.router_scale
-    return [f"{experts.router}.weight", f"{experts.router}.bias", *filter(None, named)]
+def weights_perhaps_in_float32(description: DecoderDescription) -> tuple[str, ...]:
+    """How parameters end that may be in float32 beside the model's dtype, as Transformers keeps some.
+
+    They are those of routers, and the constants of recurrences.
+    """
+    found = [".A_log", ".dt_bias", ".D"]
+    for experts in filter(None, map(experts_of, description.layers)):
+        named = experts.selection_bias, experts.expert_scale, experts.router_scale
+        found += [f"{experts.router}.weight", f"{experts.router}.bias", *filter(None, named)]
+    return tuple(found)

@@ -20,7 +20,7 @@ from saltus.models.cpu.decoder_weights import Resolver, linear_struct
 from saltus.models.cpu.hybrid_kv_cache import HybridKVCache, RecurrentCall
 from saltus.models.cpu.kv_cache import KVCache
 from saltus.models.cpu.prepared_call import PreparedCall, PreparedRows
-from saltus.models.decoder_description import Angles, router_weights
+from saltus.models.decoder_description import Angles, weights_perhaps_in_float32
 from saltus.models.decoder_of import decoder_of
 from saltus.models.gated_lora import Adapter, Gate
 from saltus.models.packed_decoder import PackedDecoder, check_widths
@@ -37,11 +37,11 @@ def supports_native_decoder(model: Any) -> bool:
     description = describe_decoder(model)
     if description is None or not (isinstance(model, PackedDecoder) or is_unmodified_decoder(model)):
         return False
-    routers = tuple(path for layer in description.layers for path in router_weights(layer))
+    in_float32 = weights_perhaps_in_float32(description)
     return native.kernel("linear", model.dtype, model.device) is not None and all(
         _is_dense(weight)
         and weight.device.type == "cpu"
-        and (weight.dtype == model.dtype or (weight.dtype == torch.float32 and name.endswith(routers)))
+        and (weight.dtype == model.dtype or (weight.dtype == torch.float32 and name.endswith(in_float32)))
         for name, weight in model.named_parameters()
     )
 

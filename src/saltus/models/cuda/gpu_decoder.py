@@ -34,7 +34,7 @@ from saltus.models.decoder_description import (
     experts_of,
     mixers_of,
     mlp_of,
-    router_weights,
+    weights_perhaps_in_float32,
 )
 from saltus.models.decoder_of import decoder_of
 from saltus.models.packed_decoder import PackedDecoder
@@ -43,7 +43,6 @@ KERNEL_DTYPES = {torch.bfloat16, torch.float16}
 DEPTH_MULTIPLE = 64  # of the sizes that products sum over
 MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 512
 DIM_MULTIPLE = 16  # of heads' sizes
-RECURRENT_CONSTANTS = ".A_log", ".dt_bias", ".D"  # which Transformers may keep in float32
 FIRST_ANGLES = 8192  # positions of the table of angles, at first
 
 
@@ -111,11 +110,10 @@ def fits_described(model: Any, description: DecoderDescription) -> bool:
     summed = [base.get_submodule(path).weight.shape[-1] for path in {*routers, *(each.path for each in matrices)}]
     dims = {each.dim for each in attention}
     vectors = {size for each in latent for size in (each.latent_dim, each.nope_dim, each.rope_dim)}
-    in_float32 = (*(path for layer in layers for path in router_weights(layer)), *RECURRENT_CONSTANTS)
     return (
         _are_known_sizes(dims, summed)
         and all(size % DIM_MULTIPLE == 0 for size in vectors)
-        and _have_dtype(model, in_float32)
+        and _have_dtype(model, weights_perhaps_in_float32(description))
     )
 
 
