@@ -112,6 +112,7 @@ def _measures(own: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[st
         "decode_tokens_per_second": (tokens - len(own)) / (seconds - prefill),
         "speedup": tokens / seconds / plain_speed,
         "decode_speedup": (tokens - len(own)) / (seconds - prefill) / plain_decode,
+        "decode_tokens_per_call": (tokens - len(own)) / max(calls - len(own), 1) if told else None,
         "ms_per_call": 1000 * (seconds - prefill) / max(calls - len(own), 1) if told else None,
         "nodes_per_call": sum(c["nodes"] for r in own for c in r["calls"]) / calls if told else None,
     }  # fmt: skip

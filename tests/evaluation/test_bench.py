@@ -290,6 +290,8 @@ def test_a_known_ratio_is_found():
     assert told["decode_speedup"] == pytest.approx(1.5)
     assert told["ci95"]["speedup"] == pytest.approx([1.5, 1.5])
     assert told["ms_per_call"] * (told["calls"] - told["texts"]) == pytest.approx(1000 * told["seconds"])
+    speed = 1000 * told["decode_tokens_per_call"] / told["ms_per_call"]  # as the figure of calls draws it
+    assert speed == pytest.approx(told["decode_tokens_per_second"])
     assert told["by_category"]["x"]["speedup"] == pytest.approx(1.5)
     assert told["by_category"]["x"]["texts"] + told["by_category"]["y"]["texts"] == told["texts"] == 40
 

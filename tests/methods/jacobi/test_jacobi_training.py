@@ -71,7 +71,7 @@ def make_task(model, noise: BlockNoise = NOISES[0], *, gated: bool = True, **set
 
 def test_a_window_that_no_text_fills_is_refused_with_the_largest_that_one_does():
     with pytest.raises(
-        ValueError, match=r"window is 99 blocks, but the longest text has (\d+) of 4 tokens; set window=\1,"
+        ValueError, match=r"window is 99 blocks, but the longest text has (\d+) of 4 tokens; take --set window=\1,"
     ):
         make_task(tiny("Llama"), BlockNoise("linear", "noisy", 99))
 

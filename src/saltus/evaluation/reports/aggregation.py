@@ -22,12 +22,17 @@ RATES = {  # numerator and denominator, both sums over texts
     "tokens_per_call": ("tokens", "calls"),
     "tokens_per_second": ("tokens", "seconds"),
     "decode_tokens_per_second": ("later_tokens", "later_seconds"),
+    "decode_tokens_per_call": ("later_tokens", "later_calls"),
     "ms_per_call": ("later_seconds", "later_calls"),
     "nodes_per_call": ("nodes", "calls"),
     "accuracy": ("score", "scored"),
 }
 RATIOS_TO_BASELINE = {"speedup": "tokens_per_second", "decode_speedup": "decode_tokens_per_second"}  # to plain's
-RATES_WITH_INTERVALS = ("tokens_per_call", "tokens_per_second", "speedup", "decode_speedup", "ms_per_call", "accuracy")
+RATES_OF_CALLS = ("tokens_per_call", "decode_tokens_per_call", "ms_per_call", "nodes_per_call")
+RATES_WITH_INTERVALS = (
+    "tokens_per_call", "decode_tokens_per_call", "tokens_per_second", "speedup", "decode_speedup", "ms_per_call",
+    "accuracy",
+)  # fmt: skip
 SERVER_NOTE = (
     "Servers were asked to read each prompt anew, by the fields cache_prompt and cache_salt;"
     " one that knows neither may reuse its prefix cache, and then has a shorter prefill."
@@ -110,7 +115,7 @@ def _rates_with_intervals(sums: Sums, plain: Sums, calls_known: bool) -> dict[st
     alone = (sums["texts"] > 0).sum() < 2
     weights = _resample_counts(len(sums["texts"]))
     point, spread = _rates(sums, plain, np.ones((1, len(sums["texts"])))), _rates(sums, plain, weights)
-    unknown = set() if calls_known else {"tokens_per_call", "ms_per_call", "nodes_per_call"}
+    unknown = () if calls_known else RATES_OF_CALLS
     known = {name: None if name in unknown else _finite_or_none(values[0]) for name, values in point.items()}
     return {
         "texts": int(sums["texts"].sum()),

@@ -187,7 +187,7 @@ def _draw_problem_notes(figure: Any, results: Mapping[str, Any], height: float |
 
 def _plot_calls(results: Mapping[str, Any]) -> Any:
     """Tokens per call against the cost of a call, with lines of equal speed."""
-    shown = {system: row for system, row in results["methods"].items() if row["tokens_per_call"] and row["ms_per_call"]}
+    shown = {system: row for system, row in results["methods"].items() if row["decode_tokens_per_call"]}
     if not shown:
         return None
     paint = assign_colours(results["methods"])
@@ -201,10 +201,10 @@ def _plot_calls(results: Mapping[str, Any]) -> Any:
         figure.text(14 / NARROW_WIDTH, 7 / 450, f"not reported by {names}", size=8.5, color=MUTED)
     bars = []
     for system, row in shown.items():
-        x, y, colour = row["ms_per_call"], row["tokens_per_call"], paint[system]
+        x, y, colour = row["ms_per_call"], row["decode_tokens_per_call"], paint[system]
         for name, line in (
             ("ms_per_call", lambda b, y=y: (b, [y, y])),
-            ("tokens_per_call", lambda b, x=x: ([x, x], b)),
+            ("decode_tokens_per_call", lambda b, x=x: ([x, x], b)),
         ):
             if bounds := row["ci95"].get(name):
                 bars += axes.plot(*line(bounds), color=colour.light, lw=2, alpha=0.5, solid_capstyle="round", zorder=3)
@@ -215,7 +215,7 @@ def _plot_calls(results: Mapping[str, Any]) -> Any:
     low, high = axes.get_ylim()
     axes.set_ylim(max(0, low - 0.12 * (high - low)), high + 0.14 * max(high - low, 0.2))
     bars += _draw_equal_speed_lines(axes, shown.get("plain"))
-    points = {system: [(row["ms_per_call"], row["tokens_per_call"])] for system, row in shown.items()}
+    points = {system: [(row["ms_per_call"], row["decode_tokens_per_call"])] for system, row in shown.items()}
     place_labels(axes, points, {system: paint[system].light for system in shown}, bars)
     axes.set_xlabel("milliseconds per call", loc="right")
     axes.set_ylabel("tokens per call")
@@ -228,7 +228,7 @@ def _draw_equal_speed_lines(axes: Any, plain: Mapping[str, Any] | None) -> list[
 
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
     slowest, fastest = 1000 * low / right, 1000 * high / max(left, 1e-9)
-    plain_speed = 1000 * plain["tokens_per_call"] / plain["ms_per_call"] if plain else None
+    plain_speed = 1000 * plain["decode_tokens_per_call"] / plain["ms_per_call"] if plain else None
     reach = 1000 * high / right  # the ray that leaves through the corner
     rounded = MaxNLocator(7, steps=[1, 2, 2.5, 5, 10]).tick_values(slowest, min(fastest, 3.2 * reach))
     speeds = [speed for speed in rounded if slowest < speed < fastest]

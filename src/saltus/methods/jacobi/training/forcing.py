@@ -87,7 +87,7 @@ class JacobiTrainingTask(TrainingTask):
         if self.noise.window > blocks:
             raise ValueError(
                 f"the noise's window is {self.noise.window} blocks, but the longest text has {blocks} of"
-                f" {texts[0].block_size} tokens; set window={blocks}, or collect longer texts"
+                f" {texts[0].block_size} tokens; take --set window={blocks}, or collect longer texts"
             )
         prompts = [trajectory.prompt for trajectory in texts]
         held_out = select_validation(prompts, self.window_settings.validation_fraction, self.window_settings.seed)
