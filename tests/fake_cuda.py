@@ -26,6 +26,7 @@ CUDA, aten = torch.device("cuda", 0), torch.ops.aten
 INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
 MAY_MIX = {aten.copy_.default, aten._to_copy.default, *INDEXED}
 WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default}
+LEAVES = int, float, str, torch.dtype, torch.device
 STATE = SimpleNamespace(capturing=False, launches=True, graphs=0, in_graph=0, operations=0)
 
 
@@ -53,6 +54,8 @@ def mapped(function: Any, x: Any) -> Any:
     """The same structure of lists, tuples, dictionaries and dataclasses, with the function applied to each tensor."""
     if isinstance(x, Tensor):
         return function(x)
+    if x is None or isinstance(x, LEAVES):
+        return x
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         fields = [each.name for each in dataclasses.fields(x) if each.init]
         return dataclasses.replace(x, **{name: mapped(function, getattr(x, name)) for name in fields})
@@ -204,6 +207,8 @@ class FakeCuda(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        if name == "__get__":  # of an attribute, as most calls
+            return func(*args)
         if func is Tensor.cpu or func is Tensor.cuda:
             return moved(args[0], name)
         if func is Tensor.to:
