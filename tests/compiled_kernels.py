@@ -230,17 +230,19 @@ def decode_described() -> None:
 
 def decode_recurrently() -> None:
     """Calls of decoders whose layers keep a state: the gated delta rule beside attention, Mamba-2, convolutions."""
-    from transformers import BambaConfig, Lfm2Config, Lfm3Config, Qwen3_5TextConfig
+    from transformers import BambaConfig, KimiLinearConfig, Lfm2Config, Lfm3Config, Qwen3_5TextConfig
 
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 1, "vocab_size": 300, "head_dim": 64, "pad_token_id": 0}  # fmt: skip
     kinds = {"layer_types": ["linear_attention", "full_attention"]}
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    kimi = {"linear_num_heads": 2, "linear_head_dim": 128, "num_local_experts": 8, "moe_intermediate_size": 128,
+            "num_shared_experts": 1, "eos_token_id": 1, "bos_token_id": 2}  # fmt: skip
     mamba = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 128, "attn_layer_indices": [1]}
     for config in (
         Qwen3_5TextConfig(**sizes, **kinds, **heads), BambaConfig(**sizes, **mamba),
         Lfm2Config(**sizes, layer_types=["conv", "full_attention"]),
-        Lfm3Config(**sizes, layer_types=["conv", "full_attention"]),
+        Lfm3Config(**sizes, layer_types=["conv", "full_attention"]), KimiLinearConfig(**sizes | kimi, **kinds),
     ):  # fmt: skip
         run(described(config), 1)
 

@@ -28,7 +28,10 @@ SIZES = {
 STATES = {
     "Qwen3_5": {"linear_value_head_dim": 16}, "Qwen3Next": {"linear_value_head_dim": 16},
     "Qwen3_5Moe": {"linear_value_head_dim": 16, "shared_expert_intermediate_size": 64}, "Lfm2": {}, "Lfm2Moe": {},
-    "Lfm3": {},
+    "Lfm3": {}, "KimiLinear": {
+        "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32, "linear_num_heads": 2,
+        "linear_head_dim": 64, "moe_intermediate_size": 64,
+    },
     "NemotronH": {"mamba_num_heads": 4, "use_bias": False},
     "NemotronH with experts": {"mamba_num_heads": 4, "moe_shared_expert_intermediate_size": 64},
     "FalconH1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128},
@@ -73,7 +76,7 @@ def test_layers_are_those_of_transformers(name):
         assert (row - expected).norm() < BOUND * expected.norm(), path
 
 
-@pytest.mark.parametrize("name", ["Qwen3_5", "Lfm2", "Lfm3", "Bamba"])
+@pytest.mark.parametrize("name", ["Qwen3_5", "Lfm2", "Lfm3", "Bamba", "KimiLinear"])
 def test_a_token_has_the_same_bits_as_text_as_a_node_and_in_a_batch(name):
     network, tokens = decoded(name)[0], text(18)
     kv_cache, other = network.new_kv_cache(), network.new_kv_cache()

@@ -108,8 +108,7 @@ def _is_known_latent_attention(a: LatentAttention, base: Any) -> bool:
         and _is_known_norm(a.latent_norm, base)
         and _is_known_norm(a.query_norm, base)
         and (a.query_norm is None) == (a.query_latent is None)
-        and a.angles is not None
-        and _rotated_dims(a.angles, base) == a.rope_dim
+        and (a.angles is None or _rotated_dims(a.angles, base) == a.rope_dim)
     )
 
 
@@ -130,11 +129,12 @@ def _rotated_dims(angles: Angles, base: Any) -> int:
 
 def kinds_of_angles(a: Attention | LatentAttention) -> list[tuple[Angles, bool]]:
     """Those of queries and of keys, and whether pairs of dimensions lie beside each other; none without rotation."""
+    if a.angles is None:
+        return []
     if isinstance(a, LatentAttention):
-        assert a.angles is not None, "of a known description"
         of_queries = replace(a.angles, growth=a.growth, steps=a.steps)
         return [(each, a.rope_interleaved) for each in (of_queries, a.angles)]
-    return [] if a.angles is None else [(each, a.rope_interleaved) for each in (a.query_angles or a.angles, a.angles)]
+    return [(each, a.rope_interleaved) for each in (a.query_angles or a.angles, a.angles)]
 
 
 def _is_known_mlp_or_experts(mlp: MLP | Experts | MLPAndExperts | None, base: Any) -> bool:

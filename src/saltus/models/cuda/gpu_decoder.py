@@ -30,6 +30,7 @@ from saltus.models.decoder_description import (
     Angles,
     Attention,
     DecoderDescription,
+    KimiDeltaNet,
     LatentAttention,
     experts_of,
     mixers_of,
@@ -105,6 +106,7 @@ def fits_described(model: Any, description: DecoderDescription) -> bool:
     attention = [each for each in mixers if isinstance(each, Attention)]
     latent = [each for each in mixers if isinstance(each, LatentAttention)]
     matrices += [part for each in latent for part in (each.latent, each.query_latent, each.query) if part is not None]
+    matrices += [part for each in mixers if isinstance(each, KimiDeltaNet) for part in (each.decay[1], each.gate[1])]
     matrices += [each for layer in layers if (mlp := mlp_of(layer)) for each in (mlp.down, mlp.up)]
     matrices += [each for layer in layers if (beside := layer.per_layer_input) for each in (beside.gate, beside.output)]
     summed = [base.get_submodule(path).weight.shape[-1] for path in {*routers, *(each.path for each in matrices)}]

@@ -29,7 +29,7 @@ class GPULatentAttention:
     nope_dim: int
     rope_dim: int
     scale: float
-    angles: tuple[int, ...]  # which tables, of queries and keys
+    angles: tuple[int, ...]  # which tables, of queries and keys; without them no rotation
     latent: Sequence[Tensor]  # of queries' latent vectors, if they have some, and those of keys with their rotated part
     latent_blocks: Any
     latent_bias: Tensor | None
@@ -81,7 +81,7 @@ class GPULatentAttention:
         latent_kernels.norm_columns(parts, self.latent_bias, first, self.latent_norm, keys, inputs.slots)
         memory = call.memory(x, self.heads, self.shapes[0], (1, size))
         latent_kernels.rotate(
-            made, parts, self.latent_bias, (angles[0], angles[1]), inputs.positions, inputs.slots, memory.queries, keys
+            made, parts, self.latent_bias, angles, inputs.positions, inputs.slots, memory.queries, keys, self.rope_dim
         )
         latent_kernels.per_head(made[..., : self.nope_dim], self.to_keys, memory.queries[..., :size], rows)
         call.attend(memory, keys, keys[..., :size], scale=self.scale, window=None)

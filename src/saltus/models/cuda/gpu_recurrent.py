@@ -14,7 +14,7 @@ from saltus.models.cuda.layer_weights import one_weight
 from saltus.models.cuda.packed_weight import GPUPackedWeight, joined_packed
 from saltus.models.cuda.recurrent_inputs import RecurrentInputs
 from saltus.models.cuda.state_pages import StatePool, StateShape
-from saltus.models.decoder_description import DeltaNet, Mamba2, Mixer, ShortConvolution
+from saltus.models.decoder_description import DeltaNet, KimiDeltaNet, Mamba2, Mixer, ShortConvolution
 
 L2_EPSILON = 1e-6  # of the gated delta rule's keys and queries
 
@@ -45,12 +45,51 @@ class _Inputs:
             weights = [each.detach() for each in joined_packed([layer.weight for layer in layers])]
         return cls(weights, blocks_of(*weights, parts=False))
 
-    def __call__(self, x: Tensor, rows: int) -> Tensor:
-        """[rows, outputs] of x [padded rows, inputs]."""
+    @property
+    def size(self) -> int:
+        """How many outputs there are."""
+        return sum(map(len, self.weights))
+
+    def write(self, x: Tensor, out: Tensor, rows: int, first: int = 0) -> None:
+        """Columns of out [rows, ..], from `first` on, of x [padded rows, inputs]."""
         from saltus.models.cuda import linear_kernels
 
-        out = x.new_empty(rows, sum(map(len, self.weights)))
-        linear_kernels.linear(x, self.weights, out, self.blocks, rows)
+        linear_kernels.linear(x, self.weights, out, self.blocks, rows, first)
+
+    def __call__(self, x: Tensor, rows: int) -> Tensor:
+        """[rows, outputs] of x [padded rows, inputs]."""
+        out = x.new_empty(rows, self.size)
+        self.write(x, out, rows)
+        return out
+
+
+@dataclass(frozen=True)
+class _KimiInputs:
+    """Of `KimiDeltaNet`: queries, keys, values, decays, weights of values and gates, beside each other."""
+
+    projections: _Inputs
+    low: _Inputs  # what decays and gates are made of
+    decay: _Inputs
+    weight: _Inputs
+    gate: _Inputs
+
+    @classmethod
+    def of(cls, mixer: KimiDeltaNet, weights: Resolver) -> _KimiInputs:
+        groups = (
+            (mixer.query, mixer.key, mixer.value), (mixer.decay[0], mixer.gate[0]), (mixer.decay[1],), (mixer.weight,),
+            (mixer.gate[1],),
+        )  # fmt: skip
+        return cls(*(_Inputs.of([weights.module(each.path) for each in group]) for group in groups))
+
+    def __call__(self, x: Tensor, rows: int) -> Tensor:
+        """[rows, outputs] of x [padded rows, inputs]."""
+        low = x.new_empty(2, len(x), self.low.size // 2)  # whole tiles of rows are read
+        low[:, :rows] = self.low(x, rows).unflatten(1, (2, -1)).transpose(0, 1)
+        given = (self.projections, x), (self.decay, low[0]), (self.weight, x), (self.gate, low[1])
+        out, first = x.new_empty(rows, sum(each.size for each, _ in given)), 0
+        for each, read in given:
+            each.write(read, out, rows, first)
+            first += each.size
         return out
 
 
@@ -58,7 +97,7 @@ class _Inputs:
 class GPURecurrence:
     """The gated delta rule, or Mamba-2: columns `first` and on of its inputs go through a convolution."""
 
-    inputs: _Inputs
+    inputs: _Inputs | _KimiInputs
     first: int
     gate: int  # the first column of gates
     kernel: Tensor  # [width, channels]
@@ -72,6 +111,7 @@ class GPURecurrence:
     norm_epsilon: float
     norm_size: int
     gate_first: bool
+    silu: bool  # of gates; else their sigmoids
     scales: Tensor | None  # of all inputs, in float32
     output: Sequence[Tensor]
     output_blocks: Any
@@ -92,8 +132,20 @@ class GPURecurrence:
             _Inputs.of(layers, None if order is None else order.to(layers[0].weight.device)), 0,
             2 * keys + values + 2 * mixer.heads, *_kernel(weights, f"{mixer.path}.conv1d"),
             _constants(weights, mixer.path, False), (0, keys, 2 * keys), mixer.groups, heads, settings,
-            weights.module(f"{mixer.path}.norm").weight.detach(), mixer.epsilon, mixer.value_dim, False, None,
+            weights.module(f"{mixer.path}.norm").weight.detach(), mixer.epsilon, mixer.value_dim, False, True, None,
             *one_weight(weights.module(mixer.output.path)),
+        )  # fmt: skip
+
+    @classmethod
+    def of_kimi(cls, mixer: KimiDeltaNet, weights: Resolver) -> GPURecurrence:
+        """The same."""
+        size = mixer.heads * mixer.dim
+        settings = {"delta": True, "scale": mixer.dim**-0.5, "epsilon": L2_EPSILON}
+        return cls(
+            _KimiInputs.of(mixer, weights), 0, 4 * size + mixer.heads, *_kernel(weights, mixer.kernel),
+            _constants(weights, mixer.decays, False), (0, size, 2 * size), mixer.heads,
+            (mixer.heads, mixer.dim, mixer.dim), settings, weights.module(mixer.norm).weight.detach(), mixer.epsilon,
+            mixer.dim, False, False, None, *one_weight(weights.module(mixer.output.path)),
         )  # fmt: skip
 
     @classmethod
@@ -109,13 +161,13 @@ class GPURecurrence:
             _Inputs.of([weights.module(mixer.inputs.path)]), size, 0, *_kernel(weights, f"{mixer.path}.conv1d"),
             _constants(weights, mixer.path, True), (size + keys, size, 0), mixer.groups,
             (mixer.heads, mixer.state, mixer.head_dim), settings, norm, mixer.epsilon, size // mixer.norm_groups,
-            mixer.has_norm and mixer.gate_first, scales, *one_weight(weights.module(mixer.output.path)),
+            mixer.has_norm and mixer.gate_first, True, scales, *one_weight(weights.module(mixer.output.path)),
         )  # fmt: skip
 
     @property
     def shape(self) -> StateShape:
         width, channels = self.kernel.shape
-        steps = self.state[0] * (1 + self.settings["delta"])
+        steps = len(self.constants[0]) + self.state[0] * self.settings["delta"]
         return StateShape(width - 1, channels, channels + steps, self.state)
 
     def parts(self, x: Tensor, number: int, call: StatesOfCall) -> Tensor:
@@ -142,7 +194,9 @@ class GPURecurrence:
             )  # fmt: skip
         recurrent_kernels.keep_nodes(mixed, kept, tables.node_places)
         recurrent_kernels.keep_nodes(convolved, kept_x, tables.node_places)
-        recurrent_kernels.gate_outputs(out[:rows], gate, self.norm, self.norm_epsilon, self.norm_size, self.gate_first)
+        recurrent_kernels.gate_outputs(
+            out[:rows], gate, self.norm, self.norm_epsilon, self.norm_size, self.gate_first, self.silu
+        )  # fmt: skip
         return linear_kernels.linear_parts(out, self.output, self.output_blocks, rows)
 
 
@@ -191,15 +245,20 @@ def recurrence_of(mixer: Mixer, weights: Resolver) -> GPURecurrence | GPUShortCo
         return GPUShortConvolution.of(mixer, weights)
     if isinstance(mixer, DeltaNet):
         return GPURecurrence.of_delta_net(mixer, weights)
+    if isinstance(mixer, KimiDeltaNet):
+        return GPURecurrence.of_kimi(mixer, weights)
     assert isinstance(mixer, Mamba2)
     return GPURecurrence.of_mamba(mixer, weights)
 
 
 def is_known_recurrence(mixer: Mixer | None, base: Any) -> bool:
     """True for a recurrent mixer that our kernels compute. `base` is the model without its output layer."""
-    if not isinstance(mixer, ShortConvolution | DeltaNet | Mamba2):
+    if isinstance(mixer, KimiDeltaNet):
+        inputs = mixer.query, mixer.key, mixer.value, mixer.weight, *mixer.decay, *mixer.gate
+    elif isinstance(mixer, ShortConvolution | DeltaNet | Mamba2):
+        inputs = mixer.inputs if isinstance(mixer, DeltaNet) else (mixer.inputs,)
+    else:
         return False
-    inputs = mixer.inputs if isinstance(mixer, DeltaNet) else (mixer.inputs,)
     layers = [base.get_submodule(each.path) for each in (*inputs, mixer.output)]
     if any(layer.bias is not None for layer in layers) or any(each.stop is not None for each in inputs):
         return False
@@ -215,7 +274,7 @@ def _kernel(weights: Resolver, path: str) -> tuple[Tensor, Tensor | None]:
 
 def _constants(weights: Resolver, path: str, skips: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """The bias of steps, the rate of decay, what the value is multiplied by where outputs read it."""
-    bias, rate = (weights.tensor(f"{path}.{name}").float() for name in ("dt_bias", "A_log"))
+    bias, rate = (weights.tensor(f"{path}.{name}").float().flatten() for name in ("dt_bias", "A_log"))
     return bias.contiguous(), -rate.exp(), weights.tensor(f"{path}.D").float().contiguous() if skips else None
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import triton.language as tl
@@ -45,9 +46,11 @@ def _rotate_latent(
     num_rows,
     HEADS: tl.constexpr, LATENT: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, WIDTH: tl.constexpr,
     PARTS: tl.constexpr, BIASED: tl.constexpr, PADDED: tl.constexpr, PADDED_NOPE: tl.constexpr,
-    INTERLEAVED: tl.constexpr, GROWS: tl.constexpr, ROUNDS_ONCE: tl.constexpr,
+    INTERLEAVED: tl.constexpr, GROWS: tl.constexpr, ROUNDS_ONCE: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     """One head of one row: rotate the last ROPE dimensions of its query; after all heads: those of the row's key.
+
+    Without ROTATED they are copied.
 
     `made` has the queries [rows, HEADS, NOPE + ROPE], the last columns of parts the key; both go to places after LATENT
     numbers. GROWS: the first NOPE dimensions of queries are multiplied by a number of the position, where they are.
@@ -79,13 +82,15 @@ def _rotate_latent(
         second = summed_columns(parts, bias, row, column + at_second, exists, num_rows, WIDTH, PARTS, BIASED, dtype)
         cosines, sines = key_cosines, key_sines
         to = keys + tl.load(slots + row) * (LATENT + ROPE) + LATENT
-    cos = tl.load(cosines + position * ROPE + at, mask=exists, other=0.0).to(tl.float32)
-    sin = tl.load(sines + position * ROPE + at, mask=exists, other=0.0).to(tl.float32)
-    if ROUNDS_ONCE:
-        left, right = first * cos - second * sin, second * cos + first * sin
-    else:
-        left = (first * cos).to(dtype).to(tl.float32) + (-second * sin).to(dtype).to(tl.float32)
-        right = (second * cos).to(dtype).to(tl.float32) + (first * sin).to(dtype).to(tl.float32)
+    left, right = first, second
+    if ROTATED:
+        cos = tl.load(cosines + position * ROPE + at, mask=exists, other=0.0).to(tl.float32)
+        sin = tl.load(sines + position * ROPE + at, mask=exists, other=0.0).to(tl.float32)
+        if ROUNDS_ONCE:
+            left, right = first * cos - second * sin, second * cos + first * sin
+        else:
+            left = (first * cos).to(dtype).to(tl.float32) + (-second * sin).to(dtype).to(tl.float32)
+            right = (second * cos).to(dtype).to(tl.float32) + (first * sin).to(dtype).to(tl.float32)
     tl.store(to + at_first, left.to(dtype), mask=exists)
     tl.store(to + at_second, right.to(dtype), mask=exists)
 
@@ -126,26 +131,27 @@ def norm_columns(
 
 
 def rotate(
-    made: Tensor, parts: Tensor, bias: Tensor | None, angles: tuple[AngleTable, AngleTable], positions: Tensor,
-    slots: Tensor, queries: Tensor, keys: Tensor,
+    made: Tensor, parts: Tensor, bias: Tensor | None, angles: Sequence[AngleTable], positions: Tensor, slots: Tensor,
+    queries: Tensor, keys: Tensor, rope: int,
 ) -> None:  # fmt: skip
-    """The rotated dimensions of queries [rows, heads, latent + rope] and, at slots, of keys [slots, 1, latent + rope].
+    """The last `rope` dimensions of queries [rows, heads, latent + rope] and, at slots, of keys [slots, 1, the same].
 
-    They are made of the last ones of `made` [rows, heads, nope + rope], and of the last columns of parts [parts, rows,
-    width]. Where the angles of queries grow, the other dimensions of `made` are multiplied, too.
+    They are the last ones of `made` [rows, heads, nope + rope], and the last columns of parts [parts, rows, width],
+    rotated by the angles of queries and of keys if there are any. Where those of queries grow, the other dimensions of
+    `made` are multiplied, too.
     """
-    of_queries, of_keys = angles
+    unused = parts  # a pointer that is not read
+    of_queries, of_keys = angles or [AngleTable(unused, unused)] * 2
     count, rows, width = parts.shape
     _, heads, size = made.shape
-    rope = of_keys.cosines.shape[1]
     growth = of_queries.growth
     _rotate_latent[(rows, heads + 1)](
-        made, parts, parts if bias is None else bias, of_queries.cosines, of_queries.sines,
-        parts if growth is None else growth, of_keys.cosines, of_keys.sines, positions, slots, queries, keys, rows,
+        made, parts, unused if bias is None else bias, of_queries.cosines, of_queries.sines,
+        unused if growth is None else growth, of_keys.cosines, of_keys.sines, positions, slots, queries, keys, rows,
         HEADS=heads, LATENT=queries.shape[2] - rope, NOPE=size - rope, ROPE=rope, WIDTH=width, PARTS=count,
         BIASED=bias is not None, PADDED=power_of_two(rope // 2), PADDED_NOPE=power_of_two(size - rope),
         INTERLEAVED=of_keys.interleaved, GROWS=growth is not None,
-        ROUNDS_ONCE=of_keys.cosines.dtype != queries.dtype, num_warps=1,
+        ROUNDS_ONCE=of_keys.cosines.dtype != queries.dtype, ROTATED=bool(angles), num_warps=1,
     )  # fmt: skip
 
 

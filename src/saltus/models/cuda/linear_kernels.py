@@ -157,12 +157,12 @@ def _gate_and_up(
     tl.store(out + at, product, mask=inside[:, None] & (rows[None, :] < num_rows))
 
 
-def linear(x: Tensor, weights: Sequence[Tensor], out: Tensor, blocks: Blocks, rows: int) -> None:
+def linear(x: Tensor, weights: Sequence[Tensor], out: Tensor, blocks: Blocks, rows: int, first: int = 0) -> None:
     """out [parts, rows, N] or [rows, N] of x [padded rows, K] and weights of N outputs together, each [.., K].
 
-    Rows after `rows` are not written.
+    Rows after `rows` are not written, nor columns before `first` and after those of the weights.
     """
-    wide, width, first = tile_rows(rows), out.shape[-1], 0
+    wide, width = tile_rows(rows), out.shape[-1]
     for weight in weights:
         outputs, inputs = weight.shape
         if isinstance(weight, GPUPackedWeight):

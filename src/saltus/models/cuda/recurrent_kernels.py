@@ -93,11 +93,12 @@ def _recur(
     scale, epsilon, least, most, OF_NODES: tl.constexpr,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, KEYS: tl.constexpr, PADDED_KEYS: tl.constexpr, VALUES: tl.constexpr,
     QUERY: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, SIZE: tl.constexpr, ROW: tl.constexpr,
-    NODE: tl.constexpr, DELTA: tl.constexpr, BLOCK: tl.constexpr,
+    NODE: tl.constexpr, DELTA: tl.constexpr, FINE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A job, a head, some columns of its state: change it by sources of a table, then by rows, which read it.
 
     S ← d·S + k ⊗ s·(v − (d·S)ᵀk), o = Sᵀq (the gated delta rule, DELTA), or S ← d·S + k ⊗ s·v, o = Sᵀq + D·v (Mamba-2).
+    FINE: each number of a key has a decay.
     """
     job, head, column = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     key_at, group = tl.arange(0, PADDED_KEYS), head // (HEADS // GROUPS)
@@ -107,7 +108,11 @@ def _recur(
     place = ((tl.load(slots + job) * HEADS + head) * KEYS + key_at[:, None]) * VALUES + column[None, :]
     if num_rows + before > 0:
         state = tl.load(states + place, mask=inside, other=0.0)
-        own_bias, own_rate = tl.load(bias + head), tl.load(rate + head)
+        own_rate = tl.load(rate + head)
+        step_at = head
+        if FINE:
+            step_at = head * KEYS + key_at
+        own_bias = tl.load(bias + step_at, mask=is_key, other=0.0) if FINE else tl.load(bias + step_at)
         for number in tl.range(0, before + num_rows):
             source = first + number - before
             if number < before:
@@ -120,17 +125,25 @@ def _recur(
             key = tl.load(given + KEY + group * KEYS + key_at, mask=is_key, other=0.0).to(tl.float32)
             query = tl.load(given + QUERY + group * KEYS + key_at, mask=is_key, other=0.0).to(tl.float32)
             value = tl.load(given + VALUE + head * VALUES + column, mask=is_value, other=0.0).to(tl.float32)
-            size = _softplus(tl.load(numbers + head).to(tl.float32) + own_bias)
+            given_step = tl.load(numbers + step_at, mask=is_key, other=0.0) if FINE else tl.load(numbers + step_at)
+            size = _softplus(given_step.to(tl.float32) + own_bias)
             size = tl.minimum(tl.maximum(size, least), most)
             decay = tl.exp(size * own_rate)
             if DELTA:
                 key *= 1.0 / tl.sqrt(tl.sum(key * key, 0) + epsilon)
                 query *= 1.0 / tl.sqrt(tl.sum(query * query, 0) + epsilon)
-                weight = 1.0 / (1.0 + tl.exp(-tl.load(numbers + HEADS + head).to(tl.float32)))
-                change = (value - tl.sum(state * key[:, None], 0) * decay) * weight
+                steps: tl.constexpr = HEADS * KEYS if FINE else HEADS  # pyright: ignore[reportAssignmentType]
+                weight = 1.0 / (1.0 + tl.exp(-tl.load(numbers + steps + head).to(tl.float32)))
+                if FINE:
+                    state *= decay[:, None]
+                    change = (value - tl.sum(state * key[:, None], 0)) * weight
+                    state += key[:, None] * change[None, :]
+                else:
+                    change = (value - tl.sum(state * key[:, None], 0) * decay) * weight
+                    state = state * decay + key[:, None] * change[None, :]
             else:
                 change = value * size
-            state = state * decay + key[:, None] * change[None, :]
+                state = state * decay + key[:, None] * change[None, :]
             read = tl.sum(state * (query * scale)[:, None], 0)
             if not DELTA:
                 read += tl.load(skip + head) * value
@@ -152,15 +165,19 @@ def _keep_nodes(x, nodes, places, SIZE: tl.constexpr, ROW: tl.constexpr, BLOCK: 
 def _gate_outputs(
     x, gate, weight, epsilon, gate_row, gate_group,
     SIZE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, WEIGHTS: tl.constexpr, FIRST: tl.constexpr,
+    SILU: tl.constexpr,
 ):  # fmt: skip
-    """A group of a row's numbers times SiLU of their gates: after a norm of the group, before it (FIRST) or without."""
+    """A group of a row's numbers times SiLU of their gates, or their sigmoids.
+
+    After a norm of the group, before it (FIRST) or without.
+    """
     row, group, at = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PADDED)
     inside = at < SIZE
     dtype: tl.constexpr = x.dtype.element_ty
     place = x + (row * GROUPS + group) * SIZE + at
     here = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     opened = tl.load(gate + row * gate_row + group * gate_group + at, mask=inside, other=0.0).to(tl.float32)
-    opened = opened / (1.0 + tl.exp(-opened))
+    opened = (opened if SILU else 1.0) / (1.0 + tl.exp(-opened))
     if FIRST:
         here *= opened
     if WEIGHTS > 0:
@@ -229,8 +246,9 @@ def recur(
     """Run jobs over states [slots, heads, keys, values], float32; see `_recur`.
 
     x [rows, channels] has queries, keys and values at `places`; after as many columns mixed [rows, …] has steps
-    [heads], with `delta` then weights. `kept` and `kept_x` are the same of nodes. `constants`: the bias of steps, the
-    rate of decay, and what the value is multiplied by where outputs read it, [heads]. out [rows, heads · values].
+    [heads], or [heads · keys] fine ones, with `delta` then weights. `kept` and `kept_x` are the same of nodes.
+    `constants`: the bias of steps, [heads] the rate of decay, and what the value is multiplied by where outputs read
+    it. out [rows, heads · values].
     """
     _, heads, keys, values = states.shape
     bias, rate, skip = constants
@@ -241,7 +259,8 @@ def recur(
         mixed, x, kept, kept_x, bias, rate, rate if skip is None else skip, states, *jobs, out, jobs.tables.shape[1],
         int(writes), scale, epsilon, least, most, OF_NODES=OF_NODES,
         HEADS=heads, GROUPS=groups, KEYS=keys, PADDED_KEYS=padded, VALUES=values, QUERY=query, KEY=key, VALUE=value,
-        SIZE=x.shape[1], ROW=mixed.stride(0), NODE=kept.stride(0), DELTA=delta, BLOCK=block, num_warps=4,
+        SIZE=x.shape[1], ROW=mixed.stride(0), NODE=kept.stride(0), DELTA=delta,
+        FINE=len(bias) > heads, BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
@@ -254,9 +273,12 @@ def keep_nodes(x: Tensor, nodes: Tensor, places: Tensor) -> None:
 
 
 def gate_outputs(
-    x: Tensor, gate: Tensor, weight: Tensor | None, epsilon: float, size: int, is_first: bool = False
-) -> None:
-    """Multiply groups of `size` columns of x [rows, columns] by SiLU of gates [rows, columns]; see `_gate_outputs`.
+    x: Tensor, gate: Tensor, weight: Tensor | None, epsilon: float, size: int, is_first: bool = False,
+    silu: bool = True,
+) -> None:  # fmt: skip
+    """Multiply groups of `size` columns of x [rows, columns] by SiLU or sigmoids of gates [rows, columns].
+
+    See `_gate_outputs`.
 
     The rows of gates may stand apart. Weights of the norm repeat where there are fewer than columns.
     """
@@ -264,7 +286,7 @@ def gate_outputs(
     _gate_outputs[(rows, columns // size)](
         x, gate, x if weight is None else weight, epsilon, gate.stride(0), size,
         SIZE=size, PADDED=power_of_two(size), GROUPS=columns // size, WEIGHTS=0 if weight is None else len(weight),
-        FIRST=is_first, num_warps=4 if size > 256 else 1,
+        FIRST=is_first, SILU=silu, num_warps=4 if size > 256 else 1,
     )  # fmt: skip
 
 
