@@ -189,6 +189,11 @@ RECURRENT: dict[str, dict] = {  # on our kernels alone
         "linear_head_dim": 20, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "mlp_layer_types": ["dense", "sparse", "sparse"],
     },
+    "OlmoHybrid": {
+        **LLAMA_LIKE, "num_hidden_layers": 3, "head_dim": 8, "linear_num_key_heads": 3, "linear_num_value_heads": 6,
+        "linear_key_head_dim": 12, "linear_value_head_dim": 20, "rope_parameters": None,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
     "Qwen3_5": DELTA_RULE,
     "Qwen3Next": {**DELTA_RULE, "num_experts": 0},
     "Qwen3_5Moe": {**DELTA_RULE, **SHARED_EXPERT},

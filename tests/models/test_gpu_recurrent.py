@@ -28,7 +28,7 @@ SIZES = {
 STATES = {
     "Qwen3_5": {"linear_value_head_dim": 16}, "Qwen3Next": {"linear_value_head_dim": 16},
     "Qwen3_5Moe": {"linear_value_head_dim": 16, "shared_expert_intermediate_size": 64}, "Lfm2": {}, "Lfm2Moe": {},
-    "Lfm3": {}, "KimiLinear": {
+    "Lfm3": {}, "OlmoHybrid": {"linear_value_head_dim": 32, "linear_num_value_heads": 6}, "KimiLinear": {
         "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32, "linear_num_heads": 2,
         "linear_head_dim": 64, "moe_intermediate_size": 64,
     },

@@ -144,8 +144,9 @@ class ShortConvolution:
 class DeltaNet:
     """The gated delta rule (Yang et al. 2025) over queries, keys and values that went through a convolution and SiLU.
 
-    `inputs` give queries, keys and values beside each other; gates; weights of values, β; steps, a. Or there are two
-    whose outputs are those of one head of keys after the other: its query, key, values and gates; weights and steps.
+    `inputs` give queries, keys and values beside each other, or by a layer each; gates; weights of values, β; steps, a.
+    Or there are two whose outputs are those of one head of keys after the other: its query, key, values and gates;
+    weights and steps.
     """
 
     inputs: tuple[Weight, ...]
@@ -156,6 +157,8 @@ class DeltaNet:
     key_dim: int
     value_dim: int
     epsilon: float  # of the norm
+    norm: str = "norm"  # its name
+    weight_scale: float = 1.0  # of β, after the sigmoid
 
 
 @dataclass(frozen=True)

@@ -200,8 +200,11 @@ class Recurrence(ctypes.Structure):
         *((name, POINTER) for name in ("query", "key", "value", "step", "weight")),
         *((name, INTEGER) for name in ("query_row", "key_row", "value_row", "step_row", "weight_row")),
         *((name, POINTER) for name in ("bias", "rate", "skip", "out")),
-        *((name, INTEGER) for name in ("heads", "groups", "key_dim", "value_dim", "state_place", "node_place", "steps")),
-        *((name, REAL) for name in ("least", "most", "scale", "epsilon")),
+        *(
+            (name, INTEGER)
+            for name in ("heads", "groups", "key_dim", "value_dim", "state_place", "node_place", "steps")
+        ),
+        *((name, REAL) for name in ("least", "most", "scale", "epsilon", "weight_scale")),
         ("text", POINTER),
     ]
 

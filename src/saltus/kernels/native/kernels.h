@@ -114,6 +114,7 @@ typedef struct {
   int64_t steps;          // heads; or heads · key_dim: a decay for each number of a key
   float least, most;      // step sizes
   float scale, epsilon;   // of queries; of the norms of queries and keys
+  float weight_scale;     // of the weights after the sigmoid
   const RecurrentText *text;
 } Recurrence;
 enum { SELECTIVE, DELTA, FINE };  // recurrences: Mamba-2, the gated delta rule, and the same with fine decays

@@ -46,14 +46,20 @@ class MixerOps:
             mixed, gate = mixed.split((2 * keys + values, values), 1)
             in_group = heads // mixer.groups
             weight, step = self._ungrouped(steps, mixer.groups, (in_group, in_group)).split(heads, 1)
+            parts = [mixed]
+        elif len(mixer.inputs) == 4:
+            *parts, gate, weight, step = self._inputs(mixer.inputs, (2 * keys + values, values, heads, heads), norm)
         else:
-            mixed, gate, weight, step = self._inputs(mixer.inputs, (2 * keys + values, values, heads, heads), norm)
-        query, key, value = self._convolve(f"{mixer.path}.conv1d", mixed, silu=True).split((keys, keys, values), 1)
+            *parts, gate = self._inputs(mixer.inputs[:4], (keys, keys, values, values), norm)
+            weight, step = self._inputs(mixer.inputs[4:], (heads, heads), norm, "small input")
+        convolved = self._convolve_parts(f"{mixer.path}.conv1d", parts)
+        query, key, value = convolved[0].split((keys, keys, values), 1) if len(parts) == 1 else convolved
         out = self._recur(
             mixer.path, query, key, value, step, weight, heads=heads, groups=mixer.groups, key_dim=mixer.key_dim,
             value_dim=mixer.value_dim, scale=mixer.key_dim**-0.5, epsilon=1e-6, most=float("inf"),
+            weight_scale=mixer.weight_scale,
         )  # fmt: skip
-        self.gate(out, gate, mixer.value_dim, f"{mixer.path}.norm", epsilon=mixer.epsilon)
+        self.gate(out, gate, mixer.value_dim, f"{mixer.path}.{mixer.norm}", epsilon=mixer.epsilon)
         return out
 
     def _kimi_delta_net(self, mixer: KimiDeltaNet, norm: Norm | None) -> Tensor:
@@ -65,13 +71,10 @@ class MixerOps:
             self._inputs((weight,), (size,), None, name, x)[0]
             for name, weight, x in zip(("decay", "gate"), (mixer.decay[1], mixer.gate[1]), low, strict=True)
         )
-        query, key, value = (
-            self._convolve(mixer.kernel, x, silu=True, first=number * size)
-            for number, x in enumerate(given[:3])
-        )  # fmt: skip
+        query, key, value = self._convolve_parts(mixer.kernel, given[:3])
         out = self._recur(
             mixer.decays, query, key, value, decay, given[3], heads=heads, groups=heads, key_dim=dim, value_dim=dim,
-            scale=dim**-0.5, epsilon=1e-6, most=float("inf"),
+            scale=dim**-0.5, epsilon=1e-6, most=float("inf"), weight_scale=1.0,
         )  # fmt: skip
         sigmoid = native.ACTIVATION_NUMBERS["sigmoid"]
         self.gate(out, gate, dim, mixer.norm, epsilon=mixer.epsilon, activation=sigmoid)
@@ -127,6 +130,14 @@ class MixerOps:
         pointers = {"x": x.data_ptr(), "out": out.data_ptr(), "runs": self._kept(torch.tensor(runs))}
         struct = native.Rearrangement(**pointers, inputs=x.shape[1], size=x.shape[1], num_runs=len(runs))
         self.ops.op(native.REARRANGE, struct)
+        return out
+
+    def _convolve_parts(self, path: str, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Each part by its channels of one kernel, through SiLU."""
+        first, out = 0, []
+        for part in parts:
+            out.append(self._convolve(path, part, silu=True, first=first))
+            first += part.shape[1]
         return out
 
     def _convolve(self, path: str, x: Tensor, silu: bool, first: int | None = None, **gates: Tensor) -> Tensor:

@@ -124,15 +124,18 @@ class GPURecurrence:
         if len(layers) == 2:
             order = _ungrouped(mixer)
         else:
-            qkv, gate, weight, step = layers
-            layers = [qkv, step, weight, gate]
+            *qkv, gate, weight, step = layers
+            layers = [*qkv, step, weight, gate]
         heads = (mixer.heads, mixer.key_dim, mixer.value_dim)
-        settings = {"delta": True, "scale": mixer.key_dim**-0.5, "epsilon": L2_EPSILON}
+        settings = {
+            "delta": True, "scale": mixer.key_dim**-0.5, "epsilon": L2_EPSILON, "weight_scale": mixer.weight_scale
+        }  # fmt: skip
         return cls(
             _Inputs.of(layers, None if order is None else order.to(layers[0].weight.device)), 0,
             2 * keys + values + 2 * mixer.heads, *_kernel(weights, f"{mixer.path}.conv1d"),
             _constants(weights, mixer.path, False), (0, keys, 2 * keys), mixer.groups, heads, settings,
-            weights.module(f"{mixer.path}.norm").weight.detach(), mixer.epsilon, mixer.value_dim, False, True, None,
+            weights.module(f"{mixer.path}.{mixer.norm}").weight.detach(), mixer.epsilon, mixer.value_dim, False, True,
+            None,
             *one_weight(weights.module(mixer.output.path)),
         )  # fmt: skip
 

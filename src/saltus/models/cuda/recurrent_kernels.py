@@ -87,10 +87,10 @@ def _softplus(x):
     return tl.where(x > 20.0, x, tl.log(u) + (e - (u - 1.0)) / u)
 
 
-@kernel("table_width", "writes", "least", "most")
+@kernel("table_width", "writes", "least", "most", "weight_scale")
 def _recur(
     mixed, x, kept, kept_x, bias, rate, skip, states, slots, tables, counts, firsts, rows, out, table_width, writes,
-    scale, epsilon, least, most, OF_NODES: tl.constexpr,
+    scale, epsilon, least, most, weight_scale, OF_NODES: tl.constexpr,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, KEYS: tl.constexpr, PADDED_KEYS: tl.constexpr, VALUES: tl.constexpr,
     QUERY: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, SIZE: tl.constexpr, ROW: tl.constexpr,
     NODE: tl.constexpr, DELTA: tl.constexpr, FINE: tl.constexpr, BLOCK: tl.constexpr,
@@ -133,7 +133,7 @@ def _recur(
                 key *= 1.0 / tl.sqrt(tl.sum(key * key, 0) + epsilon)
                 query *= 1.0 / tl.sqrt(tl.sum(query * query, 0) + epsilon)
                 steps: tl.constexpr = HEADS * KEYS if FINE else HEADS  # pyright: ignore[reportAssignmentType]
-                weight = 1.0 / (1.0 + tl.exp(-tl.load(numbers + steps + head).to(tl.float32)))
+                weight = weight_scale / (1.0 + tl.exp(-tl.load(numbers + steps + head).to(tl.float32)))
                 if FINE:
                     state *= decay[:, None]
                     change = (value - tl.sum(state * key[:, None], 0)) * weight
@@ -242,6 +242,7 @@ def recur(
     mixed: Tensor, x: Tensor, kept: Tensor, kept_x: Tensor, constants: tuple[Tensor, Tensor, Tensor | None],
     states: Tensor, jobs: Jobs, out: Tensor, places: tuple[int, int, int], groups: int, *,
     delta: bool, writes: bool, scale: float = 1.0, epsilon: float = 0.0, limits: tuple[float, float] | None = None,
+    weight_scale: float = 1.0,
 ) -> None:  # fmt: skip
     """Run jobs over states [slots, heads, keys, values], float32; see `_recur`.
 
@@ -257,7 +258,7 @@ def recur(
     query, key, value = places
     _recur[(len(jobs.slots), heads, -(-values // block))](
         mixed, x, kept, kept_x, bias, rate, rate if skip is None else skip, states, *jobs, out, jobs.tables.shape[1],
-        int(writes), scale, epsilon, least, most, OF_NODES=OF_NODES,
+        int(writes), scale, epsilon, least, most, weight_scale, OF_NODES=OF_NODES,
         HEADS=heads, GROUPS=groups, KEYS=keys, PADDED_KEYS=padded, VALUES=values, QUERY=query, KEY=key, VALUE=value,
         SIZE=x.shape[1], ROW=mixed.stride(0), NODE=kept.stride(0), DELTA=delta,
         FINE=len(bias) > heads, BLOCK=block, num_warps=4,
