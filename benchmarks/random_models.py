@@ -13,6 +13,7 @@ from gguf.quants import quantize
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
     Qwen2Config,
@@ -46,11 +47,13 @@ SHAPES: dict[str, Callable[[], Any]] = {  # configurations by the name of a shap
     ),
     "9B-hybrid": Qwen3_5TextConfig,
     "20B-A4B": lambda: GptOssConfig(num_hidden_layers=24, num_local_experts=32),
+    "30B-latent": Glm4MoeLiteConfig,
     "tiny": lambda: LlamaConfig(**_sizes(2, 64, 64, 2, 1, 304), head_dim=32, tie_word_embeddings=False),
 }
 SHAPE_NAMES = (
     "0.6B and 1.7B: Qwen3's; 7B: Qwen2.5's; 8B: Llama 3's; 30B-A3B: Qwen3's with experts; 9B-hybrid: Qwen3.5's, whose"
-    " layers mostly keep a state; 20B-A4B: gpt-oss's; tiny: for rehearsals"
+    " layers mostly keep a state; 20B-A4B: gpt-oss's; 30B-latent: GLM-4.7-Flash's, with experts and latent attention;"
+    " tiny: for rehearsals"
 )
 
 
@@ -78,6 +81,9 @@ def random_model(
         for name, parameter in list(module.named_parameters(recurse=False)):
             values = _random(parameter, *kind, device, dtype)
             module.register_parameter(name, nn.Parameter(values, requires_grad=False))
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:  # what is added to experts' scores
+                setattr(module, name, torch.zeros(buffer.shape, device=device))
     model.tie_weights()
     model.generation_config.eos_token_id = None
     return model.eval()
