@@ -101,7 +101,8 @@ def recurrence(
     numbers = groups * key_dim + heads * (value_dim + (1 if delta else 0)) + steps
     constants = {
         "heads": heads, "groups": groups, "key_dim": key_dim, "value_dim": value_dim, "least": limits[0],
-        "most": limits[1], "scale": key_dim**-0.5 if delta else 1.0, "epsilon": 1e-6, "steps": steps, "weight_scale": 1.0,
+        "most": limits[1], "scale": key_dim**-0.5 if delta else 1.0, "epsilon": 1e-6, "steps": steps,
+        "weight_scale": 1.0,
     }  # fmt: skip
     sizes = StateSizes(padded(state), padded(numbers * dtype.itemsize))
     return Mixer("recur", inputs, heads * value_dim, sizes, constants, tensors, dtype)
