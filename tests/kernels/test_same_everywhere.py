@@ -45,7 +45,7 @@ def digest(file: Path) -> list[bytes]:
     return [*bits, logits.contiguous().view(torch.int16).numpy().tobytes()]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma3n", "deepseek2"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma3n", "deepseek2", "kimi-linear"])
 def file_and_bits(request, tmp_path_factory):
     """A packed model, and what the kernels of this processor compute."""
     file = tmp_path_factory.mktemp("same") / "tiny.gguf"
