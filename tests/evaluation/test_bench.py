@@ -549,7 +549,8 @@ def test_bench_ends_with_1_where_a_method_s_text_is_another(asked, monkeypatch):
         (["--baselines", "transformers-assistant"], "--assistant MODEL"),
         (["-t", "-1"], "temperature"),
         (["--vary", "lookup.max_ngram_size"], "write METHOD.FIELD=VALUE,VALUE"),
-        (["--methods", "lookup", "--vary", "lookup.max_ngram_size=2,x"], "lookup.max_ngram_size=x"),
+        (["--methods", "lookup", "--vary", "lookup.max_ngram_size=2,x"], "--vary lookup.max_ngram_size=x"),
+        (["--methods", "lookup", "--option", "ptp.model=a"], "name it with --methods"),
     ],
 )
 def test_bad_input_is_told_in_a_line_before_a_model_is_loaded(arguments, said, monkeypatch):

@@ -242,7 +242,7 @@ def _varied(vary: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
         varied.setdefault(place, []).extend(f"{place}={value}" for value in values.split(","))
     for assignments in varied.values():
         for assignment in assignments:
-            parse_method_options([assignment], _joined(names))
+            parse_method_options([assignment], _joined(names), "--vary", "--methods")
     return varied
 
 
@@ -256,7 +256,7 @@ def _variants(names: Sequence[str], varied: Mapping[str, Sequence[str]], option:
     for name in names:
         own = [values for place, values in varied.items() if place.partition(".")[0] in method_names(name)]
         for chosen in product(*own):
-            options = parse_method_options([*option, *chosen], _joined(names))
+            options = parse_method_options([*option, *chosen], _joined(names), named_by="--methods")
             make_methods(name, options)
             variants.append(MethodVariant(" ".join((name, *chosen)), name, options))
     return variants
@@ -283,7 +283,9 @@ def _validate_settings(
 
     for name in names:
         make_methods(name)
-    validate_settings(_joined(names), parse_method_options(option or (), _joined(names)), rule, **settings)
+    validate_settings(
+        _joined(names), parse_method_options(option or (), _joined(names), named_by="--methods"), rule, **settings
+    )
     from saltus.evaluation.benchmarks.baselines import check_baselines
 
     check_baselines(_baselines(baselines, assistant), assistant)

@@ -113,8 +113,13 @@ def validate_settings(
     Sampling(**sampling)
 
 
-def parse_method_options(assignments: Sequence[str], method: str) -> dict[str, dict[str, Any]]:
-    """Fields by method from `method.field=value`, each value in the type of its field."""
+def parse_method_options(
+    assignments: Sequence[str], method: str, given_by: str = "--option", named_by: str = "--method"
+) -> dict[str, dict[str, Any]]:
+    """Fields by method from `method.field=value`, each value in the type of its field.
+
+    Errors: ValueError of one line, which names the options of the command line that give them and the method.
+    """
     from saltus.core.value_types import hints_of
     from saltus.methods import available_methods, make_methods, method_names
 
@@ -123,30 +128,31 @@ def parse_method_options(assignments: Sequence[str], method: str) -> dict[str, d
     options: dict[str, dict[str, Any]] = {}
     for assignment in assignments:
         target, equals, value = assignment.partition("=")
+        shown = f"{given_by} {assignment}"
         name, dot, key = target.partition(".")
         if not (equals and dot and name and key):
-            raise ValueError(f"--option {assignment}: write METHOD.FIELD=VALUE, such as lookup.max_ngram_size=5")
+            raise ValueError(f"{shown}: write METHOD.FIELD=VALUE, such as lookup.max_ngram_size=5")
         if name not in method_names(method):
-            raise ValueError(f"--option {assignment}: the method is {method}, not {name}; name it with --method")
+            raise ValueError(f"{shown}: the method is {method}, not {name}; name it with {named_by}")
         hints = hints_of(available_methods()[name])
         keys = [each.name for each in dataclasses.fields(available_methods()[name]) if each.init]
         if key not in keys:
             near = difflib.get_close_matches(key, keys, n=1)
             offer = f"did you mean {name}.{near[0]}?" if near else f"it has {', '.join(keys) or 'no options'}"
-            raise ValueError(f"--option {assignment}: {name} has no option {key}; {offer}")
-        options.setdefault(name, {})[key] = _convert(value, hints[key], assignment)
+            raise ValueError(f"{shown}: {name} has no option {key}; {offer}")
+        options.setdefault(name, {})[key] = _convert(value, hints[key], shown)
     return options
 
 
-def _convert(value: str, hint: Any, assignment: str) -> Any:
-    """A value as it is written on a command line."""
+def _convert(value: str, hint: Any, shown: str) -> Any:
+    """A value as it is written on a command line, where the option is `shown`."""
     from saltus.core.value_types import alternatives, described
 
     if typing.get_origin(hint) is typing.Literal:
         choices = typing.get_args(hint)
         if value in choices:
             return value
-        raise ValueError(f"--option {assignment}: {value!r} is none of {', '.join(choices)}")
+        raise ValueError(f"{shown}: {value!r} is none of {', '.join(choices)}")
     kinds = alternatives(hint)
     if type(None) in kinds and value.lower() == "none":
         return None
@@ -160,7 +166,7 @@ def _convert(value: str, hint: Any, assignment: str) -> Any:
                 continue
         if (word := value.lower()) in _BOOLEANS:
             return _BOOLEANS[word]
-    raise ValueError(f"--option {assignment}: {value!r} is not {described(hint)}")
+    raise ValueError(f"{shown}: {value!r} is not {described(hint)}")
 
 
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
