@@ -82,6 +82,7 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
     "Cohere": LLAMA_LIKE,
     "Cohere2": {**LLAMA_LIKE, **WINDOW, **ALTERNATING},
     "Olmo2": LLAMA_LIKE,
+    "Olmo": LLAMA_LIKE,
     "Olmo3": {**LLAMA_LIKE, **WINDOW, **ALTERNATING},
     "StableLm": LLAMA_LIKE,
     "Arcee": {**LLAMA_LIKE, "head_dim": 8},
@@ -256,7 +257,7 @@ DESCRIBED = [  # by a file of saltus.models.architectures
     "Cohere2", "Olmo2", "Olmo3", "SmolLM3", "Starcoder2", "Arcee", "Ernie4_5", "Exaone4", "Ministral", "Ministral3",
     "SeedOss", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Glm4Moe", "GraniteMoe", "GptOss",
     "DeepseekV2", "DeepseekV3", "Mistral4", "Glm4MoeLite", "Llama4", "Dots1", "ExaoneMoe", "MiniMaxM2", "Ernie4_5_Moe",
-    "HunYuanDenseV1", "HunYuanMoEV1", "Helium", "Gemma3n", "Gemma4Unified", "Cwm", "InternLM3", "Youtu",
+    "HunYuanDenseV1", "HunYuanMoEV1", "Helium", "Gemma3n", "Gemma4Unified", "Cwm", "InternLM3", "Youtu", "Olmo",
     *RECURRENT,
 ]  # fmt: skip
 

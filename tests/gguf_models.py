@@ -101,6 +101,8 @@ CASES = {
         {"attention_multiplier": 0.0625, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
          "logits_scaling": 8.0},
     ),
+    "olmo": Case("olmo", "olmo"),
+    "olmo, clipped": Case("olmo", "olmo", {"clip_qkv": 0.5}),
     "olmo2": Case("olmo2", "olmo2"),
     "olmo3": Case(
         "olmo3", "olmo2",
@@ -217,7 +219,7 @@ CASES = {
         "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64,
         "hidden_size_per_layer_input": 0}, tied=True),
 }  # fmt: skip
-INTERLEAVED = {"llama", "granite", "smollm3", "arcee", "granitemoe", "granitehybrid", "mistral3"}
+INTERLEAVED = {"llama", "granite", "smollm3", "arcee", "granitemoe", "granitehybrid", "mistral3", "olmo"}
 NEMOTRONS = ("nemotron_h", "nemotron_h_moe")
 MORE_IN_NORMS = {"gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe"}
 PLAIN = (
@@ -373,6 +375,10 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
         return
     out.add_feed_forward_length(widths_of_mlps(config, case.name))
     out.add_head_count(config.num_attention_heads)
+    elif case.name == "olmo":
+        out.add_layer_norm_eps(1e-5)
+        if config.clip_qkv is not None:
+            out.add_clamp_kqv(config.clip_qkv)
     out.add_head_count_kv(heads_of_keys(config, case.name))
     add_experts(out, config, case.name)
     if "head_dim" in case.settings:

@@ -24,7 +24,7 @@ from saltus.loading.load_model import load_model
 from saltus.loading.sources import resolve
 from saltus.models.architectures import gguf_architectures
 
-NOT_DESCRIBED = {"command-r, norms of heads"}  # run by the layers of Transformers
+NOT_DESCRIBED = {"command-r, norms of heads", "olmo, clipped"}  # run by the layers of Transformers
 REPEATED = {
     "qwen3next",
     "qwen35",

@@ -86,8 +86,11 @@ class Resolver:
     def norm(self, norm: Norm, size: int) -> NormWeights:
         """Errors: AssertionError for a norm of another size."""
         if norm.path is None:
-            self.made.append(torch.ones(size, dtype=torch.float32))
-            return NormWeights(self.made[-1], native.NORM_KINDS["rms-float32"], norm.epsilon)
+            values, kind = torch.ones(size, dtype=torch.float32), norm.kind
+            if kind == "layer":
+                values = torch.cat([values, torch.zeros_like(values)])
+            kind = "rms-float32" if kind == "rms" else kind  # of weights in float32
+            return NormWeights(self.keep(values), native.NORM_KINDS[kind], norm.epsilon)
         module = self.module(norm.path)
         values = module.weight.detach()
         assert values.shape == (size,)

@@ -60,7 +60,7 @@ def _is_known(layer: Layer, base: Any) -> bool:
 
 
 def _is_known_norm(norm: Norm | None, base: Any) -> bool:
-    return norm is None or (norm.path is not None and getattr(base.get_submodule(norm.path), "bias", None) is None)
+    return norm is None or norm.path is None or getattr(base.get_submodule(norm.path), "bias", None) is None
 
 
 def _is_centred(norm: Norm | None) -> bool:
@@ -105,8 +105,8 @@ def _is_known_latent_attention(a: LatentAttention, base: Any) -> bool:
         and biases[0]
         and biases[2]
         and biases[first] == biases[1]
-        and _is_known_norm(a.latent_norm, base)
-        and _is_known_norm(a.query_norm, base)
+        and all(_is_known_norm(norm, base) for norm in (a.latent_norm, a.query_norm))
+        and all(norm is None or norm.path is not None for norm in (a.latent_norm, a.query_norm))
         and (a.query_norm is None) == (a.query_latent is None)
         and (a.angles is None or _rotated_dims(a.angles, base) == a.rope_dim)
     )

@@ -64,7 +64,9 @@ class GPUAttention:
         norms = None
         if a.query_norm is not None:
             every = not a.norm_per_head
-            norms = (norm_of(each or a.query_norm, weights, every) for each in (a.query_norm, a.key_norm))
+            sizes = (each * a.dim for each in ((a.heads, a.kv_heads) if every else (1, 1)))
+            both = zip((a.query_norm, a.key_norm or a.query_norm), sizes, strict=True)
+            norms = (norm_of(norm, weights, every, size) for norm, size in both)
             norms = tuple(replace(norm, rotated=a.norms_rotated) for norm in norms)
         projections = layers_of([each for each in (a.query, a.key, a.value, a.head_gate) if each], weights.base)
         return cls(

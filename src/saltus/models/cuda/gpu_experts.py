@@ -131,7 +131,7 @@ class Mixture:
         dtype = next(weights.base.parameters()).dtype
         return cls(
             experts, RouterWeights.of(router.weight.detach(), dtype, *vectors), first, down,
-            _router_norm(experts, weights), router_scale, shared,
+            norm_of(experts.router_norm, weights), router_scale, shared,
             None if gate is None else weights.module(gate.path).weight.detach(),
         )  # fmt: skip
 
@@ -174,14 +174,3 @@ class Mixture:
         if self.router_scale is not None:
             routed = routed * self.router_scale
         return routed if self.description.router_factor == 1 else routed * self.description.router_factor
-
-
-def _router_norm(experts: Experts, weights: Resolver) -> Any:
-    """A norm as the kernels read it; without weights they are 1."""
-    from saltus.models.cuda.row_kernels import KernelNorm
-
-    norm = experts.router_norm
-    if norm is None or norm.path is not None:
-        return norm_of(norm, weights)
-    matrix = weights.module(experts.router).weight
-    return KernelNorm(torch.ones(matrix.shape[1], dtype=torch.float32, device=matrix.device), norm.epsilon, True)

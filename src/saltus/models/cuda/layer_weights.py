@@ -48,13 +48,19 @@ def parts_of(layers: Sequence[Any], count: int) -> list[Tensor]:
     return list(weight.chunk(count))
 
 
-def norm_of(norm: Norm | None, weights: Resolver, all_heads: bool = False) -> Any:
-    """A norm as the kernels read it; of queries and keys perhaps one of all heads together."""
+def norm_of(norm: Norm | None, weights: Resolver, all_heads: bool = False, size: int = 0) -> Any:
+    """A norm as the kernels read it; of queries and keys perhaps one of all heads together.
+
+    Without weights they are 1, `size` of them, or as many as the base's hidden states have.
+    """
     from saltus.models.cuda.row_kernels import KernelNorm
 
     if norm is None:
         return None
-    assert norm.path is not None, "of a known description"
+    if norm.path is None:
+        like = next(weights.base.parameters())
+        ones = torch.ones(size or weights.base.config.hidden_size, dtype=torch.float32, device=like.device)
+        return KernelNorm(weights.keep(ones), norm.epsilon, True, all_heads, centred=norm.kind == "layer")
     values = weights.module(norm.path).weight.detach()
     if norm.kind == "rms":
         return KernelNorm(values, norm.epsilon, all_heads=all_heads)
