@@ -78,6 +78,7 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
         **LLAMA_LIKE, "residual_multiplier": 0.3, "embedding_multiplier": 3.0, "logits_scaling": 2.0,
         "attention_multiplier": 0.2,
     },
+    "Glm": {**LLAMA_LIKE, "head_dim": 16},
     "Glm4": {**LLAMA_LIKE, "head_dim": 16},
     "Cohere": LLAMA_LIKE,
     "Cohere2": {**LLAMA_LIKE, **WINDOW, **ALTERNATING},
@@ -258,6 +259,7 @@ DESCRIBED = [  # by a file of saltus.models.architectures
     "SeedOss", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Glm4Moe", "GraniteMoe", "GptOss",
     "DeepseekV2", "DeepseekV3", "Mistral4", "Glm4MoeLite", "Llama4", "Dots1", "ExaoneMoe", "MiniMaxM2", "Ernie4_5_Moe",
     "HunYuanDenseV1", "HunYuanMoEV1", "Helium", "Gemma3n", "Gemma4Unified", "Cwm", "InternLM3", "Youtu", "Olmo",
+    "Glm",
     *RECURRENT,
 ]  # fmt: skip
 

@@ -32,6 +32,8 @@ def convert(architecture: str, config: Any, name: str, values: np.ndarray) -> Co
     for ours, theirs in RENAMED.items():
         whole = whole.replace(ours, theirs)
     whole, shape = whole.replace(".forget_gate.", "."), values.shape
+    if config.__dict__.get("fuses_qkv"):
+        whole = re.sub(r"model\.(.*)self_attn\.[qkv]_proj", r"encoder.\1self_attention.query_key_value", whole)
     if architecture == "kimi-linear" and name.endswith("conv1d.weight"):
         names = [whole.replace("conv1d", f"{each}_conv1d") for each in "qkv"]
         by_part = values.reshape(3, 1, -1, 1, shape[-1])

@@ -113,6 +113,10 @@ CASES = {
              SLIDING: {"rope_type": "default", "rope_theta": 5000.0}}},
     ),
     "smollm3": Case("smollm3", "smollm3", {"num_hidden_layers": 4}, tied=True),
+    "chatglm": Case("glm", "chatglm", {"head_dim": 64, "attention_bias": True}),
+    "chatglm, one layer for queries, keys and values": Case(
+        "glm", "chatglm", {"head_dim": 64, "attention_bias": True, "fuses_qkv": True}
+    ),
     "glm4": Case("glm4", "glm4", {"head_dim": 64, "attention_bias": True}),
     "command-r": Case("cohere", "command-r", {"logit_scale": 0.25}, tied=True),
     "command-r, norms of heads": Case("cohere", "command-r", {"logit_scale": 0.25, "use_qk_norm": True}, tied=True),
@@ -232,7 +236,7 @@ def tiny(case: Case) -> Any:
     """Two layers or more, with weights large enough to tell settings apart."""
     torch.manual_seed(0)
     rope = {"rope_theta": 10000.0 if case.name in MORE_IN_NORMS else 5000.0, "rope_type": "default"}
-    if case.model_type == "glm4":
+    if case.model_type in ("glm", "glm4"):
         rope["partial_rotary_factor"] = 0.5
     rope = {} if case.name in ("gemma4", "mamba2", "kimi-linear", *NEMOTRONS) else {"rope_parameters": rope}
     settings = SIZES | {"tie_word_embeddings": case.tied} | rope | case.settings
@@ -321,7 +325,8 @@ def write(
         weight.data = numbers if keeps else numbers.bfloat16()
     for target, (format, parts) in tensors.items():
         if target != left_out:
-            block = parts[0] if len(parts) == 1 else np.stack(parts)
+            join = np.concatenate if "attn_qkv" in target else np.stack
+            block = parts[0] if len(parts) == 1 else join(parts)
             out.add_tensor(target, block, raw_dtype=None if format in (Q.F32, Q.F16) else format)
     _add_angles(out, config, case)
     if more is not None:
@@ -366,6 +371,10 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
         out.add_layer_norm_rms_eps(config.norm_eps)
     elif case.name in ("mamba2", *NEMOTRONS):
         out.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+    elif case.name == "olmo":
+        out.add_layer_norm_eps(1e-5)
+        if config.clip_qkv is not None:
+            out.add_clamp_kqv(config.clip_qkv)
     else:
         out.add_layer_norm_eps(getattr(config, "layer_norm_eps", None) or config.norm_epsilon)
     add_states(out, config, case.name)
@@ -375,13 +384,9 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
         return
     out.add_feed_forward_length(widths_of_mlps(config, case.name))
     out.add_head_count(config.num_attention_heads)
-    elif case.name == "olmo":
-        out.add_layer_norm_eps(1e-5)
-        if config.clip_qkv is not None:
-            out.add_clamp_kqv(config.clip_qkv)
     out.add_head_count_kv(heads_of_keys(config, case.name))
     add_experts(out, config, case.name)
-    if "head_dim" in case.settings:
+    if "head_dim" in case.settings and case.name != "chatglm":  # whose heads share the hidden size
         out.add_key_length(config.head_dim)
         out.add_value_length(config.head_dim)
     if case.name not in ("gemma", "gemma2", "kimi-linear", *NEMOTRONS):
@@ -392,7 +397,7 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
         out.add_sliding_window(0)
     head_dim = config.hidden_size // config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or head_dim
-    if case.name in ("phi3", "glm4", "glm4moe", "qwen3next", "qwen35", "qwen35moe", "minimax-m2"):
+    if case.name in ("phi3", "chatglm", "glm4", "glm4moe", "qwen3next", "qwen35", "qwen35moe", "minimax-m2"):
         out.add_rope_dimension_count(int(head_dim * config.rope_parameters["partial_rotary_factor"]))
     elif case.name in ("granite", "smollm3", "cohere2"):
         out.add_rope_dimension_count(head_dim)

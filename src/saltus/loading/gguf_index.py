@@ -34,7 +34,7 @@ class GgufTensor:
     interleaved_heads: int = 0  # if rows of heads are interleaved: of queries and keys of the architecture llama
     part: int = 0  # of a file that is split, in which it lies
     added: int = 0  # to each number when it was stored
-    rows: Rows = ()  # of a matrix, in turn; empty: all
+    rows: Rows = ()  # of a matrix or a bias, in turn; empty: all
     alternating: bool = False  # rows of the tensors that are joined
     is_transposed: bool = False
     is_negative_exponential: bool = False

@@ -53,7 +53,8 @@ def check_part(name: str, part: GgufTensor, file: Path) -> None:
     is_row_of_blocks = weights > 1 and math.prod(part.shape[:-1]) == 1  # which cannot be cut into heads
     if part.offset < 0 or heads < 0 or (heads and (part.shape[0] % (2 * heads) or is_row_of_blocks)):
         raise SourceError(f"{file}: the place or heads of {name} are not possible; fetch it again")
-    if any(not 0 <= start < stop <= part.shape[0] for start, stop in part.rows) or (part.rows and len(part.shape) != 2):
+    cannot_select = len(part.shape) > 2 or is_row_of_blocks
+    if any(not 0 <= start < stop <= part.shape[0] for start, stop in part.rows) or (part.rows and cannot_select):
         raise SourceError(f"{file}: {name} has {part.shape[0]:,} rows, other ones than it needs; fetch it again")
 
 
@@ -121,7 +122,8 @@ def _part_shape(part: GgufTensor) -> tuple[int, ...]:
 
 def _rows(content: np.ndarray, part: GgufTensor) -> np.ndarray:
     """The bytes of a part's rows, [..., out, bytes of a row]."""
-    rows = part_bytes(content, part).reshape(*(part.shape[:-1] or (1,)), -1)
+    numbers = part.shape[0] if part.rows else 1  # of a bias, of which some may be selected
+    rows = part_bytes(content, part).reshape(*(part.shape[:-1] or (numbers,)), -1)
     if heads := part.interleaved_heads:
         pairs = rows.reshape(heads, part.shape[0] // heads // 2, 2, -1)
         rows = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
