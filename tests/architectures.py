@@ -84,6 +84,7 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
     "Cohere2": {**LLAMA_LIKE, **WINDOW, **ALTERNATING},
     "Olmo2": LLAMA_LIKE,
     "Olmo": LLAMA_LIKE,
+    "NanoChat": {**LLAMA_LIKE, "final_logit_softcapping": 5.0},
     "Olmo3": {**LLAMA_LIKE, **WINDOW, **ALTERNATING},
     "StableLm": LLAMA_LIKE,
     "Arcee": {**LLAMA_LIKE, "head_dim": 8},
@@ -260,6 +261,7 @@ DESCRIBED = [  # by a file of saltus.models.architectures
     "DeepseekV2", "DeepseekV3", "Mistral4", "Glm4MoeLite", "Llama4", "Dots1", "ExaoneMoe", "MiniMaxM2", "Ernie4_5_Moe",
     "HunYuanDenseV1", "HunYuanMoEV1", "Helium", "Gemma3n", "Gemma4Unified", "Cwm", "InternLM3", "Youtu", "Olmo",
     "Glm",
+    "NanoChat",
     *RECURRENT,
 ]  # fmt: skip
 
@@ -273,6 +275,7 @@ ONE_PER_FEATURE = [  # of attention, and of what is computed around it
     "GPTBigCode", "DeepseekV3",  # one key head; short values
     "Qwen2Moe", "Qwen3Moe", "Glm4Moe",  # experts, with a shared one; in some layers; by groups
     "HunYuanDenseV1", "MiniMaxM2",  # norms of rotated heads; of all heads, and experts by sigmoids and a bias
+    "NanoChat",  # norms of inputs
     *RECURRENT,
 ]  # fmt: skip
 

@@ -35,3 +35,7 @@ def test_factors_of_the_last_norm_are_those_of_its_outputs(name):
     x = torch.randn(5, len(norm.weight), generator=torch.Generator().manual_seed(0))
     normalised = x / x.square().mean(-1, keepdim=True).sqrt()
     torch.testing.assert_close(last_norm_factors(model) * normalised, norm(x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_last_norm_without_weights_has_no_factors():
+    assert last_norm_factors(tiny("Olmo")) is None

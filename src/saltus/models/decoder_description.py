@@ -56,7 +56,7 @@ class Angles:
 
     `layout`: it gives each angle in both halves, twice in a row, or once. What is rotated is also multiplied by
     1 + `growth` · log(1 + ⌊(position + `shift`) / `steps`⌋) (Nakanishi 2025), or that alone: `zeros` dimensions have
-    angles of 0.
+    angles of 0. `backwards`: the other way around.
     """
 
     path: str = "rotary_emb"
@@ -66,6 +66,7 @@ class Angles:
     steps: int = 1
     shift: int = 0
     zeros: int = 0
+    backwards: bool = False
 
 
 @dataclass(frozen=True)
@@ -378,7 +379,8 @@ class Layer:
 class DecoderDescription:
     """A whole decoder. Logits are multiplied by `logit_scale`, then limited to ± `logit_softcap`.
 
-    `embedding_scale` is part of the embedding, and multiplies tokens alone; `input_scale` multiplies all inputs.
+    `embedding_scale` is part of the embedding, and multiplies tokens alone; `input_scale` multiplies all inputs; then
+    comes their `input_norm`.
     """
 
     layers: tuple[Layer, ...]
@@ -386,6 +388,7 @@ class DecoderDescription:
     embedding: str = "embed_tokens"
     embedding_scale: float = 1.0
     input_scale: float = 1.0
+    input_norm: Norm | None = None
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     per_layer_embeddings: PerLayerEmbeddings | None = None

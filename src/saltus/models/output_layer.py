@@ -44,6 +44,6 @@ def norm_offset(model: Any) -> float:
 
 
 def last_norm_factors(model: Any) -> Float[Tensor, "hidden"] | None:
-    """By which the last norm multiplies normalised states; None if a model has no such norm where others have it."""
-    norm = getattr(decoder_of(model), "norm", None)
-    return None if norm is None else norm.weight.detach() + norm_offset(model)
+    """By which the last norm multiplies normalised states; None if a model's norm has none, or another place."""
+    weight = getattr(getattr(decoder_of(model), "norm", None), "weight", None)
+    return None if weight is None else weight.detach() + norm_offset(model)

@@ -33,6 +33,8 @@ class GPUContextLayers:
         decoder = gpu_decoder_of(model)
         if decoder is None or decoder.state_shape is not None or decoder.per_layer_embeddings is not None:
             return None
+        if decoder.input_norm is not None:
+            return None
         description = decoder.description
         unscaled = description is None or (description.logit_scale == 1 and not description.logit_softcap)
         return cls(decoder) if unscaled else None

@@ -54,6 +54,8 @@ class DecoderOps:
         self.list: list[tuple[int, Any, int, int]] = []
         if description.input_scale != 1:
             self.add(hidden, None, description.input_scale)
+        if description.input_norm is not None:
+            self.normalize(hidden, description.input_norm, hidden)
         self.per_layer = None
         if (inputs := description.per_layer_embeddings) is not None:
             tokens = len(weights.module(description.embedding).weight)

@@ -293,6 +293,8 @@ class _AngleTable:
             found = zeros.cos(), zeros
         else:
             found = self._of_module(positions)
+        if self.angles.backwards:
+            found = found[0], -found[1]
         if self.angles.growth:
             steps = torch.floor((positions + self.angles.shift).float() / self.angles.steps)
             found = [x * (1 + self.angles.growth * torch.log1p(steps))[None, :, None] for x in found]

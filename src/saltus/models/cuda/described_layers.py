@@ -38,7 +38,8 @@ def described_for_gpu(model: Any) -> DecoderDescription | None:
     base = decoder_of(model)
     known = all(_is_known(layer, base) for layer in description.layers) and model.lm_head.bias is None
     known &= description.per_layer_embeddings is None or _have_all_tokens(description.per_layer_embeddings, model)
-    return description if known and _is_known_norm(description.norm, base) else None
+    norms = description.norm, description.input_norm
+    return description if known and all(_is_known_norm(norm, base) for norm in norms) else None
 
 
 def _have_all_tokens(inputs: PerLayerEmbeddings, model: Any) -> bool:

@@ -153,7 +153,7 @@ class GPUDecoder:
             self.base, self.kinds_of_angles = model.model, [(Angles(), False)]
             windows = windows or [sliding_window(model.config, number) for number in range(len(self.base.layers))]
             self.layers = [GPULayer.of_llama(*each) for each in zip(self.base.layers, windows, strict=True)]
-            self.norm = self.base.norm
+            self.norm, self.input_norm = self.base.norm, None
         else:
             self.base, self.weights = decoder_of(model), Resolver(decoder_of(model))
             mixers = [mixer for each in description.layers for mixer, _ in mixers_of(each)]
@@ -161,6 +161,7 @@ class GPUDecoder:
             self.kinds_of_angles = list(dict.fromkeys(kind for each in attention for kind in kinds_of_angles(each)))
             self.layers = [GPULayer.described(each, self.weights, self.kinds_of_angles) for each in description.layers]
             self.norm = norm_of(description.norm, self.weights)
+            self.input_norm = norm_of(description.input_norm, self.weights)
             if description.per_layer_embeddings is not None:
                 self.per_layer_embeddings = GPUPerLayerEmbeddings.described(
                     description.per_layer_embeddings, self.weights
@@ -202,7 +203,7 @@ class GPUDecoder:
 
         Memory is taken as it is needed, so that the graphs of all shapes share it.
         """
-        from saltus.models.cuda import linear_kernels
+        from saltus.models.cuda import linear_kernels, row_kernels
 
         rows, weights, description = inputs.shape.num_rows, self._embeddings(), self.description
         hidden = weights.new_empty(linear_kernels.padded_rows(rows), weights.shape[1])
@@ -212,6 +213,8 @@ class GPUDecoder:
             for scale in (rounded, description.input_scale):
                 if scale != 1:
                     hidden[:rows].mul_(scale)
+        if self.input_norm is not None:
+            row_kernels.add_and_norm(None, hidden, self.input_norm, hidden, rows)
         parts = None
         if self.per_layer_embeddings is not None:
             parts = self.per_layer_embeddings.gates_and_parts(inputs.tokens, hidden, rows)

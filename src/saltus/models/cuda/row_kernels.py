@@ -271,6 +271,8 @@ def angle_table(rotary: Any, count: int, like: Tensor, angles: Angles, interleav
     found = [x[0] for x in found]
     if angles.layout != "halves":
         found = [x[:, :: 2 if angles.layout == "interleaved" else 1].repeat(1, 2) for x in found]
+    if angles.backwards:
+        found[1] = -found[1]
     if angles.growth:
         steps = torch.floor((positions[0] + angles.shift).float() / angles.steps)
         growth = 1 + angles.growth * torch.log1p(steps)
