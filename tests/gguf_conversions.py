@@ -56,7 +56,7 @@ def convert(architecture: str, config: Any, name: str, values: np.ndarray) -> Co
         return Conversion([place.format("gate"), place.format("up")], [gate, up], np.concatenate)
     if name.endswith("shared_mlp.output_linear.weight") and not config.num_local_experts:
         whole = name.replace("shared_mlp.output_linear", "mlp.down_proj")
-    if name.endswith("kv_b_proj.weight") and config.__dict__.get("splits_kv_b", True):
+    if name.endswith("kv_b_proj.weight") and architecture != "minicpm3" and config.__dict__.get("splits_kv_b", True):
         heads, dim = config.num_attention_heads, config.qk_nope_head_dim
         by_head = values.reshape(heads, -1, values.shape[1])
         names = [name.replace("kv_b_proj", f"{each}_b_proj") for each in "kv"]

@@ -177,6 +177,10 @@ CASES = {
     "mistral4": Case("mistral4", "mistral4", LATENT | DEEPSEEK_EXPERTS | {
         "q_lora_rank": 64, "rope_parameters": YARN | {
             "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.25}}),
+    "minicpm3": Case("minicpm3", "minicpm3", LATENT | {"q_lora_rank": 64}, tied=True),
+    "minicpm3, long": Case("minicpm3", "minicpm3", LATENT | {"q_lora_rank": 64, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 5000.0, "original_max_position_embeddings": 128,
+        "short_factor": [1.0 + i / 16 for i in range(16)], "long_factor": [1.0 + i / 2 for i in range(16)]}}),
     "kimi-linear": Case("kimi_linear", "kimi-linear", LATENT | {
         "num_hidden_layers": 3, "layer_types": MIXED, "mlp_layer_types": ["dense", "sparse", "sparse"],
         "q_lora_rank": None, "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64,

@@ -77,6 +77,11 @@ def add_experts(out: gguf.GGUFWriter, config: Any, name: str) -> None:
         out.add_expert_shared_count(getattr(config, "num_shared_experts", 1))
         out.add_expert_weights_scale(config.routed_scaling_factor)
         out.add_expert_weights_norm(config.norm_topk_prob)
+    if name == "minicpm3":
+        out.add_q_lora_rank(config.q_lora_rank)
+        out.add_kv_lora_rank(config.kv_lora_rank)
+        out.add_key_length(config.qk_nope_head_dim + config.qk_rope_head_dim)
+        out.add_rope_dimension_count(config.qk_rope_head_dim)
     if name in ("deepseek2", "mistral4", "kimi-linear"):
         rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
         if config.q_lora_rank:

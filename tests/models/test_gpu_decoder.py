@@ -107,6 +107,7 @@ DESCRIBED = {
     "Olmo": {}, "NanoChat": {}, "Llama of other sizes": {"head_dim": 48, "num_attention_heads": 20, "hidden_size": 320},
     "Youtu": LATENT | {"rope_interleave": False}, "Mistral4": LATENT | {"attention_bias": True, "head_dim": 48},
     "DeepseekV2": LATENT | {"num_attention_heads": 16, "q_lora_rank": None}, "Glm": {},
+    "MiniCPM3": LATENT | {"num_attention_heads": 16, "num_key_value_heads": 16},
 }  # fmt: skip
 
 

@@ -27,14 +27,14 @@ ROPE = {
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0}
 
 
-@pytest.fixture(scope="module", params=["Llama", "Phi3", "dynamic"])
+@pytest.fixture(scope="module", params=["Llama", "Phi3", "MiniCPM3", "dynamic"])
 def network(request):
     if request.param == "dynamic":
         sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
         return CausalNetwork(tiny("Llama", rope_parameters=dict(DYNAMIC), max_position_embeddings=BORDER, **sizes))
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 192}
-    more = {"original_max_position_embeddings": BORDER} if request.param == "Phi3" else {}
-    return CausalNetwork(tiny(request.param, rope_parameters=dict(ROPE), **sizes, **more))
+    more = {"Phi3": {"original_max_position_embeddings": BORDER}, "MiniCPM3": {"num_key_value_heads": 4}}
+    return CausalNetwork(tiny(request.param, rope_parameters=dict(ROPE), **sizes | more.get(request.param, {})))
 
 
 def logits(network, tokens, limit: int, tree=(), kv_cache=None) -> torch.Tensor:
