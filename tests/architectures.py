@@ -134,6 +134,9 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
         "shared_expert_intermediate_size": 40,
     },
     "Qwen3Moe": {**LLAMA_LIKE, **EXPERTS, "head_dim": 16, "mlp_only_layers": [0], "norm_topk_prob": True},
+    "Mellum": {
+        **LLAMA_LIKE, **EXPERTS, **WINDOW, **ALTERNATING, "head_dim": 16, "mlp_layer_types": ["dense", "sparse"],
+    },
     "Glm4Moe": {
         **LLAMA_LIKE, "head_dim": 16, "use_qk_norm": True, "n_routed_experts": 8, "num_experts_per_tok": 3,
         "n_group": 4, "topk_group": 2, "moe_intermediate_size": 40, "first_k_dense_replace": 1, "attention_bias": True,
@@ -241,7 +244,7 @@ OF_WHOLE_BLOCKS = {  # sizes that formats of packed weights can hold
 MIXTURES = [  # Gemma 4 with the settings below
     "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Glm4Moe", "Glm4MoeLite", "GraniteMoe", "GptOss", "DeepseekV2",
     "DeepseekV3", "Mistral4", "Llama4", "Dots1", "ExaoneMoe", "MiniMaxM2", "Ernie4_5_Moe", "HunYuanMoEV1", "Gemma4",
-    "Qwen3_5Moe", "Qwen3Next with experts", "GraniteMoeHybrid", "NemotronH with experts", "Lfm2Moe",
+    "Qwen3_5Moe", "Qwen3Next with experts", "GraniteMoeHybrid", "NemotronH with experts", "Lfm2Moe", "Mellum",
 ]  # fmt: skip
 GEMMA4_EXPERTS = {
     "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 40,
@@ -264,7 +267,7 @@ DESCRIBED = [  # by a file of saltus.models.architectures
     "SeedOss", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Glm4Moe", "GraniteMoe", "GptOss",
     "DeepseekV2", "DeepseekV3", "Mistral4", "Glm4MoeLite", "Llama4", "Dots1", "ExaoneMoe", "MiniMaxM2", "Ernie4_5_Moe",
     "HunYuanDenseV1", "HunYuanMoEV1", "Helium", "Gemma3n", "Gemma4Unified", "Cwm", "InternLM3", "Youtu", "Olmo",
-    "Glm", "MiniCPM3",
+    "Glm", "MiniCPM3", "Mellum",
     "NanoChat",
     *RECURRENT,
 ]  # fmt: skip

@@ -154,6 +154,9 @@ CASES = {
     "qwen2moe": Case("qwen2_moe", "qwen2moe", EXPERTS | {
         "shared_expert_intermediate_size": 96, "norm_topk_prob": False}),
     "qwen3moe": Case("qwen3_moe", "qwen3moe", EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
+    "mellum": Case("mellum", "mellum", EXPERTS | {
+        "head_dim": 32, "num_hidden_layers": 4, "sliding_window": 8, "layer_types": [SLIDING] * 3 + [FULL],
+        "rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 1e3}}}),
     "olmoe": Case("olmoe", "olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": False}),
     "gpt-oss": Case("gpt_oss", "gpt-oss", {
         "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
@@ -227,6 +230,7 @@ CASES = {
         "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64,
         "hidden_size_per_layer_input": 0}, tied=True),
 }  # fmt: skip
+SAME_NAMES = {"mellum": "qwen3moe"}  # of tensors, as another architecture; `gguf` may not have it yet
 INTERLEAVED = {"llama", "granite", "smollm3", "arcee", "granitemoe", "granitehybrid", "mistral3", "olmo"}
 NEMOTRONS = ("nemotron_h", "nemotron_h_moe")
 MORE_IN_NORMS = {"gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe"}
@@ -290,7 +294,8 @@ def write(
     out = gguf.GGUFWriter(file, case.name)
     _add_settings(out, config, case)
     add_vocabulary(out, pre)
-    architecture = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == case.name)
+    tensor_names = SAME_NAMES.get(case.name, case.name)
+    architecture = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == tensor_names)
     layers = config.num_hidden_layers
     num_later = len({name.split(".")[2] for name in later or ()})
     names = gguf.get_tensor_name_map(architecture, layers + num_later)
@@ -417,7 +422,7 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
     if case.model_type in ("cohere", "cohere2"):
         out.add_logit_scale(config.logit_scale)
         out.add_rope_scaling_type(RopeScalingType.NONE)
-    if case.model_type in ("olmo3", "exaone4", "exaone_moe"):
+    if case.model_type in ("olmo3", "exaone4", "exaone_moe", "mellum"):
         out.add_sliding_window_pattern([kind == SLIDING for kind in config.layer_types])
     if case.name == "gemma4":
         _add_gemma4(out, config, case)

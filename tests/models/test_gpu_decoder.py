@@ -148,7 +148,7 @@ MIXTURES = {
     "GptOss": {}, "Dots1": {"moe_intermediate_size": 64}, "MiniMaxM2": {"num_hidden_layers": 1},
     "Gemma4": {**GEMMA4_EXPERTS, "global_head_dim": 64},
     "ExaoneMoe": {"moe_intermediate_size": 64}, "Ernie4_5_Moe": {"moe_intermediate_size": 64, "use_bias": False},
-    "HunYuanMoEV1": {"moe_topk": 2},
+    "HunYuanMoEV1": {"moe_topk": 2}, "Mellum": {"sliding_window": 50, "mlp_layer_types": None},
 }  # fmt: skip
 
 
