@@ -85,6 +85,7 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
     "Olmo2": LLAMA_LIKE,
     "Olmo": LLAMA_LIKE,
     "NanoChat": {**LLAMA_LIKE, "final_logit_softcapping": 5.0},
+    "Jais2": {**LLAMA_LIKE, "head_dim": 8},
     "Olmo3": {**LLAMA_LIKE, **WINDOW, **ALTERNATING},
     "StableLm": LLAMA_LIKE,
     "Arcee": {**LLAMA_LIKE, "head_dim": 8},
@@ -268,7 +269,7 @@ DESCRIBED = [  # by a file of saltus.models.architectures
     "DeepseekV2", "DeepseekV3", "Mistral4", "Glm4MoeLite", "Llama4", "Dots1", "ExaoneMoe", "MiniMaxM2", "Ernie4_5_Moe",
     "HunYuanDenseV1", "HunYuanMoEV1", "Helium", "Gemma3n", "Gemma4Unified", "Cwm", "InternLM3", "Youtu", "Olmo",
     "Glm", "MiniCPM3", "Mellum",
-    "NanoChat",
+    "NanoChat", "Jais2",
     *RECURRENT,
 ]  # fmt: skip
 

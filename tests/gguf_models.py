@@ -101,6 +101,7 @@ CASES = {
         {"attention_multiplier": 0.0625, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
          "logits_scaling": 8.0},
     ),
+    "jais2": Case("jais2", "jais2"),
     "olmo": Case("olmo", "olmo"),
     "olmo, clipped": Case("olmo", "olmo", {"clip_qkv": 0.5}),
     "olmo2": Case("olmo2", "olmo2"),

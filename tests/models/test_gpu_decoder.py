@@ -127,7 +127,7 @@ def test_described_layers_are_those_of_transformers_and_rows_do_not_depend_on_ea
     assert torch.equal(together[1].logits.float().cpu(), torch.stack(alone))
 
 
-@pytest.mark.parametrize("name", ["Starcoder2", "Llama4", "Gemma3n"])
+@pytest.mark.parametrize("name", ["Starcoder2", "Jais2", "Llama4", "Gemma3n"])
 def test_layers_that_the_kernels_do_not_know_are_left_to_others(name):
     assert described_for_gpu(tiny(name)) is None
 

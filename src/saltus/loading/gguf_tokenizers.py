@@ -31,6 +31,8 @@ LLAMA3_SPLIT = (
     rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
+SPACES = "".join(rf"|\s{{{count}}}(?!\S)" for count in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2"))
+JAIS2_SPLIT = LLAMA3_SPLIT.replace(r"|\s+(?!\S)|\s+", rf"{SPACES}|\s")
 QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 QWEN35_SPLIT = QWEN2_SPLIT.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"  # cases, or of scripts without
@@ -101,6 +103,7 @@ KINDS = {  # by GGUF's names
         ),
         "smaug-bpe": ByteLevelKind((LLAMA3_SPLIT,), prefers_words=True),
         "dbrx chatglm-bpe glm4": ByteLevelKind((LLAMA3_SPLIT,)),
+        "jais-2": ByteLevelKind((JAIS2_SPLIT,)),
         "qwen2 deepseek-r1-qwen f2llmv2": ByteLevelKind((QWEN2_SPLIT,), composes=True),
         "stablelm2 megrez hunyuan solar-open grok-2 kormo": ByteLevelKind((QWEN2_SPLIT,)),
         "qwen35": ByteLevelKind((QWEN35_SPLIT,), composes=True),
