@@ -196,6 +196,14 @@ def test_tensors_that_are_missing_or_too_many_are_one_line(name, tmp_path):
         assert "has a tensor" in (line := complaint(file)) or "lacks" in line
 
 
+def test_a_bias_with_too_few_rows_for_queries_keys_and_values_is_one_line(tmp_path):
+    name, bias = "chatglm, one layer for queries, keys and values", "blk.0.attn_qkv.bias"
+    _, file = written(
+        name, tmp_path, [Q.F16], left_out=bias, more=lambda out: out.add_tensor(bias, np.ones(256, np.float32))
+    )
+    assert "256 rows, other ones than it needs" in complaint(file)
+
+
 @pytest.mark.parametrize(
     ("name", "key", "value", "said"),
     [

@@ -53,9 +53,10 @@ def check_part(name: str, part: GgufTensor, file: Path) -> None:
     is_row_of_blocks = weights > 1 and math.prod(part.shape[:-1]) == 1  # which cannot be cut into heads
     if part.offset < 0 or heads < 0 or (heads and (part.shape[0] % (2 * heads) or is_row_of_blocks)):
         raise SourceError(f"{file}: the place or heads of {name} are not possible; fetch it again")
-    cannot_select = len(part.shape) > 2 or is_row_of_blocks
-    if any(not 0 <= start < stop <= part.shape[0] for start, stop in part.rows) or (part.rows and cannot_select):
-        raise SourceError(f"{file}: {name} has {part.shape[0]:,} rows, other ones than it needs; fetch it again")
+    rows, dimensions = part.shape[0], len(part.shape)
+    wrong_rows = any(not 0 <= start < stop <= rows for start, stop in part.rows)
+    if wrong_rows or (part.rows and (dimensions > 2 or is_row_of_blocks)):
+        raise SourceError(f"{file}: {name} has {rows:,} rows, other ones than it needs; fetch it again")
 
 
 def check_end(part: GgufTensor, size: int, file: Path) -> None:

@@ -50,7 +50,7 @@ def rows_of(part: int) -> Callable[[Mapping[str, Any], int], Rows]:
     return rows
 
 
-TENSORS: dict[str, Target] = {"ffn_up": "mlp.gate_up_proj"} | {
+TENSORS: Mapping[str, Target] = {"ffn_up": "mlp.gate_up_proj"} | {
     f"attn_qkv.{kind}": tuple(
         TensorPart(f"self_attn.{name}_proj.{kind}", rows=rows_of(part)) for part, name in enumerate("qkv")
     )
