@@ -127,7 +127,7 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
     },
     "MiniCPM3": {
         **LLAMA_LIKE, "num_key_value_heads": 6, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 12, "v_head_dim": 8, "scale_emb": 3, "dim_model_base": 20,
+        "qk_nope_head_dim": 12, "v_head_dim": 8, "scale_emb": 3, "scale_depth": 0.6, "dim_model_base": 20,
     },
     "Mixtral": {**LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Qwen2Moe": {
