@@ -1,5 +1,7 @@
 """Make tiny random models of the architectures that a causal network must serve, and ask them."""
 
+from copy import deepcopy
+
 import numpy as np
 import pytest
 import torch
@@ -301,7 +303,7 @@ def tiny(name: str, seed: int = 0, **changes) -> PreTrainedModel:
         "vocab_size": VOCAB, "num_hidden_layers": 2, "max_position_embeddings": 512, "initializer_range": 0.2,
         "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
     }  # fmt: skip
-    settings = common | ARCHITECTURES.get(name, {}) | changes
+    settings = deepcopy(common | ARCHITECTURES.get(name, {}) | changes)  # configurations change what they are given
     config: PretrainedConfig = getattr(transformers, configuration(name))(**settings)
     set_seed(seed)
     model = model_class(name)(config).eval()
