@@ -31,6 +31,7 @@ from saltus.engine.text_bounds import PromptTooLongError
 from saltus.methods import available_methods, make_methods
 from saltus.methods.jacobi.drafter import Jacobi
 from saltus.models import causal
+from saltus.models.cpu import chunked_prefill
 from saltus.models.cpu.attention import install_attention
 
 # `mtp` needs heads in the checkpoint, see tests/methods/mtp
@@ -539,14 +540,14 @@ def test_a_drafter_with_another_vocabulary_is_refused(engine, tiny_folder):
 
 
 def overlook_the_tree(monkeypatch):
-    part = causal._sequence_rows
+    part = chunked_prefill._sequence_rows
 
     def chain(*arguments, **settings):
         made = part(*arguments, **settings)
         made.tree_mask[:] = np.tri(len(made.tree_mask))
         return made
 
-    monkeypatch.setattr(causal, "_sequence_rows", chain)
+    monkeypatch.setattr(chunked_prefill, "_sequence_rows", chain)
     monkeypatch.setattr(causal.CausalNetwork, "_forward_prepared", lambda *_: None)
 
 

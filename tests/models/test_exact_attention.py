@@ -8,7 +8,8 @@ from architectures import chain, random_tree, read, text, tiny
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.loading.load_model import load_model
-from saltus.models.causal import MAX_ROWS_PER_CALL, CausalNetwork
+from saltus.models.causal import CausalNetwork
+from saltus.models.cpu.chunked_prefill import MAX_ROWS_PER_CALL
 
 DTYPES = [torch.bfloat16, torch.float32]
 TRUNK = list(range(-1, 40))

@@ -20,7 +20,8 @@ from saltus.kernels.batch_invariant_ops import linear
 from saltus.loading.load_model import load_model
 from saltus.methods.shared.adapter_files import load_adapter, save_adapter
 from saltus.methods.shared.query_chains import with_query_chains
-from saltus.models.causal import MAX_ROWS_PER_CALL, CausalNetwork
+from saltus.models.causal import CausalNetwork
+from saltus.models.cpu.chunked_prefill import MAX_ROWS_PER_CALL
 from saltus.models.gated_lora import (
     Adapter,
     Gate,

@@ -28,9 +28,10 @@ from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.engine.target_network import make_network
 from saltus.kernels import native
-from saltus.models import causal
 from saltus.models.architectures import describe_decoder
-from saltus.models.causal import MAX_NODES, MAX_ROWS_PER_CALL, CausalNetwork
+from saltus.models.causal import CausalNetwork
+from saltus.models.cpu import chunked_prefill
+from saltus.models.cpu.chunked_prefill import MAX_NODES, MAX_ROWS_PER_CALL
 from saltus.models.decoder_of import decoder_of
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -212,8 +213,8 @@ def test_texts_in_a_batch_get_the_bits_that_each_gets_alone(networks, name, dtyp
 def most_rows(monkeypatch) -> int:
     """Of a call; few where there are no kernels, and a row takes long."""
     if native.load_kernels() is None:
-        monkeypatch.setattr(causal, "MAX_ROWS_PER_CALL", 64)
-    return causal.MAX_ROWS_PER_CALL
+        monkeypatch.setattr(chunked_prefill, "MAX_ROWS_PER_CALL", 64)
+    return chunked_prefill.MAX_ROWS_PER_CALL
 
 
 @each_dtype

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from saltus.core.canvas import Canvas
-from saltus.core.forward import ForwardInputs, ForwardOutputs, QueryStart, depths
-from saltus.core.native_tree import tree_rows
+from saltus.core.forward import ForwardInputs, ForwardOutputs, QueryStart
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode
-from saltus.models.cpu import attention
-from saltus.models.cpu.attention import AttentionCall, SequenceRows, ancestor_mask
+from saltus.models.cpu import attention, chunked_prefill
+from saltus.models.cpu.attention import AttentionCall
+from saltus.models.cpu.chunked_prefill import Chunk, prefill_and_tree_chunks
 from saltus.models.cpu.hybrid_kv_cache import StateSizes
 from saltus.models.cpu.kv_cache import KVCache
 from saltus.models.cpu.native_decoder import NativeDecoder, supports_native_decoder
@@ -39,23 +39,6 @@ from saltus.models.packed_experts import experts_implementation
 from saltus.models.recurrent_layers import recurrent_layer_types
 
 log = logging.getLogger("saltus")
-
-MAX_ROWS_PER_CALL = 256  # limits the memory that a long prompt needs
-MAX_NODES = 512  # of a tree, its queries included; a tree is never split
-
-
-@dataclass
-class _Chunk:
-    """The rows that one text adds to a call: decided tokens, and in its last chunk the tree."""
-
-    sequence: int
-    tokens: list[int]
-    rows: SequenceRows
-    num_logits: int  # of its last rows
-    output_hidden_states: bool  # of all its rows
-    uniforms: tuple[float, ...] = ()  # of its last rows, which are queries
-    has_token: tuple[bool, ...] = ()  # of each query
-    temperature: float = 0.0
 
 
 @dataclass
@@ -110,7 +93,7 @@ class CausalNetwork:
                 self.hidden_state_layers,
             )  # fmt: skip
         elif supports_native_decoder(self.model):
-            decoder = NativeDecoder(self.model, max(self.max_rows_per_call, 1 + MAX_NODES))
+            decoder = NativeDecoder(self.model, max(self.max_rows_per_call, 1 + chunked_prefill.MAX_NODES))
             if self.batch_invariant or decoder.layers.states.state:  # nothing else reads trees into states
                 self.native_decoder, self.batch_invariant = decoder, True
 
@@ -133,7 +116,7 @@ class CausalNetwork:
     @property
     def max_rows_per_call(self) -> int:
         """The limit of rows in one call, unless a single tree has more."""
-        return MAX_ROWS_PER_CALL
+        return chunked_prefill.MAX_ROWS_PER_CALL
 
     @staticmethod
     def context_tokens(canvas: Canvas) -> np.ndarray:
@@ -263,7 +246,7 @@ class CausalNetwork:
         states: list[list[Any]] = [[] for _ in batch]
         contexts = [self.context_tokens(inputs.canvas) for inputs in batch]
         read = list(map(len, contexts))
-        queues: list[list[_Chunk]] = []
+        queues: list[list[Chunk]] = []
         for index, (inputs, kv_cache) in enumerate(zip(batch, kv_caches, strict=True)):
             past = self._reuse_kv_cache(kv_cache, inputs)
             read[index] -= past
@@ -300,9 +283,9 @@ class CausalNetwork:
         """How many of the context tokens are in the KV cache."""
         return kv_cache.reuse_prefix(inputs.canvas.decided_prefix)
 
-    def _chunks(self, sequence: int, inputs: ForwardInputs, kv_cache: KVCache, past_length: int) -> Iterator[_Chunk]:
+    def _chunks(self, sequence: int, inputs: ForwardInputs, kv_cache: KVCache, past_length: int) -> Iterator[Chunk]:
         """The chunks that one text still has to run."""
-        return _prefill_and_tree_chunks(sequence, inputs, kv_cache, past_length, query_start=self.query_start)
+        return prefill_and_tree_chunks(sequence, inputs, kv_cache, past_length, query_start=self.query_start)
 
     def _evaluate(
         self, tokens: torch.Tensor, positions: torch.Tensor, num_logits: int, gate: StaticGate | None
@@ -318,7 +301,7 @@ class CausalNetwork:
             out = model(input_ids=tokens, position_ids=positions, logits_to_keep=kept, use_cache=False)
         return out.logits[0], hidden_states()
 
-    def _run_model(self, chunks: Sequence[_Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run_model(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
         """One call of the model: the logits that chunks need; hidden states of all rows if a chunk needs them."""
         if len(chunks) == 1:
             (chunk,) = chunks
@@ -350,7 +333,7 @@ class CausalNetwork:
             )
         return out.logits[0], hidden_states()
 
-    def _gate(self, chunks: Sequence[_Chunk]) -> Gate | None:
+    def _gate(self, chunks: Sequence[Chunk]) -> Gate | None:
         """The query rows of a call and their conditioning; None if there are none."""
         if not any(chunk.uniforms for chunk in chunks):
             return None
@@ -398,64 +381,3 @@ class CausalNetwork:
     def _capture_hidden_states(self) -> HiddenStateCapture:
         active_stream = getattr(self.model.config.get_text_config(), "altup_active_idx", None)
         return HiddenStateCapture(decoder_of(transformers_model(self.model)), self.hidden_state_layers, active_stream)
-
-
-def _prefill_and_tree_chunks(
-    sequence: int,
-    inputs: ForwardInputs,
-    kv_cache: KVCache,
-    past_length: int,
-    window: int | None = None,
-    query_start: QueryStart = "blank",
-) -> Iterator[_Chunk]:
-    """Decided tokens in pieces of MAX_ROWS_PER_CALL, the tree with the last piece, whatever its size.
-
-    With a `window` pieces also end where windows of so many tokens do.
-    """
-    decided, nodes = inputs.canvas.decided_prefix, len(inputs.tokens)
-    assert nodes <= MAX_NODES
-    while True:
-        unread = len(decided) - past_length
-        window_left = unread if window is None else window - past_length % window
-        if unread <= window_left and unread + nodes <= max(MAX_ROWS_PER_CALL, 1 + nodes):
-            break
-        count = min(MAX_ROWS_PER_CALL, window_left, unread - 1)
-        yield _Chunk(
-            sequence,
-            decided[past_length : past_length + count].tolist(),
-            _sequence_rows(kv_cache, past_length, count),
-            0,
-            inputs.output_hidden_states,
-        )
-        past_length += count
-    tokens, offsets, has_token = inputs.tokens, None, ()
-    if inputs.query_nodes:
-        tokens, offsets, has_token = inputs.node_rows(query_start)
-    part = _sequence_rows(kv_cache, past_length, unread, inputs.parents, offsets, ends_text=True)
-    yield _Chunk(
-        sequence, [*decided[past_length:].tolist(), *tokens], part, nodes + 1, inputs.output_hidden_states,
-        inputs.uniforms, has_token, inputs.temperature,
-    )  # fmt: skip
-
-
-def _sequence_rows(
-    kv_cache: KVCache,
-    past_length: int,
-    num_new_tokens: int,
-    parents: Sequence[int] = (),
-    offsets: np.ndarray | None = None,
-    ends_text: bool = False,
-) -> SequenceRows:
-    """Rows of decided tokens, and perhaps of a tree's nodes after them, by depth or at `offsets` from the first one."""
-    num_rows = num_new_tokens + len(parents)
-    if offsets is None and (found := tree_rows(parents, num_new_tokens, past_length)) is not None:
-        return SequenceRows(kv_cache, past_length, *found, parents, ends_text)
-    visible = np.zeros((num_rows, num_rows), dtype=np.uint8)
-    visible[:, :num_new_tokens] = np.tri(num_rows, num_new_tokens) if num_new_tokens > 1 else 1
-    positions = np.arange(past_length, past_length + num_rows)
-    if parents:
-        visible[num_new_tokens:, num_new_tokens:] = ancestor_mask(parents)
-        positions[num_new_tokens:] = (
-            past_length + num_new_tokens + np.array(depths(parents) if offsets is None else offsets)
-        )
-    return SequenceRows(kv_cache, past_length, positions, visible, parents, ends_text)

@@ -166,6 +166,17 @@ def llama_layer(config: Any, layer: int, **changes: Any) -> Layer:
     return Layer(**changes)
 
 
+def layer_norm_decoder(config: Any, epsilon: float, up: str, down: str) -> DecoderDescription:
+    """Llama's attention with LayerNorm before it and before MLPs without gates, whose layers have these names."""
+    layers = []
+    for layer in range(config.num_hidden_layers):
+        path = f"layers.{layer}"
+        mlp = MLP(None, Weight(f"{path}.mlp.{up}"), Weight(f"{path}.mlp.{down}"), activation(config.hidden_act))
+        norms = (Norm(f"{path}.{name}_layernorm", epsilon, "layer") for name in ("input", "post_attention"))
+        layers.append(llama_layer(config, layer, mlp=mlp, **dict(zip(("mixer_norm", "mlp_norm"), norms, strict=True))))
+    return DecoderDescription(tuple(layers), Norm("norm", epsilon, "layer"))
+
+
 def llama_decoder(config: Any, layers: list[Layer], **changes: Any) -> DecoderDescription:
     """A decoder whose last norm is Llama's, changed in places."""
     settings: dict[str, Any] = {"layers": tuple(layers), "norm": Norm("norm", config.rms_norm_eps)}

@@ -20,7 +20,8 @@ import torch
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.kernels import native
-from saltus.models.causal import CausalNetwork, _Chunk, _prefill_and_tree_chunks
+from saltus.models.causal import CausalNetwork
+from saltus.models.cpu.chunked_prefill import Chunk, prefill_and_tree_chunks
 from saltus.models.cpu.eva_kv_cache import EvaKVCache
 from saltus.models.cpu.kv_cache import KVCache
 from saltus.models.cpu.native_decoder import NativeDecoder
@@ -103,12 +104,12 @@ class EvaByteNetwork(CausalNetwork):
         parts = [outputs, *self.forward(calls, forks)]
         return _merged(parts, rows, len(inputs.tokens), outputs.context_tokens_read)
 
-    def _chunks(self, sequence: int, inputs: ForwardInputs, kv_cache: KVCache, past_length: int) -> Iterator[_Chunk]:
-        for chunk in _prefill_and_tree_chunks(sequence, inputs, kv_cache, past_length, self.summaries.window):
+    def _chunks(self, sequence: int, inputs: ForwardInputs, kv_cache: KVCache, past_length: int) -> Iterator[Chunk]:
+        for chunk in prefill_and_tree_chunks(sequence, inputs, kv_cache, past_length, self.summaries.window):
             slots = self.summaries.slots_before(int(chunk.rows.positions[0]))
             yield replace(chunk, rows=replace(chunk.rows, past_length=slots))
 
-    def _run_model(self, chunks: Sequence[_Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run_model(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
         for chunk in chunks:
             kv_cache, first = chunk.rows.kv_cache, int(chunk.rows.positions[0])
             assert isinstance(kv_cache, EvaKVCache)

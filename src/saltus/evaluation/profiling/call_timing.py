@@ -15,11 +15,11 @@ import numpy as np
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.core.protocols import Network
+from saltus.models.cpu.chunked_prefill import MAX_NODES
 
 DEFAULT_NODES = (1, 2, 4, 8, 16, 32, 64)
 DEFAULT_LENGTHS = (128, 256, 512, 1024, 2048)
 DEFAULT_BATCHES = (1, 2, 4, 8)
-MAX_NODES = 512  # of a tree, as the network takes it
 PATH_LENGTH = 16  # drafted tokens of one path: a call of many nodes holds several paths
 PREFILL_ROUNDS = 3  # rounds that read the texts afresh: a long text takes seconds
 

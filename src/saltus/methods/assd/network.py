@@ -32,8 +32,9 @@ from saltus.methods.assd.hole_paths import with_kernel
 from saltus.methods.assd.hole_predictions import AnySubsetOutputs
 from saltus.methods.assd.prepared_filling import PreparedFilling
 from saltus.methods.shared.logit_correction import PairwiseCorrection
-from saltus.models.causal import MAX_NODES, CausalNetwork, _Chunk
+from saltus.models.causal import CausalNetwork
 from saltus.models.cpu.attention import SequenceRows, ancestor_mask
+from saltus.models.cpu.chunked_prefill import MAX_NODES, Chunk
 from saltus.models.cpu.kv_cache import KVCache
 from saltus.models.cpu.native_decoder import NativeDecoder
 from saltus.models.cpu.prepared_call import MAX_ROWS
@@ -146,7 +147,7 @@ class AnySubsetNetwork(CausalNetwork):
     def _reuse_kv_cache(self, kv_cache: Any, inputs: ForwardInputs) -> int:
         return kv_cache.reuse_known_tokens(inputs.canvas)
 
-    def _chunks(self, sequence: int, inputs: ForwardInputs, kv_cache: KVCache, past_length: int) -> Iterator[_Chunk]:
+    def _chunks(self, sequence: int, inputs: ForwardInputs, kv_cache: KVCache, past_length: int) -> Iterator[Chunk]:
         """One chunk: new tokens, then draft tokens, then queries."""
         canvas = inputs.canvas
         places = canvas.known_positions[past_length:]
@@ -170,7 +171,7 @@ class AnySubsetNetwork(CausalNetwork):
         query_positions = open_positions[[hole for _, hole in queries]]
         tokens = [*canvas.tokens[places].tolist(), *inputs.tokens[:drafts], *[self.mask_token] * len(queries)]
         rows = SequenceRows(kv_cache, past_length, np.concatenate([places, node_positions, query_positions]), visible)
-        yield _Chunk(sequence, tokens, rows, len(queries), inputs.output_hidden_states)
+        yield Chunk(sequence, tokens, rows, len(queries), inputs.output_hidden_states)
 
 
 CORRECTION_TENSORS = ("left", "second_left", "right", "gate")  # fields of `PairwiseCorrection`, and names in its file

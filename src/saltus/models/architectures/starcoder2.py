@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from saltus.models.common_layers import activation, llama_layer
-from saltus.models.decoder_description import MLP, DecoderDescription, Norm, Weight
+from saltus.models.common_layers import layer_norm_decoder
+from saltus.models.decoder_description import DecoderDescription
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, decoder_config
 
 CLASSES = {"Starcoder2ForCausalLM"}
@@ -11,17 +11,7 @@ CLASSES = {"Starcoder2ForCausalLM"}
 
 def describe(config: Any) -> DecoderDescription:
     """See saltus.models.architectures."""
-    layers, epsilon = [], config.norm_epsilon
-    for layer in range(config.num_hidden_layers):
-        path = f"layers.{layer}"
-        mlp = MLP(None, Weight(f"{path}.mlp.c_fc"), Weight(f"{path}.mlp.c_proj"), activation(config.hidden_act))
-        layers.append(
-            llama_layer(
-                config, layer, mlp=mlp, mixer_norm=Norm(f"{path}.input_layernorm", epsilon, "layer"),
-                mlp_norm=Norm(f"{path}.post_attention_layernorm", epsilon, "layer"),
-            )
-        )  # fmt: skip
-    return DecoderDescription(tuple(layers), Norm("norm", epsilon, "layer"))
+    return layer_norm_decoder(config, config.norm_epsilon, "c_fc", "c_proj")
 
 
 def gguf_config(model: GgufModel) -> dict[str, Any]:
