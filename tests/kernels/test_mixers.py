@@ -90,9 +90,9 @@ def convolution(dtype, channels=75, width=4, bias=True, silu=True, gated=False) 
 
 
 def recurrence(
-    dtype, delta=True, heads=6, groups=2, key_dim=18, value_dim=70, limits=(0.0, float("inf")), fine=False
+    dtype, delta=True, heads=6, groups=2, key_dim=18, value_dim=70, limits=(0.0, float("inf")), channelwise=False
 ) -> Mixer:
-    steps = heads * key_dim if fine else heads
+    steps = heads * key_dim if channelwise else heads
     inputs = {"query": groups * key_dim, "key": groups * key_dim, "value": heads * value_dim, "step": steps}
     inputs |= {"weight": heads} if delta else {}
     tensors = {"bias": normal(steps, seed=1), "rate": -normal(heads, seed=2).exp()}
@@ -144,7 +144,7 @@ MIXERS = {
     "wide convolution": lambda dtype: convolution(dtype, 70, 7, bias=False, silu=False, gated=True),
     "delta rule": recurrence,
     "delta rule of whole blocks": lambda dtype: recurrence(dtype, heads=2, groups=2, key_dim=64, value_dim=64),
-    "delta rule of fine decays": lambda dtype: recurrence(dtype, heads=3, groups=3, fine=True),
+    "delta rule of channel-wise decays": lambda dtype: recurrence(dtype, heads=3, groups=3, channelwise=True),
     "scan": lambda dtype: recurrence(dtype, delta=False, limits=(0.3, 1.5)),
 }
 each_mixer = pytest.mark.parametrize("name", MIXERS)

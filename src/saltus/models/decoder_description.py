@@ -164,7 +164,7 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class KimiDeltaNet:
-    """The gated delta rule with a decay for each number of a key (Kimi Team 2025), each head with its own key.
+    """The gated delta rule with channel-wise decays, of each number of a key (Kimi Team 2025); heads share no keys.
 
     Queries, keys and values have a linear layer each, and parts of one convolution, in this order; decays and the gate
     of outputs, a sigmoid after a norm, two, one after the other.

@@ -117,8 +117,8 @@ typedef struct {
   float weight_scale;     // of the weights after the sigmoid
   const RecurrentText *text;
 } Recurrence;
-enum { SELECTIVE, DELTA, FINE };  // recurrences: Mamba-2, the gated delta rule, and the same with fine decays
-static inline int is_fine(const Recurrence *a) { return a->steps != a->heads; }
+enum { SELECTIVE, DELTA, CHANNELWISE };  // recurrences: Mamba-2, the gated delta rule, and the same with channel-wise decays
+static inline int is_channelwise(const Recurrence *a) { return a->steps != a->heads; }
 
 typedef struct {
   void *x;                    // [rows, size], dense, changed in place

@@ -1,4 +1,4 @@
-"""Kimi Linear: the gated delta rule with fine decays in most layers, in the others latent attention without angles."""
+"""Kimi Linear: the gated delta rule with channel-wise decays in most layers, else latent attention without angles."""
 
 from typing import Any
 

@@ -93,12 +93,12 @@ def _recur(
     scale, epsilon, least, most, weight_scale, OF_NODES: tl.constexpr,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, KEYS: tl.constexpr, PADDED_KEYS: tl.constexpr, VALUES: tl.constexpr,
     QUERY: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, SIZE: tl.constexpr, ROW: tl.constexpr,
-    NODE: tl.constexpr, DELTA: tl.constexpr, FINE: tl.constexpr, BLOCK: tl.constexpr,
+    NODE: tl.constexpr, DELTA: tl.constexpr, CHANNELWISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A job, a head, some columns of its state: change it by sources of a table, then by rows, which read it.
 
     S ← d·S + k ⊗ s·(v − (d·S)ᵀk), o = Sᵀq (the gated delta rule, DELTA), or S ← d·S + k ⊗ s·v, o = Sᵀq + D·v (Mamba-2).
-    FINE: each number of a key has a decay.
+    CHANNELWISE: each number of a key has a decay.
     """
     job, head, column = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     key_at, group = tl.arange(0, PADDED_KEYS), head // (HEADS // GROUPS)
@@ -110,9 +110,9 @@ def _recur(
         state = tl.load(states + place, mask=inside, other=0.0)
         own_rate = tl.load(rate + head)
         step_at = head
-        if FINE:
+        if CHANNELWISE:
             step_at = head * KEYS + key_at
-        own_bias = tl.load(bias + step_at, mask=is_key, other=0.0) if FINE else tl.load(bias + step_at)
+        own_bias = tl.load(bias + step_at, mask=is_key, other=0.0) if CHANNELWISE else tl.load(bias + step_at)
         for number in tl.range(0, before + num_rows):
             source = first + number - before
             if number < before:
@@ -125,16 +125,18 @@ def _recur(
             key = tl.load(given + KEY + group * KEYS + key_at, mask=is_key, other=0.0).to(tl.float32)
             query = tl.load(given + QUERY + group * KEYS + key_at, mask=is_key, other=0.0).to(tl.float32)
             value = tl.load(given + VALUE + head * VALUES + column, mask=is_value, other=0.0).to(tl.float32)
-            given_step = tl.load(numbers + step_at, mask=is_key, other=0.0) if FINE else tl.load(numbers + step_at)
+            given_step = (
+                tl.load(numbers + step_at, mask=is_key, other=0.0) if CHANNELWISE else tl.load(numbers + step_at)
+            )
             size = _softplus(given_step.to(tl.float32) + own_bias)
             size = tl.minimum(tl.maximum(size, least), most)
             decay = tl.exp(size * own_rate)
             if DELTA:
                 key *= 1.0 / tl.sqrt(tl.sum(key * key, 0) + epsilon)
                 query *= 1.0 / tl.sqrt(tl.sum(query * query, 0) + epsilon)
-                steps: tl.constexpr = HEADS * KEYS if FINE else HEADS  # pyright: ignore[reportAssignmentType]
+                steps: tl.constexpr = HEADS * KEYS if CHANNELWISE else HEADS  # pyright: ignore[reportAssignmentType]
                 weight = weight_scale / (1.0 + tl.exp(-tl.load(numbers + steps + head).to(tl.float32)))
-                if FINE:
+                if CHANNELWISE:
                     state *= decay[:, None]
                     change = (value - tl.sum(state * key[:, None], 0)) * weight
                     state += key[:, None] * change[None, :]
@@ -247,7 +249,7 @@ def recur(
     """Run jobs over states [slots, heads, keys, values], float32; see `_recur`.
 
     x [rows, channels] has queries, keys and values at `places`; after as many columns mixed [rows, …] has steps
-    [heads], or [heads · keys] fine ones, with `delta` then weights. `kept` and `kept_x` are the same of nodes.
+    [heads], or [heads · keys] channel-wise ones, with `delta` then weights. `kept` and `kept_x` are the same of nodes.
     `constants`: the bias of steps, [heads] the rate of decay, and what the value is multiplied by where outputs read
     it. out [rows, heads · values].
     """
@@ -261,7 +263,7 @@ def recur(
         int(writes), scale, epsilon, least, most, weight_scale, OF_NODES=OF_NODES,
         HEADS=heads, GROUPS=groups, KEYS=keys, PADDED_KEYS=padded, VALUES=values, QUERY=query, KEY=key, VALUE=value,
         SIZE=x.shape[1], ROW=mixed.stride(0), NODE=kept.stride(0), DELTA=delta,
-        FINE=len(bias) > heads, BLOCK=block, num_warps=4,
+        CHANNELWISE=len(bias) > heads, BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
