@@ -655,7 +655,14 @@ def test_a_fault_of_ours_is_one_line_and_a_traceback_only_where_it_is_asked_for(
     assert "Traceback" in saltus_("generate", "a", "-m", folder, code=70, env={"SALTUS_DEBUG": "1"}).stderr
 
 
-@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried …")])
+OUT_OF_MEMORY = [
+    MemoryError(),
+    torch.OutOfMemoryError("CUDA out of memory. Tried …"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: …"),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY)
 def test_too_little_memory_is_told_with_a_cure(error, folder, monkeypatch):
     def fail(*_, **__):
         raise error

@@ -438,6 +438,14 @@ def test_models_with_states_are_served(name):
         assert network.batch_invariant
 
 
+@pytest.mark.parametrize("setting", ["mamba_chunk_size", "chunk_size"])
+def test_a_model_is_checked_without_filling_chunks_of_mamba(setting):
+    """Transformers' layers pad nine tokens to a whole chunk; one as long as this has no memory to take."""
+    model = tiny({"mamba_chunk_size": "GraniteMoeHybrid", "chunk_size": "NemotronH"}[setting], **{setting: 1 << 40})
+    make_network(model, "the model")
+    assert {m.chunk_size for m in model.modules() if hasattr(m, "chunk_size")} == {1 << 40}
+
+
 def test_a_state_and_experts_without_a_shared_one_are_served():
     model, tokens = tiny("GraniteMoeHybrid", shared_intermediate_size=0), text(LENGTH)
     assert off(chain(CausalNetwork(model), tokens), own_logits(model, tokens)).max() < BOUNDS[torch.float32]

@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from saltus.core.out_of_memory import is_out_of_memory
+
 BAD_INPUT, INTERNAL_ERROR = 2, 70
 INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
 
@@ -39,7 +41,7 @@ def describe_error(error: Exception) -> tuple[str, int]:
         said = " ".join(complaint().split()).rstrip(".")
         context = getattr(error, "ctx", None)
         return f"{said}; see `{context.command_path} --help`" if context else said, BAD_INPUT
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    if is_out_of_memory(error):
         return "out of memory; take a smaller model, --dtype bfloat16, or fewer --max-new-tokens", BAD_INPUT
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         which = f"of {error.filename}" if error.filename else "that the output goes to"

@@ -9,9 +9,10 @@ import numpy as np
 
 from saltus.core.canvas import continuation
 from saltus.core.forward import TARGET, ForwardInputs
+from saltus.core.out_of_memory import is_out_of_memory
 from saltus.engine.prefix_tree import PrefixTree
 from saltus.engine.prompt_scores import PromptScores
-from saltus.engine.scheduled_request import ScheduledRequest, is_out_of_memory
+from saltus.engine.scheduled_request import ScheduledRequest
 from saltus.models.cpu.hybrid_kv_cache import HybridKVCache
 from saltus.models.protocols import TargetNetwork
 

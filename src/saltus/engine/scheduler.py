@@ -21,6 +21,7 @@ from saltus.core.control.controller import Controller
 from saltus.core.distributions import DecodeGenerator
 from saltus.core.forward import ForwardOutputs
 from saltus.core.noise import Noise
+from saltus.core.out_of_memory import is_out_of_memory
 from saltus.core.protocols import Network
 from saltus.core.rules import RULES
 from saltus.core.speculate import speculate
@@ -30,7 +31,7 @@ from saltus.engine.decoding_setup import DecodingSetup
 from saltus.engine.prefix_tree import PrefixTree, supports_prefix_tree
 from saltus.engine.prompt_reading import PromptReader
 from saltus.engine.request import Request
-from saltus.engine.scheduled_request import AnyScheduled, ScheduledRequest, is_out_of_memory
+from saltus.engine.scheduled_request import AnyScheduled, ScheduledRequest
 from saltus.engine.turns import Shares, giving_way, memory_limit, next_in_turn
 from saltus.models.memory_use import text_bytes
 

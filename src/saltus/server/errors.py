@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from saltus.engine.scheduled_request import is_out_of_memory
+from saltus.core.out_of_memory import is_out_of_memory
 
 CONTEXT_EXCEEDED = "context_length_exceeded"  # the code for a prompt that is too long
 MAX_MESSAGE, MAX_PARAM = 1000, 100  # characters; what a request has wrong may be longer

@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from saltus.core.out_of_memory import is_out_of_memory
 from saltus.server.allocator import return_free_memory
-from saltus.server.errors import as_api_error, is_out_of_memory
+from saltus.server.errors import as_api_error
 
 AT_ONCE = 2
 LARGE_BYTES = 2**17  # of a body: a tenth of a second; to tokenise it may take 200 times as much memory

@@ -1,0 +1,8 @@
+"""Tell that memory ran out, whoever says it."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for an allocation that failed: Python's, NumPy's, or PyTorch's on any device."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # PyTorch on CPUs
