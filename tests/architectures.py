@@ -244,6 +244,10 @@ OF_WHOLE_BLOCKS = {  # sizes that formats of packed weights can hold
     "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
     "shared_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32, "num_attention_heads": 4,
 }  # fmt: skip
+LATENT_OF_WHOLE_BLOCKS = {  # the same of latent attention, whose heads have matrices of their own
+    **OF_WHOLE_BLOCKS, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32,
+    "v_head_dim": 16,
+}  # fmt: skip
 MIXTURES = [  # Gemma 4 with the settings below
     "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Glm4Moe", "Glm4MoeLite", "GraniteMoe", "GptOss", "DeepseekV2",
     "DeepseekV3", "Mistral4", "Llama4", "Dots1", "ExaoneMoe", "MiniMaxM2", "Ernie4_5_Moe", "HunYuanMoEV1", "Gemma4",

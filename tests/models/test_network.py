@@ -12,6 +12,7 @@ from architectures import (
     ARCHITECTURES,
     DESCRIBED,
     GEMMA4_EXPERTS,
+    LATENT_OF_WHOLE_BLOCKS,
     LLAMA_LIKE,
     ONE_PER_FEATURE,
     RECURRENT,
@@ -28,6 +29,8 @@ from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.engine.target_network import make_network
 from saltus.kernels import native
+from saltus.kernels.packed_weight import PackedWeight
+from saltus.loading.packing import pack_places, packable_places
 from saltus.models.architectures import describe_decoder
 from saltus.models.causal import CausalNetwork
 from saltus.models.cpu import chunked_prefill
@@ -118,6 +121,23 @@ def test_half_precision_gives_the_logits_of_the_models_own_forward(name):
     own = own_logits(model, tokens)
     errors = without_other_experts(model, torch.float16, off(chain(CausalNetwork(model), tokens), own))
     assert errors.max() < BOUNDS[torch.float16] * (5 if name in ("Gemma3n", "Gemma4") else 1)  # as above
+
+
+@pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
+@pytest.mark.parametrize(
+    ("changes", "packing"),
+    [({}, "q4_1"), ({"v_head_dim": 24}, "q4_1"), ({"qk_nope_head_dim": 24}, "q8_0")],
+    ids=["whole groups of values", "values across groups", "keys that stay expanded"],
+)
+def test_packed_latent_attention_gives_the_logits_of_the_models_own_forward(changes, packing):
+    model, tokens = tiny("Youtu", **LATENT_OF_WHOLE_BLOCKS | changes).bfloat16(), text(LENGTH)
+    pack_places(packable_places(model, 32).values(), packing, "int8")
+    ours, own = chain(CausalNetwork(model), tokens), own_logits(model, tokens)
+    for module in model.modules():
+        if isinstance(weight := getattr(module, "weight", None), PackedWeight):
+            module.weight = torch.nn.Parameter(weight.dequantize())
+    exact = own_logits(model.double(), tokens)
+    assert off(ours, exact).quantile(0.75) < 1.5 * off(own, exact).quantile(0.75)
 
 
 @pytest.mark.parametrize("name", WITH_FLOAT32_ROUTERS)

@@ -9,7 +9,7 @@ import torch
 from test_gated_lora import adapter_for
 from transformers import set_seed
 
-from architectures import DESCRIBED, OF_WHOLE_BLOCKS, VOCAB, text, tiny
+from architectures import DESCRIBED, LATENT_OF_WHOLE_BLOCKS, OF_WHOLE_BLOCKS, VOCAB, text, tiny
 from saltus.core.batch import SequenceState, run_batch
 from saltus.core.canvas import continuation
 from saltus.core.noise import Noise
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 PACKED = ", packed"  # as by --weights q8_0, and multiplied by activations of 8 bits
 NAMES = [
     *DESCRIBED, "Gemma4 of unlike heads", "Gemma4 of shared keys", "GPT2",
-    *(name + PACKED for name in ("GptOss", "Qwen3Moe", "Llama4", "Lfm2Moe", "Gemma3n")
+    *(name + PACKED for name in ("GptOss", "Qwen3Moe", "Llama4", "Lfm2Moe", "Gemma3n", "DeepseekV3")
       if native.load_kernels() is not None),
 ]  # fmt: skip
 METHODS = ["lookup", "jacobi", "small_model", "ptp"]
@@ -75,7 +75,8 @@ def write(networks, method, sampling, numbers, kv_caches=(), rounds=None) -> Wri
 def networks(request) -> dict[str, Any]:
     """A target, checked as at load, a draft model of other weights, and a drafter that nobody trained."""
     name, is_packed = request.param.removesuffix(PACKED), request.param.endswith(PACKED)
-    models = [tiny(name, seed, **OF_WHOLE_BLOCKS if is_packed else {}).bfloat16() for seed in (0, 1)]
+    sizes = LATENT_OF_WHOLE_BLOCKS if name == "DeepseekV3" else OF_WHOLE_BLOCKS
+    models = [tiny(name, seed, **sizes if is_packed else {}).bfloat16() for seed in (0, 1)]
     with torch.no_grad():
         for mine, other in zip(models[1].parameters(), models[0].parameters(), strict=True):
             mine.lerp_(other, 0.9)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
+from gguf.quants import dequantize, quantize
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
@@ -258,6 +258,21 @@ def dequantize_blocks(blocks: Tensor, format: GGMLQuantizationType) -> Tensor:
     if native.load_kernels() is not None:
         return PackedWeight.from_blocks(blocks, format).dequantize()
     return torch.from_numpy(np.array(dequantize(blocks.numpy(), format))).to(torch.bfloat16)
+
+
+def blocks_shape(shape: Sequence[int], format: GGMLQuantizationType) -> tuple[int, ...]:
+    """Of the blocks of matrices of this shape [.., out, in]: [.., out, bytes of a row]."""
+    weights, size = GGML_QUANT_SIZES[format]
+    return (*shape[:-1], shape[-1] // weights * size)
+
+
+def quantized_blocks(weight: Tensor, format: GGMLQuantizationType) -> Tensor:
+    """The blocks of a matrix [out, in] in a GGUF file, uint8 [out, bytes of a row], or of a stack, matrix by matrix."""
+    made = torch.empty(blocks_shape(weight.shape, format), dtype=torch.uint8)
+    for matrix, blocks in zip(weight, made, strict=True) if weight.ndim == 3 else [(weight, made)]:
+        quantized = quantize(matrix.detach().float().contiguous().numpy(), format)
+        blocks.copy_(torch.from_numpy(np.array(quantized)).view_as(blocks))
+    return made
 
 
 def select_rows(weight: Tensor, rows: Tensor) -> Tensor:

@@ -14,15 +14,19 @@ from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import quantize
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from saltus.kernels import native
-from saltus.kernels.packed_weight import GROUP_OUTPUTS, Arithmetic, PackedWeight, dequantize_blocks
+from saltus.kernels.packed_weight import (
+    GROUP_OUTPUTS,
+    Arithmetic,
+    PackedWeight,
+    blocks_shape,
+    dequantize_blocks,
+    quantized_blocks,
+)
 from saltus.loading.model_folders import weight_files
 from saltus.models.architectures import describe_decoder
 from saltus.models.decoder_description import experts_of
@@ -168,21 +172,6 @@ def _stacks(model: Any) -> dict[str, Place]:
         for name, module in model.named_modules()
         for attribute in expert_stacks(module)
     }
-
-
-def blocks_shape(shape: Sequence[int], format: GGMLQuantizationType) -> tuple[int, ...]:
-    """Of the blocks of matrices of this shape [.., out, in]: [.., out, bytes of a row]."""
-    weights, size = GGML_QUANT_SIZES[format]
-    return (*shape[:-1], shape[-1] // weights * size)
-
-
-def quantized_blocks(weight: Tensor, format: GGMLQuantizationType) -> Tensor:
-    """The blocks of a matrix [out, in] in a GGUF file, uint8 [out, bytes of a row], or of a stack, matrix by matrix."""
-    made = torch.empty(blocks_shape(weight.shape, format), dtype=torch.uint8)
-    for matrix, blocks in zip(weight, made, strict=True) if weight.ndim == 3 else [(weight, made)]:
-        quantized = quantize(matrix.detach().float().contiguous().numpy(), format)
-        blocks.copy_(torch.from_numpy(np.array(quantized)).view_as(blocks))
-    return made
 
 
 @contextmanager

@@ -244,7 +244,7 @@ class PerHead(ctypes.Structure):
 
     _fields_ = [
         *((name, POINTER) for name in ("x", "weight", "out")),
-        *((name, INTEGER) for name in ("rows", "heads", "inputs", "outs", "tail")),
+        *((name, INTEGER) for name in ("format", "weight_step", "rows", "heads", "inputs", "outs", "tail")),
         *((name, INTEGER) for name in ("x_row", "x_head", "out_row", "out_head")),
     ]
 

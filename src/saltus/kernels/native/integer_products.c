@@ -120,14 +120,16 @@ static void quantize_rows(const void *of, int64_t piece) {
 }
 
 // Round the sums of a tile of `count` rows from `first` on and write them to a weight's outputs.
-static void write_outputs(const Linear *a, int64_t which, int64_t group, const float *low, const float *y, int64_t first,
+static void write_outputs(const IntegerJob *job, int64_t which, int64_t group, const float *low, const float *y, int64_t first,
                           int64_t count) {
+  const Linear *a = job->a;
+  const int64_t out_row = job->out_row ? job->out_row : a->outs[which];
   const int64_t outs = a->outs[which], start = group * OUTPUTS, have = outs - start < OUTPUTS ? outs - start : OUTPUTS;
   const uint16_t *bias = a->bias[which] ? (const uint16_t *)a->bias[which] + start : NULL;
   const uint16_t *add = a->add && which == 0 ? (const uint16_t *)a->add + start : NULL;
   for (int64_t r = first; r < first + count; r++, y += OUTPUTS) {
     const float *own = low && a->place[r] >= 0 ? low + a->place[r] * outs + start : NULL;
-    uint16_t *out = (uint16_t *)a->out[which] + r * outs + start;
+    uint16_t *out = (uint16_t *)a->out[which] + r * out_row + start;
     if (have == OUTPUTS && !own) {  // the usual case
       lanes sums[OUTPUTS / LANES];
       for (int i = 0, o = 0; i < OUTPUTS / LANES; i++, o += LANES) {
@@ -200,7 +202,7 @@ void integer_outputs(const void *of, int64_t number_of_piece) {
           add_tile(format, here.height, p, count, &scales, x, to);
         }
       }
-      write_outputs(a, which, group, a->up[which] ? low : NULL, y, first, rows);
+      write_outputs(job, which, group, a->up[which] ? low : NULL, y, first, rows);
     }
   }
 #ifdef AMX_INT8
@@ -221,5 +223,45 @@ int linear_integer(const Linear *a, const float *low) {
   if (!job.x) return 1;
   share(quantize_rows, &job, (a->rows + PACK - 1) / PACK);
   share(integer_outputs, &job, job.pieces);
+  return 0;
+}
+
+typedef struct {
+  const PerHead *a;
+  Linear *linears;   // [heads]
+  IntegerJob *jobs;  // [heads]
+} HeadsJob;
+
+static void quantize_heads(const void *of, int64_t piece) {
+  const HeadsJob *job = of;
+  const PerHead *a = job->a;
+  for (int64_t r = piece * PACK; r < a->rows && r < (piece + 1) * PACK; r++)
+    for (int64_t head = 0; head < a->heads; head++)
+      quantize_row((const uint16_t *)a->x + r * a->x_row + head * a->x_head, a->in, r, a->rows, job->jobs[head].x);
+}
+
+static void head_outputs(const void *of, int64_t piece) {
+  const HeadsJob *job = of;
+  const int64_t pieces = job->jobs->pieces;
+  integer_outputs(job->jobs + piece / pieces, piece % pieces);
+}
+
+int per_head_integer(const PerHead *a) {
+  const int64_t groups = (a->outs + OUTPUTS - 1) / OUTPUTS, room = a->rows * (a->in / 32) * ROW_BYTES;
+  const int64_t wanted = (PIECES * num_threads() + a->heads - 1) / a->heads, step = (groups + wanted - 1) / wanted;
+  HeadsJob job = {.a = a, .linears = scratch(MADE, a->heads * (sizeof(Linear) + sizeof(IntegerJob)))};
+  uint8_t *x = scratch(PACKED, a->heads * room);
+  if (!job.linears || !x) return 1;
+  job.jobs = (IntegerJob *)(job.linears + a->heads);
+  for (int64_t head = 0; head < a->heads; head++) {
+    Linear *linear = job.linears + head;
+    *linear = (Linear){.rows = a->rows, .in = a->in, .count = 1};
+    linear->weight[0] = (const char *)a->weight + head * a->weight_step, linear->format[0] = a->format;
+    linear->out[0] = (uint16_t *)a->out + head * a->out_head, linear->outs[0] = a->outs;
+    job.jobs[head] = (IntegerJob){.a = linear, .x = x + head * room, .groups = groups, .step = step,
+                                  .pieces = (groups + step - 1) / step, .threads = 1, .out_row = a->out_row};
+  }
+  share(quantize_heads, &job, (a->rows + PACK - 1) / PACK);
+  share(head_outputs, &job, a->heads * job.jobs->pieces);
   return 0;
 }

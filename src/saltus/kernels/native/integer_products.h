@@ -10,6 +10,7 @@ typedef struct {
   uint8_t *x;        // tiles of rows in 8 bits, see ROW_BYTES
   const float *low;  // what gated rows get, weight by weight [gated, outs], or NULL
   int64_t groups, step, pieces, threads;
+  int64_t out_row;  // from an output to that of the next row, 0: outs
 } IntegerJob;
 
 // Round a row [in], number `r` of `rows`, to 8 bits, to its place among those of all rows, [rows · in / 32 · ROW_BYTES].
@@ -18,3 +19,5 @@ INTERNAL void quantize_row(const uint16_t *row, int64_t in, int64_t r, int64_t r
 INTERNAL void integer_outputs(const void *of, int64_t piece);
 // A whole call; `low` is what gated rows get, or NULL. 1 if scratch could not be had.
 INTERNAL int linear_integer(const Linear *a, const float *low);
+// The products of each head's numbers by a matrix of its own, without their tails. 1 if scratch could not be had.
+INTERNAL int per_head_integer(const PerHead *a);

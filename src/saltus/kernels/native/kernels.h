@@ -145,8 +145,11 @@ typedef struct {
 #define PANEL 64  // outputs whose weights lie together
 typedef struct {
   const void *x;       // [rows, heads, in + tail] by strides; the last axis is dense
-  const void *weight;  // [heads, panels, in, PANEL]: of each head [outs, in], turned, with zeros after the last output
-  void *out;           // [rows, heads, outs + tail] by strides: the products, then the tail of x
+  // [heads, panels, in, PANEL]: of each head [outs, in], turned, with zeros after the last output; or of interleaved
+  // integers, `weight_step` bytes a head
+  const void *weight;
+  void *out;  // [rows, heads, outs + tail] by strides: the products, then the tail of x
+  int64_t format, weight_step;  // 0: the format T; see Linear
   int64_t rows, heads, in, outs, tail, x_row, x_head, out_row, out_head;
 } PerHead;
 

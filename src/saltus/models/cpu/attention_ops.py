@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from gguf import GGML_QUANT_SIZES
 from torch import Tensor
 
 from saltus.kernels import native
-from saltus.kernels.packed_weight import PackedWeight
+from saltus.kernels.packed_weight import GROUP_OUTPUTS, PackedWeight, Q, quantized_blocks, select_outputs
 from saltus.models.cpu.attention_kinds import AttentionKinds
 from saltus.models.cpu.mixer_ops import MixerOps
 from saltus.models.cpu.operations import Operations
@@ -92,25 +93,40 @@ class AttentionOps:
         return out
 
     def _matrices_of_heads(self, layer: LatentAttention) -> tuple[Tensor, Tensor]:
-        """What queries are multiplied by [heads, latent, nope], and what is attended to [heads, value, latent]."""
-        weight = self.ops.weights.matrix(layer.expand).weight.detach()
-        weight = weight.dequantize() if isinstance(weight, PackedWeight) else weight
-        if weight.shape != (size := (layer.heads * (layer.nope_dim + layer.value_dim), layer.latent_dim)):
+        """What queries are multiplied by [heads, latent, nope], and what is attended to [heads, value, latent].
+
+        Where the model multiplies activations of 8 bits, these matrices are packed, too: those of values as they are in
+        the model, turned ones in 8 bits.
+        """
+        weight, nope, value = self.ops.weights.matrix(layer.expand).weight.detach(), layer.nope_dim, layer.value_dim
+        if weight.shape != (size := (layer.heads * (nope + value), layer.latent_dim)):
             raise ValueError(f"a decoder's {layer.expand.path} is not {size[0]} x {size[1]} numbers; fetch it again")
-        keys, values = weight.view(layer.heads, -1, layer.latent_dim).split([layer.nope_dim, layer.value_dim], 1)
-        return keys.transpose(1, 2), values
+        whole = weight.dequantize() if isinstance(weight, PackedWeight) else weight
+        keys, values = whole.view(layer.heads, -1, layer.latent_dim).split([nope, value], 1)
+        output = self.ops.weights.matrix(layer.output).weight
+        if not isinstance(output, PackedWeight) or output.arithmetic != "int8":
+            return keys.mT, values
+        to_keys, is_whole = _in_8_bits(keys.mT), nope % GROUP_OUTPUTS == value % GROUP_OUTPUTS == 0
+        if not (isinstance(weight, PackedWeight) and weight.arithmetic == "int8" and is_whole):
+            return to_keys, _in_8_bits(values)
+        ends = range(nope + value, len(weight) + 1, nope + value)
+        return to_keys, torch.stack([select_outputs(weight, slice(end - value, end)) for end in ends])
 
     def _multiply_heads(self, x: Tensor, weight: Tensor, out: Tensor, tail: int = 0) -> None:
         """Each head's numbers of x by its matrix of weight [heads, outs, inputs]; the next `tail` of x are copied."""
         heads, outs, inputs = weight.shape
-        panels = -(-outs // native.PANEL)
-        padded = weight.new_zeros(heads, panels * native.PANEL, inputs, dtype=x.dtype)
-        padded[:, :outs] = weight
-        laid = padded.view(heads, panels, native.PANEL, inputs).transpose(2, 3).contiguous()
+        if isinstance(weight, PackedWeight):
+            laid, format, step = weight.rows, weight.kernel_format, weight.matrix_bytes
+        else:
+            panels = -(-outs // native.PANEL)
+            padded = weight.new_zeros(heads, panels * native.PANEL, inputs, dtype=x.dtype)
+            padded[:, :outs] = weight
+            laid = padded.view(heads, panels, native.PANEL, inputs).transpose(2, 3).contiguous()
+            format = step = 0
         self.ops.op(native.MULTIPLY_HEADS, native.PerHead(
-            x=x.data_ptr(), weight=self.ops.weights.keep(laid).data_ptr(), out=out.data_ptr(), heads=heads,
-            inputs=inputs, outs=outs, tail=tail, x_row=x.stride(0), x_head=inputs + tail, out_row=out.stride(0),
-            out_head=outs + tail,
+            x=x.data_ptr(), weight=self.ops.weights.keep(laid).data_ptr(), out=out.data_ptr(), format=format,
+            weight_step=step, heads=heads, inputs=inputs, outs=outs, tail=tail, x_row=x.stride(0), x_head=inputs + tail,
+            out_row=out.stride(0), out_head=outs + tail,
         ))  # fmt: skip
 
     def _prepare_heads(self, x: Tensor, heads: int, layer: Attention, norm: Norm | None, angles: Angles | None) -> None:
@@ -157,3 +173,10 @@ class AttentionOps:
             self.ops.weights.made.append(sinks)
         which, place = self.kinds.add(number, layer, q, k, v, out, sinks)
         self.ops.op(native.ATTEND, None, which, place)
+
+
+def _in_8_bits(matrices: Tensor) -> Tensor:
+    """Matrices [heads, outs, inputs], packed where inputs are whole blocks."""
+    if matrices.shape[-1] % GGML_QUANT_SIZES[Q.Q8_0][0]:
+        return matrices
+    return PackedWeight.from_blocks(quantized_blocks(matrices, Q.Q8_0), Q.Q8_0, "int8")
