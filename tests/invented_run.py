@@ -4,6 +4,8 @@ import random
 from statistics import fmean
 from typing import Any
 
+from saltus.evaluation.reports.drafters import aggregate_by_drafter
+
 WORDS = (
     "the",
     "network",
@@ -22,6 +24,7 @@ WORDS = (
     "decides",
 )
 CATEGORIES = ("writing", "qa", "rag", "coding")
+HISTOGRAM = {"offered": [8] * 10, "accepted": [*range(8), 7, 8], "stated": [0.8 * bin_ + 0.4 for bin_ in range(10)]}
 SYSTEMS = {"plain": 0.0, "lookup": 0.45, "jacobi": 0.2, "jacobi+lookup": 0.5, "transformers": None, "endpoint:b": None}
 
 
@@ -49,7 +52,13 @@ def _record(task: int, category: str, system: str, chance: float | None, words: 
         run = words[at : at + decided]
         nodes = 8 if chance and calls else 0
         seconds = 0.018 + 0.0006 * nodes + 0.002 * dice.random() + (0 if calls else 0.05)
-        calls.append({"decided": len(run), "nodes": nodes, "seconds": seconds, "read": 1 if calls else 30})
+        drafted = {"offered": [2] * 8, "verified": [1] * 8, "accepted": len(run) - 1}
+        calls.append(
+            {
+                "decided": len(run), "nodes": nodes, "seconds": seconds, "read": 1 if calls else 30,
+                "drafters": dict.fromkeys(system.split("+"), drafted) if nodes else {},
+            }
+        )  # fmt: skip
         pieces.append("".join(run))
         at += len(run)
     told = chance is not None
@@ -59,6 +68,7 @@ def _record(task: int, category: str, system: str, chance: float | None, words: 
         "pieces": pieces if told else ["".join(pieces)],
         "seconds": sum(call["seconds"] for call in calls) * (1.02 if told else 1.2),
         "prefill_seconds": calls[0]["seconds"], "calls": calls if told else None, "draft_calls": 0, "problems": [],
+        "acceptance": {name: HISTOGRAM for call in calls for name in call["drafters"]} if told else {},
         "score": {"correct": dice.random() < 0.4} if category == "qa" else None,
     }  # fmt: skip
 
@@ -70,7 +80,8 @@ def results_of(records: list[dict[str, Any]]) -> dict[str, Any]:
         own, plain = [[r for r in records if r["system"] == name] for name in (system, "plain")]
         methods[system] = _summary(own, plain) | {
             "kind": "baseline" if ":" in system or system.startswith("transformers") else "method", "accuracy_of": None,
-            "acceptance_by_position": _acceptance(own), "problems": [p for r in own for p in r["problems"]],
+            "acceptance_by_position": _acceptance(own), "by_drafter": aggregate_by_drafter(own),
+            "problems": [p for r in own for p in r["problems"]],
         }  # fmt: skip
         methods[system]["by_category"] = {
             category: _summary(

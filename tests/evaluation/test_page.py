@@ -113,7 +113,7 @@ def test_the_page_asks_for_nothing_from_elsewhere_and_its_ids_are_unique():
     assert all(found.startswith("#") and found[1:] in reader.ids for found in re.findall(r"url\(([^)]*)\)", html))
     assert "@import" not in html
     assert "@font-face" not in html
-    assert reader.tags.count("svg") == 5  # three figures and two tracks
+    assert reader.tags.count("svg") == 6  # four figures and two tracks
 
 
 def test_only_our_own_script_may_run():

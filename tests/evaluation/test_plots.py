@@ -14,7 +14,7 @@ from saltus.evaluation.reports.palette import PLAIN, assign_colours
 from saltus.evaluation.reports.text_figure import most_tokens_per_call, typical_record, wrap_pieces
 
 pytest.importorskip("matplotlib")
-NAMES = ("speed-up", "calls", "acceptance", "text")
+NAMES = ("speed-up", "calls", "acceptance", "calibration", "text")
 
 
 def texts(path: Path) -> list[str]:
@@ -42,7 +42,8 @@ def test_every_figure_is_written_twice_and_names_the_sides(tmp_path):
     assert {"plain", "lookup", "jacobi", "jacobi+lookup"} <= set(said["calls"])
     assert "not reported by transformers, endpoint:b" in said["calls"]
     assert {"lookup", "jacobi", "jacobi+lookup"} <= set(said["acceptance"])
-    assert "plain" not in said["acceptance"]
+    assert {"lookup", "jacobi", "jacobi+lookup", "stated probability"} <= set(said["calibration"])
+    assert "plain" not in {*said["acceptance"], *said["calibration"]}
 
 
 @pytest.mark.slow

@@ -125,8 +125,10 @@ def run(
     All systems answer each prompt in turns, another one first each time. Times
     are measured from outside, prefill included. Calls are counted at the model,
     which must have verified each token. Intervals are the central 95 % of a
-    bootstrap over tasks. Tasks that are longer than the context of the model or
-    of a server are skipped for all systems, and listed.
+    bootstrap over tasks. Of each drafter of a combination the offered, verified
+    and accepted tokens are counted, and its stated probabilities are compared
+    with what was accepted (ECE). Tasks that are longer than the context of the
+    model or of a server are skipped for all systems, and listed.
 
     [bold]Examples[/bold]
 

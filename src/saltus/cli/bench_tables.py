@@ -12,7 +12,8 @@ from rich.text import Text
 
 from saltus.cli.coloured_text import new_table, terminal
 from saltus.cli.report import number_of
-from saltus.evaluation.reports.markdown import format_number
+from saltus.evaluation.reports.drafters import DRAFTERS_NOTE, each_drafter
+from saltus.evaluation.reports.markdown import DRAFTER_COLUMNS, drafter_cells, format_number
 
 MAX_LISTED = 5  # tasks that were skipped, and problems of a system
 
@@ -25,6 +26,10 @@ def print_tables(results: Mapping[str, Any]) -> None:
         Text(f"{model['name']} ({model.get('weights', model['dtype'])}) on {suite['name']}: {_tasks(results)}", "bold")
     )
     console.print(_systems_table(results["methods"], console.width >= 100))
+    if rows := list(each_drafter(results)):
+        console.print(Text("\nby drafter", "bold"))
+        console.print(_drafters_table(rows))
+        console.print(Text(DRAFTERS_NOTE, "dim"))
     if len(next(iter(results["methods"].values()))["by_category"]) > 1:
         console.print(Text("\nspeed-up by category", "bold"))
         for table in _category_tables(results["methods"], console.width):
@@ -57,9 +62,7 @@ def _systems_table(systems: Mapping[str, Any], wide: bool) -> Table:
     for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
     for name, system in systems.items():
-        table.add_row(
-            name if len(name) < 20 else "\n".join(_name_lines(name)), *(cell(system) for cell in shown.values())
-        )
+        table.add_row(_folded(name), *(cell(system) for cell in shown.values()))
     return table
 
 
@@ -81,6 +84,21 @@ def _same_text(system: Mapping[str, Any]) -> Text:
     )
 
 
+def _drafters_table(rows: Sequence[tuple[str, str, Mapping[str, Any]]]) -> Table:
+    """A row for each drafter, below the name of its system where that is another."""
+    table = new_table()
+    table.add_column("", style="bold cyan", overflow="fold")
+    for name in DRAFTER_COLUMNS:
+        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
+    shown = ""
+    for system, name, drafter in rows:
+        if system != name and system != shown:
+            table.add_row(_folded(system))
+        shown = system
+        table.add_row(name if system == name else f"  {name}", *drafter_cells(drafter), style="not bold")
+    return table
+
+
 def _category_tables(systems: Mapping[str, Any], width: int) -> Iterator[Table]:
     """Tables with as many systems as fit into the width, the others below."""
     others = [name for name in systems if name != "plain"]
@@ -99,6 +117,10 @@ def _category_tables(systems: Mapping[str, Any], width: int) -> Iterator[Table]:
             row = (format_number(systems[name]["by_category"][category]["speedup"]) for name in shown)
             table.add_row(category, str(plain["texts"]), *row)
         yield table
+
+
+def _folded(name: str) -> str:
+    return name if len(name) < 20 else "\n".join(_name_lines(name))
 
 
 def _name_lines(name: str) -> list[str]:

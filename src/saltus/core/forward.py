@@ -16,6 +16,7 @@ from saltus.core.candidates import Candidates
 from saltus.core.canvas import Canvas
 from saltus.core.noise import Noise
 from saltus.core.picking import Distribution
+from saltus.core.tree import Drafts
 
 NO_TOKEN = -1  # the token id of a node that has no token
 PLACEHOLDER_TOKEN = 0  # that a network reads in its place; its embedding is replaced by that of the query
@@ -97,6 +98,9 @@ class ForwardInputs:
     hidden_states: Float[Tensor, "slots hidden"] | None = None  # for a drafter: of the target, see below
     gumbel_max: GumbelMax | None = None  # of the decided text and draft tokens; None: the host picks
     candidate_temperature: float = 0.0  # of sampling for which candidates are enough; 0: they are of no use
+    drafts: Sequence[
+        Drafts
+    ] = ()  # all that drafters offered, of which the draft tokens were chosen; no network reads it
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents)

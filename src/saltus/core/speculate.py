@@ -91,7 +91,7 @@ def speculate(
         inputs = ForwardInputs(
             canvas, tree.tokens, tree.parents, hidden_states, draft_distributions=draft_distributions,
             gumbel_max=gumbel_max,
-            candidate_temperature=candidate_temperature or float(drafts_candidates and should_draft),
+            candidate_temperature=candidate_temperature or float(drafts_candidates and should_draft), drafts=drafted,
         )  # fmt: skip
         for drafter in fused if should_draft else ():
             probabilities = list(map(controller.calibrated_probability, tree.sources, tree.acceptance_probabilities))

@@ -150,6 +150,7 @@ class Benchmark:
             "pieces": answer.pieces, "finish_reason": answer.finish_reason, "seconds": seconds,
             "prefill_seconds": answer.prefill_seconds, "draft_calls": answer.draft_calls,
             "calls": None if answer.calls is None else [dataclasses.asdict(call) for call in answer.calls],
+            "acceptance": {name: dataclasses.asdict(histogram) for name, histogram in answer.acceptance.items()},
             "problems": answer.problems + (early if system.kind == "method" else []),
             "score": score, "accuracy_of": self.grader and self.grader.metric_name,
             "other_rng": system.kind == "baseline" and not request.sampling.greedy,

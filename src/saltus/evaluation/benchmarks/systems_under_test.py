@@ -20,6 +20,7 @@ from saltus.evaluation.benchmarks.call_recorder import (
     tokens_decided_by_call,
     verification_problems,
 )
+from saltus.evaluation.benchmarks.draft_counts import AcceptanceHistogram, DraftCounts, count_drafts
 from saltus.models.protocols import TargetNetwork
 
 
@@ -50,6 +51,7 @@ class TimedCall:
     nodes: int  # draft tokens that it verified
     seconds: float
     read: int  # decided tokens that it read: the prompt, at first
+    drafters: dict[str, DraftCounts] = field(default_factory=dict)  # that offered tokens for it
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class MeasuredAnswer:
     draft_calls: int = 0
     new_tokens: int | None = None  # if the system counts them itself
     problems: list[str] = field(default_factory=list)
+    acceptance: dict[str, AcceptanceHistogram] = field(default_factory=dict)  # by drafter
 
 
 @runtime_checkable
@@ -132,19 +135,24 @@ class MethodUnderTest:
         if ended := request.hole_end in tokens:
             tokens = tokens[: tokens.index(request.hole_end) + 1]  # those after it are not decided
         counts = tokens_decided_by_call(seen, request.prompt_tokens, tokens)
+        parts = [slice(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
         if isinstance(generation, Infilling):
-            starts = accumulate(counts, initial=0)
-            pieces = ["".join(pieces[start : start + count]) for start, count in zip(starts, counts, strict=False)]
+            pieces = ["".join(pieces[part]) for part in parts]
             reason = "stop" if ended else "length"
         else:
             reason = generation.finish_reason
+        histograms: dict[str, AcceptanceHistogram] = {}
         calls = [
-            TimedCall(count, call.inputs.num_draft_tokens, call.seconds, call.context_tokens_read)
-            for count, call in zip(counts, seen, strict=True)
-        ]
+            TimedCall(
+                count, call.inputs.num_draft_tokens, call.seconds, call.context_tokens_read,
+                count_drafts(call.inputs, tokens[part], histograms),
+            )
+            for part, count, call in zip(parts, counts, seen, strict=True)
+        ]  # fmt: skip
         return MeasuredAnswer(
             tokens, pieces, reason, calls, calls[0].seconds if calls else 0.0,
             generation.statistics.draft_calls, problems=verification_problems(seen, request.prompt_tokens, tokens),
+            acceptance=histograms,
         )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Float
 
 from saltus.core.noise import Noise
 from saltus.evaluation.benchmarks.graders import main_score
+from saltus.evaluation.reports.drafters import aggregate_by_drafter
 
 RESAMPLES = 2000  # of the bootstrap
 PLAIN = "plain"
@@ -62,6 +63,7 @@ def aggregate_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 other: _ratio_of_speeds(sums[system], sums[other]) for other in systems if other != system
             },
             "acceptance_by_position": _acceptance_by_position(of_system) if reported else None,
+            "by_drafter": aggregate_by_drafter(of_system),
             "identical": _count_identical(of_system, of_plain),
             "accuracy_of": scored and scored["accuracy_of"],
             "problems": _list_problems(of_system),

@@ -9,9 +9,10 @@ from typing import Any
 
 from saltus.evaluation.reports.label_placement import place_labels
 from saltus.evaluation.reports.palette import ALARM, BACKGROUND, BAND, INK, LINE, MUTED, Colour, assign_colours
+from saltus.evaluation.reports.reliability_figure import draw_reliability
 from saltus.evaluation.reports.text_figure import draw_coloured_text
 
-FIGURES = ("speed-up", "calls", "acceptance", "text")
+FIGURES = ("speed-up", "calls", "acceptance", "calibration", "text")
 WIDTH, NARROW_WIDTH = 720, 620  # pixels, a hundred an inch
 STYLE: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "saltus", "text.parse_math": False, "font.size": 10,
@@ -44,8 +45,10 @@ def draw_figures(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
-        drawn = [_plot_speedup(results), _plot_calls(results), _plot_acceptance(results)]
-        drawn.append(draw_coloured_text(results, records, WIDTH))
+        drawn = [
+            _plot_speedup(results), _plot_calls(results), _plot_acceptance(results),
+            draw_reliability(results, NARROW_WIDTH), draw_coloured_text(results, records, WIDTH),
+        ]  # fmt: skip
     return {name: figure for name, figure in zip(FIGURES, drawn, strict=True) if figure is not None}
 
 

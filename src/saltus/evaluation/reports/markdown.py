@@ -6,15 +6,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from saltus.evaluation.reports.aggregation import SERVER_NOTE
+from saltus.evaluation.reports.drafters import DRAFTERS_NOTE, each_drafter
 
 MAX_POSITIONS = 10  # of draft tokens, in the table of acceptance
+DRAFTER_COLUMNS = ("offered", "verified", "accepted", "accepted alone", "accepted share", "ECE")
 
 
 def render_markdown(results: Mapping[str, Any]) -> str:
-    """The run, all systems, one against the other, acceptance, categories, skipped tasks, problems, and the machine."""
+    """The run, all systems, one against the other, acceptance, drafters, categories, what is wrong, and the machine."""
     parts = (
-        _run_description, _systems_table, _pairs_table, _acceptance_table, _categories_table, _skipped, _problems,
-        _environment,
+        _run_description, _systems_table, _pairs_table, _acceptance_table, _drafters_table, _categories_table, _skipped,
+        _problems, _environment,
     )  # fmt: skip
     return "\n".join(line for part in parts for line in part(results)) + "\n"
 
@@ -82,10 +84,35 @@ def _acceptance_table(results: Mapping[str, Any]) -> Iterator[str]:
     yield "Of the calls that verified drafts, the share whose first k draft tokens were accepted, by k:"
     yield ""
     yield from table_head(["k", *(str(k + 1) for k in positions)])
+    shares |= {
+        f"{system}: {name}": drafter["acceptance_by_position"]
+        for system, name, drafter in each_drafter(results)
+        if len(results["methods"][system]["by_drafter"]) > 1
+    }
     for name, own in shares.items():
         if own:
             yield table_row([f"`{name}`", *(format_number(own[k] if k < len(own) else 0.0) for k in positions)])
     yield ""
+
+
+def _drafters_table(results: Mapping[str, Any]) -> Iterator[str]:
+    rows = list(each_drafter(results))
+    if not rows:
+        return
+    yield f"By drafter. {DRAFTERS_NOTE}"
+    yield ""
+    yield from table_head(["", "drafter", *DRAFTER_COLUMNS])
+    for system, name, drafter in rows:
+        yield table_row([f"`{system}`", name, *drafter_cells(drafter)])
+    yield ""
+
+
+def drafter_cells(drafter: Mapping[str, Any]) -> list[str]:
+    """The cells of `DRAFTER_COLUMNS`: tokens a call, and of the verified tokens the share that was accepted."""
+    per_call = (drafter[f"{name}_per_call"] for name in ("offered", "verified", "accepted", "accepted_alone"))
+    share = drafter["accepted_share"]
+    accepted = "–" if share is None else f"{100 * share:.0f} %"
+    return [*map(format_number, per_call), accepted, format_number(drafter["expected_calibration_error"])]
 
 
 def _categories_table(results: Mapping[str, Any]) -> Iterator[str]:

@@ -15,6 +15,8 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from saltus.evaluation.reports.aggregation import SERVER_NOTE, text_id
+from saltus.evaluation.reports.drafters import DRAFTERS_NOTE, each_drafter
+from saltus.evaluation.reports.markdown import DRAFTER_COLUMNS, drafter_cells
 from saltus.evaluation.reports.palette import ALARM, BACKGROUND, BAND, COLOURS, INK, LINE, MUTED, PLAIN, assign_colours
 from saltus.evaluation.reports.text_figure import typical_record
 
@@ -57,6 +59,10 @@ def render_page(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
         palette=(PLAIN, *COLOURS),
         plots=_svg_plots(results, records),
         categories=list(dict.fromkeys(name for one in systems.values() for name in one["by_category"])),
+        drafters=list(each_drafter(results)),
+        drafter_columns=DRAFTER_COLUMNS,
+        drafter_cells=drafter_cells,
+        drafters_note=DRAFTERS_NOTE,
         data=_escape_json(shown),
         shown=len(shown["tasks"]),
         graded=any(one["accuracy"] is not None for one in systems.values()),
