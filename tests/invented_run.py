@@ -138,7 +138,8 @@ def _summary(own: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str
     whole = _measures(own, plain)
     graded = [r["score"]["correct"] for r in own if r["score"]]
     return whole | {
-        "texts": len(own), "calls": sum(len(r["calls"]) for r in own) if own[0]["calls"] is not None else None,
+        "tasks": len({r["task"] for r in own}), "texts": len(own),
+        "calls": sum(len(r["calls"]) for r in own) if own[0]["calls"] is not None else None,
         "tokens": sum(len(r["tokens"]) for r in own), "seconds": sum(r["seconds"] for r in own),
         "prefill_seconds": sum(r["prefill_seconds"] for r in own),
         "identical": sum("".join(a["pieces"]) == "".join(b["pieces"]) for a, b in pairs),

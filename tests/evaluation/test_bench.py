@@ -13,6 +13,7 @@ from test_cli import saltus_
 import saltus
 from invented_run import invented_records, results_of
 from saltus.cli.bench import _remove_results, _variants, _varied
+from saltus.cli.bench_tables import print_tables
 from saltus.core.sampling import Sampling
 from saltus.engine.prompts import Prompt
 from saltus.evaluation.benchmarks.benchmark_run import Benchmark, open_records
@@ -20,7 +21,7 @@ from saltus.evaluation.benchmarks.graders import GRADERS
 from saltus.evaluation.benchmarks.suites import Task
 from saltus.evaluation.benchmarks.systems_under_test import MethodUnderTest, methods_under_test
 from saltus.evaluation.reports import aggregation as results_
-from saltus.evaluation.reports.aggregation import aggregate_records, list_skipped
+from saltus.evaluation.reports.aggregation import aggregate_records, few_tasks_note, list_skipped
 from saltus.evaluation.reports.markdown import render_markdown
 from saltus.evaluation.reports.page import render_page
 from saltus.evaluation.reports.spec_bench import spec_bench_answers
@@ -340,6 +341,21 @@ def test_one_task_has_no_interval():
     assert told["by_category"]["y"]["speedup"] > 1
 
 
+@pytest.mark.parametrize("tasks", [1, 4, 10])
+def test_intervals_of_few_tasks_are_marked_in_every_report(tasks, capsys):
+    records = invented(1.5, tasks=tasks)
+    notes = [few_tasks_note(tasks)] if tasks < 10 else []
+    run = results_of(invented_records()) | {"methods": aggregate_records(records), "notes": notes}
+    print_tables(run)
+    shown = " ".join(capsys.readouterr().out.split())
+    for report in (shown, render_markdown(run), unescape(render_page(run, records))):
+        assert ("too narrow; measure 10 or more" in report) == (tasks == 4)
+        assert ("Only 1 task: there are no intervals" in report) == (tasks == 1)
+    page = unescape(render_page(run, records))
+    assert ("Intervals of fewer than 10 tasks are too narrow: x, y." in page) == (tasks > 1)
+    assert ("95 % intervals of 10 tasks" in page) == (tasks == 10)
+
+
 def test_acceptance_by_position_counts_calls_that_checked_drafts():
     (record,) = [r for r in invented(1.0, tasks=1) if r["system"] == "plain"]
     shapes = [(1, 0), (3, 4), (1, 4), (2, 1), (1, 0)]
@@ -457,6 +473,8 @@ def test_bench_writes_all_that_it_promises(asked, tmp_path):
     assert {"command", "date", "commit", "machine", "model", "suite", "settings"} <= set(told)
     records = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
     assert told["methods"] == json.loads(json.dumps(aggregate_records(records)))
+    assert told["notes"] == [few_tasks_note(3)]
+    assert "Only 3 tasks" in shown
 
 
 @pytest.mark.slow

@@ -381,7 +381,7 @@ def _measure(run: Any, records: Any) -> bool:
 
 def _results(suite: str, records: Any) -> dict[str, Any]:
     from saltus.evaluation.benchmarks.suites import suite_label
-    from saltus.evaluation.reports.aggregation import aggregate_records, list_skipped
+    from saltus.evaluation.reports.aggregation import aggregate_records, few_tasks_note, list_skipped
 
     answers = records.answers
     tasks, turns = (
@@ -390,6 +390,7 @@ def _results(suite: str, records: Any) -> dict[str, Any]:
     return {
         **records.run_info,
         "suite": {"name": suite_label(suite), "tasks": len(tasks), "turns": len(turns)},
+        "notes": [note for note in (few_tasks_note(len(tasks)),) if note],
         "skipped": list_skipped(records.skipped),
         "methods": aggregate_records(answers),
     }

@@ -26,6 +26,8 @@ def print_tables(results: Mapping[str, Any]) -> None:
         Text(f"{model['name']} ({model.get('weights', model['dtype'])}) on {suite['name']}: {_tasks(results)}", "bold")
     )
     console.print(_systems_table(results["methods"], console.width >= 100))
+    for note in results.get("notes", ()):
+        console.print(Text(note, "yellow"))
     if rows := list(each_drafter(results)):
         console.print(Text("\nby drafter", "bold"))
         console.print(_drafters_table(rows))

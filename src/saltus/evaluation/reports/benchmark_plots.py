@@ -111,7 +111,8 @@ def _plot_speedup(results: Mapping[str, Any]) -> Any:
     names = max(len(_abbreviate(name)) for name in [*shown, *categories])
     figure, axes = _new_figure(
         WIDTH, height + 125, "Speed-up over plain decoding",
-        "tokens per second relative to plain decoding in the same run, prefill included; lines: 95 % intervals",
+        "tokens per second relative to plain decoding in the same run, prefill included;"
+        f" lines: 95 % intervals of {max(row['tasks'] for row in shown.values())} tasks",
         max(120, 8.4 * names + 26), 152,
     )  # fmt: skip
     axes.set_ylim(height, -5)

@@ -52,8 +52,9 @@ def _systems_table(results: Mapping[str, Any]) -> Iterator[str]:
             cells.append(format_number(None if system["accuracy"] is None else 100 * system["accuracy"], 1) + " %")
         yield table_row(cells)
     yield ""
-    if any(name.startswith("endpoint:") for name in systems):
-        yield SERVER_NOTE
+    servers = [SERVER_NOTE] if any(name.startswith("endpoint:") for name in systems) else []
+    for note in [*results.get("notes", ()), *servers]:
+        yield note
         yield ""
 
 

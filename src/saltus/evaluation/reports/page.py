@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
-from saltus.evaluation.reports.aggregation import SERVER_NOTE, text_id
+from saltus.evaluation.reports.aggregation import MIN_TASKS, SERVER_NOTE, few_tasks_categories, text_id
 from saltus.evaluation.reports.drafters import DRAFTERS_NOTE, each_drafter
 from saltus.evaluation.reports.markdown import DRAFTER_COLUMNS, drafter_cells
 from saltus.evaluation.reports.palette import ALARM, BACKGROUND, BAND, COLOURS, INK, LINE, MUTED, PLAIN, assign_colours
@@ -67,6 +67,8 @@ def render_page(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
         shown=len(shown["tasks"]),
         graded=any(one["accuracy"] is not None for one in systems.values()),
         facts=list(_run_facts(results)),
+        few_tasks=", ".join(few_tasks_categories(systems)),
+        min_tasks=MIN_TASKS,
         server_note=SERVER_NOTE if any(name.startswith("endpoint:") for name in systems) else "",
     )
 
