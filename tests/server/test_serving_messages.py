@@ -208,6 +208,18 @@ def test_counted_tokens_are_those_of_the_prompt(claude, fields):
     assert (counted > plain) == bool(fields.keys() == {"tools"} or "system" in fields)
 
 
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_without_new_tokens_the_prompt_is_read_into_the_prefix_cache(claude, tokens):
+    system = f"the cat sat on the mat {tokens} " * 8
+    asked = {**ASKED, "max_tokens": tokens, "system": system, "tools": [TOOL], "tool_choice": {"type": "auto"}}
+    read = claude.messages.create(**asked)
+    assert read.usage.cache_read_input_tokens < read.usage.input_tokens
+    assert (read.stop_reason, read.usage.output_tokens) == ("max_tokens", tokens)
+    assert len(read.content) == tokens
+    again = claude.messages.create(**{**asked, "max_tokens": 2}).usage
+    assert again.cache_read_input_tokens >= read.usage.input_tokens - 1
+
+
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
 TEXT = {"type": "text", "text": "a"}
 RESULT = {"type": "tool_result", "tool_use_id": "1"}
@@ -221,7 +233,14 @@ def said(*blocks, role="user") -> dict:
     ("changed", "message"),
     [
         ({"max_tokens": None}, "max_tokens is missing; add it"),
-        ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
+        ({"max_tokens": -2}, "max_tokens: Input should be greater than or equal to 0"),
+        ({"max_tokens": 0, "stream": True},
+         "max_tokens is 0, so that nothing is written, but stream asks for more; leave it out"),
+        ({"max_tokens": 0, "thinking": {"type": "enabled"}}, "max_tokens is 0, so that nothing is written, but thinking"),
+        ({"max_tokens": 0, "output_config": {"format": {"type": "json_schema", "schema": {}}}},
+         "max_tokens is 0, so that nothing is written, but output_config.format"),
+        ({"max_tokens": 0, "tools": [TOOL], "tool_choice": {"type": "any"}},
+         "max_tokens is 0, so that nothing is written, but tool_choice"),
         ({"messages": []}, "messages has 0 items, but needs 1 or more; add some"),
         ({"messages": [{"content": "a"}]}, "messages.0: the field 'role' is missing"),
         (said(IMAGE),

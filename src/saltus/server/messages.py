@@ -45,6 +45,7 @@ class MessageAnswer(Answer):
         tools: Tools,
         reasoning: Reasoning | None,
         omits_thinking: bool = False,
+        only_reads: bool = False,
     ) -> None:
         super().__init__(backend, requests, method, body)
         prompt = requests[0].request.prompt
@@ -55,12 +56,16 @@ class MessageAnswer(Answer):
         self.content: list[dict[str, Any]] = []
         self.is_open = False  # the last block is being written
         self.omits_thinking, self.thought = omits_thinking, ""
+        self.only_reads = only_reads  # the prompt; nothing is written
 
     async def whole(self) -> dict[str, Any]:
         async for _ in self.arriving():
             pass
-        for _ in self._add(self.choices[0]):
-            pass
+        if self.only_reads:
+            self.choices[0].tokens, self.choices[0].finish_reason = [], "length"
+        else:
+            for _ in self._add(self.choices[0]):
+                pass
         return self._message() | self.metrics(self.calls)
 
     async def stream(self) -> AsyncIterator[str]:

@@ -159,12 +159,30 @@ class MessagesRequest(CountTokensRequest, SamplingFields):
 
     model_config = MessagesFields.model_config
 
-    max_tokens: NewTokens = Field(ge=1)
+    max_tokens: NewTokens = Field(ge=0)  # 0: the prompt is read into the prefix cache, and nothing is written
     stop_sequences: Annotated[Items[StopString], Field(max_length=MAX_STOPS)] | None = None
     prediction: Prediction | None = None
     thread: Any = None
     compaction: Any = None
     mcp_servers: Any = None
+
+    @property
+    def only_reads(self) -> bool:
+        """Whether nothing is to be written after the prompt."""
+        return self.max_tokens == 0
+
+    @model_validator(mode="after")
+    def _check_that_nothing_is_written(self) -> MessagesRequest:
+        output = self.output_config or OutputSettings()
+        wants = {
+            "stream": self.stream,
+            "thinking": self.thinking is not None and self.thinking.type == "enabled",
+            "output_config.format": output.format or self.output_format,
+            "tool_choice": self.tool_choice is not None and self.tool_choice.type in ("any", "tool"),
+        }
+        if self.only_reads and (asked := [name for name, is_asked in wants.items() if is_asked]):
+            raise ValueError(f"max_tokens is 0, so that nothing is written, but {asked[0]} asks for more; leave it out")
+        return self
 
     def as_chat(self) -> ChatCompletionRequest:
         """The chat completion with the same prompt and settings. Errors: ApiError 400."""
@@ -172,5 +190,7 @@ class MessagesRequest(CountTokensRequest, SamplingFields):
             if getattr(self, name):
                 raise ApiError(400, message, name, THREAD_UNSUPPORTED if name == "thread" else None)
         chat = super().as_chat()
+        if self.only_reads:
+            chat.max_tokens = 1  # the call that reads the prompt decides a token, whether it is wanted or not
         chat.stop = [*(self.stop_sequences or ()), *([self.stop] if isinstance(self.stop, str) else self.stop or ())]
         return chat

@@ -111,8 +111,9 @@ class Service:
         chat = body.as_chat()
         texts = await self._chat_texts(chat, prepare)
         return MessageAnswer(
-            self.backend, texts.requests, texts.method, chat, texts.tools, texts.reasoning, body.omits_thinking
-        )
+            self.backend, texts.requests, texts.method, chat, texts.tools, texts.reasoning, body.omits_thinking,
+            body.only_reads,
+        )  # fmt: skip
 
     async def _chat_texts(self, body: ChatCompletionRequest, prepare: Prepare) -> ChatTexts:
         """What a chat completion asks for, ready for the queue. Errors: ApiError."""
