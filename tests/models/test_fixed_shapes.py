@@ -190,6 +190,16 @@ def test_every_decoding_call_has_one_height_and_prompts_are_read_by_chunks(monke
     assert [at for *_, at in seen] == [48, 61], "chunks start at their own borders, wherever the memory ends"
 
 
+def test_a_call_names_the_rows_that_somebody_reads():
+    """Of the others, padding among them, no token is found on a GPU."""
+    network = small("Llama")
+    caches = [network.new_kv_cache() for _ in range(2)]
+    canvases = [continuation(text(length), 40) for length in (20, 9)]
+    network.forward([ForwardInputs(canvas, (5, 6), (-1, 0)) for canvas in canvases], caches)
+    (inputs,) = [each for shape, each in network.fixed_shape_runner.static_inputs.items() if not shape.num_logits]
+    assert np.flatnonzero(inputs.temperatures.numpy() >= 0).tolist() == [0, 1, 2, 4, 5, 6]
+
+
 def test_a_text_that_is_gone_leaves_its_pages_to_the_next():
     network = small("Llama")
     pool, first, second = network.fixed_shape_runner.pool, network.new_kv_cache(), network.new_kv_cache()

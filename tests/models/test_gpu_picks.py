@@ -70,3 +70,12 @@ def test_the_host_decides_where_rounding_may_and_where_logits_are_not_finite():
     assert -1 not in before
     assert 0 < after.count(-1) < 64
     assert all(one in (-1, other) for one, other in zip(after, before, strict=True))
+
+
+def test_logits_of_rows_that_nobody_reads_are_not_read():
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(2))
+    logits[1] = math.nan  # of which the greatest one would be ∞
+    given = found(logits, [0.0, -1.0, 1.0], np.arange(3))
+    assert given[:, 1].tolist() == [-1] * 3
+    assert torch.equal(given[0, [0, 2]].long(), logits[[0, 2]].argmax(-1))
+    assert given[2].tolist()[::2] == [-1, *picked(logits[2:], [1.0], np.arange(2, 3))]

@@ -57,7 +57,7 @@ class StaticInputs:
         self.tokens, self.positions, self.slots, temperatures, keys, self.recent_slots, block_tables = (
             self.packed[span] for span in self.spans
         )
-        self.temperatures = temperatures.view(torch.float64)  # of rows that pick a token (`GumbelMax`), 0 of others
+        self.temperatures = temperatures.view(torch.float64)  # of rows that pick (`GumbelMax`), −1 without outputs, else 0
         self.keys = keys.view(rows, 2)  # of their noise
         self.block_tables = block_tables.view(shape.num_groups, shape.num_pages)  # the pages of each group's text
 
@@ -69,11 +69,12 @@ class StaticInputs:
         tokens, positions, slots, temperatures, keys, recent_slots, tables = (host[span] for span in self.spans)
         temperatures, keys = temperatures.view(np.float64), keys.reshape(-1, 2)
         recent_slots, tables = recent_slots.reshape(self.shape.num_rows, -1), tables.reshape(groups, pages)
-        tables[:] = PADDING_PAGE
+        tables[:], temperatures[:] = PADDING_PAGE, -1
         for start, part in call.placed():
             end = start + part.num_rows
             tokens[start:end], positions[start:end], slots[start:end] = part.tokens, part.positions, part.slots
             recent_slots[start:end] = part.recent_slots
+            temperatures[start:end][part.output_rows >= 0] = 0
             if part.inputs is not None and (gumbel_max := part.inputs.gumbel_max) is not None:
                 first, last = np.searchsorted(part.output_rows, (0, part.inputs.num_draft_tokens + 1))
                 depths = np.array((0, *(1 + depth for depth in part.inputs.depths)))[part.output_rows[first:last]]

@@ -35,15 +35,16 @@ def _exponential(word):
 
 
 @kernel()
-def _greatest(logits, tops, places, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+def _greatest(logits, temperatures, tops, places, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """The greatest logit of a row among BLOCK neighbours, ∞ if one is not a number, and the first token that has it."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    logit = tl.load(logits + row * VOCAB + token, mask=token < VOCAB, other=-float("inf")).to(tl.float32)
-    logit = tl.where(logit == logit, logit, float("inf"))
-    at = row * tl.num_programs(1) + block
-    tl.store(tops + at, tl.max(logit, 0))
-    tl.store(places + at, block * BLOCK + tl.argmax(logit, 0))
+    if tl.load(temperatures + row) >= 0:
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        logit = tl.load(logits + row * VOCAB + token, mask=token < VOCAB, other=-float("inf")).to(tl.float32)
+        logit = tl.where(logit == logit, logit, float("inf"))
+        at = row * tl.num_programs(1) + block
+        tl.store(tops + at, tl.max(logit, 0))
+        tl.store(places + at, block * BLOCK + tl.argmax(logit, 0))
 
 
 @kernel()
@@ -84,27 +85,33 @@ def _best(
 ):  # fmt: skip
     """The likeliest token of a row, its logit, and the picked one: −1 without one, or where rounding may decide."""
     row, block = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
-    at, inside = row * BLOCKS + block, block < BLOCKS
-    picked = tl.full((), -1.0, tl.float64)
-    of_blocks = tl.load(tops + at, mask=inside, other=-float("inf"))
-    top, likeliest = tl.max(of_blocks, 0), tl.argmax(of_blocks, 0)
-    if tl.load(temperatures + row) > 0:
-        first = tl.load(values + 2 * at, mask=inside, other=0.0)
-        second = tl.load(values + 2 * at + 1, mask=inside, other=0.0)
-        best, place = tl.max(first, 0), tl.argmax(first, 0)
-        next_best = tl.max(tl.where(block == place, second, first), 0)
-        clear = (next_best < best * CLEAR) & (top < float("inf")) & (top > -float("inf"))
-        picked = tl.where(clear, tl.load(tokens + row * BLOCKS + place).to(tl.float64), picked)
-    tl.store(out + row, tl.load(places + row * BLOCKS + likeliest).to(tl.float64))
-    tl.store(out + num_rows + row, top)
-    tl.store(out + 2 * num_rows + row, picked)
+    temperature = tl.load(temperatures + row)
+    if temperature < 0:
+        for number in range(3):
+            tl.store(out + number * num_rows + row, -1.0)
+    else:
+        at, inside = row * BLOCKS + block, block < BLOCKS
+        picked = tl.full((), -1.0, tl.float64)
+        of_blocks = tl.load(tops + at, mask=inside, other=-float("inf"))
+        top, likeliest = tl.max(of_blocks, 0), tl.argmax(of_blocks, 0)
+        if temperature > 0:
+            first = tl.load(values + 2 * at, mask=inside, other=0.0)
+            second = tl.load(values + 2 * at + 1, mask=inside, other=0.0)
+            best, place = tl.max(first, 0), tl.argmax(first, 0)
+            next_best = tl.max(tl.where(block == place, second, first), 0)
+            clear = (next_best < best * CLEAR) & (top < float("inf")) & (top > -float("inf"))
+            picked = tl.where(clear, tl.load(tokens + row * BLOCKS + place).to(tl.float64), picked)
+        tl.store(out + row, tl.load(places + row * BLOCKS + likeliest).to(tl.float64))
+        tl.store(out + num_rows + row, top)
+        tl.store(out + 2 * num_rows + row, picked)
 
 
 def find_tokens(logits: Tensor, keys: Tensor, temperatures: Tensor) -> Tensor:
     """[3, rows] of logits [rows, vocab], float64: the first likeliest token, its logit, and the picked token.
 
     A row picks by its keys [rows, 2] (`Noise.token_keys`) and temperature [rows], float64; −1 where that is 0, and
-    where the host must decide. The greatest logit is ∞ where one is not a number.
+    where the host must decide. The greatest logit is ∞ where one is not a number. Of rows with a negative temperature
+    nobody reads what is found: all is −1.
     """
     rows, vocab = logits.shape
     blocks = -(-vocab // GROUP_STRIDE)
@@ -113,7 +120,7 @@ def find_tokens(logits: Tensor, keys: Tensor, temperatures: Tensor) -> Tensor:
     places, tokens = logits.new_empty(2, rows, blocks, dtype=torch.int32)
     out, sizes = values.new_empty(3, rows), {"BLOCKS": blocks, "PADDED": power_of_two(blocks)}
     first, second, third = FACTORS
-    _greatest[(rows, blocks)](logits, tops, places, VOCAB=vocab, BLOCK=GROUP_STRIDE, num_warps=4)
+    _greatest[(rows, blocks)](logits, temperatures, tops, places, VOCAB=vocab, BLOCK=GROUP_STRIDE, num_warps=4)
     _race[(rows, blocks)](
         logits, tops, keys, temperatures, values, tokens, VOCAB=vocab, **sizes, BLOCK=GROUP_STRIDE, GROUP=GROUP_SIZE,
         COUNTER=GROUP_COUNTER, FIRST=first, SECOND=second, THIRD=third, num_warps=4,
