@@ -57,7 +57,7 @@ class StaticInputs:
         self.tokens, self.positions, self.slots, temperatures, keys, self.recent_slots, block_tables = (
             self.packed[span] for span in self.spans
         )
-        self.temperatures = temperatures.view(torch.float64)  # of rows that pick (`GumbelMax`), −1 without outputs, else 0
+        self.temperatures = temperatures.view(torch.float64)  # of rows that pick, −1 of those without outputs, else 0
         self.keys = keys.view(rows, 2)  # of their noise
         self.block_tables = block_tables.view(shape.num_groups, shape.num_pages)  # the pages of each group's text
 
