@@ -302,7 +302,7 @@ class Graph:
                 old.copy_(new)
 
 
-def capture(_: Any, run: Any, others_exist: bool) -> tuple[Graph, Any]:
+def capture(_: Any, run: Any) -> tuple[Graph, Any]:
     """GraphCapture.capture. What the kernels of its first call would compute, replays do."""
     STATE.launches = False
     with inside_graph():

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from saltus.kernels import native
 
-SCRIPT = Path(__file__).parents[1] / "compiled_kernels.py"
+TESTS = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -22,15 +22,20 @@ def cache(request, tmp_path) -> Path:
     return kept.mkdir("triton") if kept else tmp_path
 
 
-def compiled(cache: Path, *arguments: str) -> set[tuple[str, ...]]:
-    """The kernels that the script compiles, each after its capability."""
+def printed_by(cache: Path, script: str, *arguments: str) -> list[str]:
+    """The lines of a script, which compiles where other tests interpret."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, SCRIPT, *arguments], env=environment | {"TRITON_CACHE_DIR": str(cache)}, timeout=1200,
+        [sys.executable, TESTS / script, *arguments], env=environment | {"TRITON_CACHE_DIR": str(cache)}, timeout=1200,
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    return {tuple(line.split()[:2]) for line in done.stdout.splitlines()}
+    return done.stdout.splitlines()
+
+
+def compiled(cache: Path, *arguments: str) -> set[tuple[str, ...]]:
+    """The kernels that the script compiles, each after its capability."""
+    return {tuple(line.split()[:2]) for line in printed_by(cache, "compiled_kernels.py", *arguments)}
 
 
 @pytest.mark.slow
@@ -52,3 +57,9 @@ def test_large_tiles_compile_for_others_and_products_multiply_alike_whatever_the
     """Ada has little shared memory, Blackwell matrix instructions of its own."""
     others, largest = ("89", "100", "120"), ("_linear", "_packed_linear", "_per_head_linear", "_attend_split")
     assert compiled(cache, "--widest", *others) >= set(itertools.product(others, largest))
+
+
+@pytest.mark.slow
+def test_kernels_of_a_call_compile_side_by_side_and_do_not_run(tmp_path):
+    kernels, error = ["_linear beside others"] * 2, "'types.SimpleNamespace' object has no attribute 'utils'"
+    assert printed_by(tmp_path, "compiled_together.py") == [*kernels, error]

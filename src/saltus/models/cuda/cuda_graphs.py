@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+
+from saltus.models.cuda.kernel_support import has_kernels
 
 Outputs = TypeVar("Outputs")
 log = logging.getLogger("saltus")
@@ -22,15 +25,20 @@ class GraphCapture:
     device: torch.device
     memory_pool: Any = field(init=False, default=None)
     stream: Any = field(init=False, default=None)  # one for all, since matrix libraries keep a workspace for each
+    graphs: weakref.WeakSet[Any] = field(init=False, default_factory=weakref.WeakSet)  # that share the memory
 
-    def capture(self, run: Callable[[], Outputs], others_exist: bool) -> tuple[Any, Outputs]:
-        """A graph of `run` and its outputs, after two idle runs that load kernels and allocate memory.
+    def capture(self, run: Callable[[], Outputs]) -> tuple[Any, Outputs]:
+        """A graph of `run` and its outputs, after idle runs: one compiles kernels, two load them and allocate memory.
 
-        Unless others exist that share its memory, it gets new memory: that of graphs that are gone may be in use.
+        Unless a graph is left that shares its memory, it gets new memory: torch takes none that all graphs have left.
         Errors: RuntimeError for what cannot be captured.
         """
+        if has_kernels():
+            from saltus.models.cuda.launching import compile_together
+
+            compile_together(run)
         self.stream = self.stream or torch.cuda.Stream(self.device)
-        if not others_exist:
+        if not self.graphs:
             self.memory_pool = torch.cuda.graph_pool_handle()
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
@@ -44,12 +52,13 @@ class GraphCapture:
             torch.cuda.graph(graph, self.memory_pool, self.stream, capture_error_mode="thread_local"),
         ):
             outputs = run()
+        self.graphs.add(graph)
         return graph, outputs
 
-    def capture_or_warn(self, run: Callable[[], Outputs], others_exist: bool) -> tuple[Any, Outputs] | None:
+    def capture_or_warn(self, run: Callable[[], Outputs]) -> tuple[Any, Outputs] | None:
         """The same; None, after a warning, for what cannot be captured. Errors: out of memory."""
         try:
-            return self.capture(run, others_exist)
+            return self.capture(run)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

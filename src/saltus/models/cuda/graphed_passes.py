@@ -73,7 +73,7 @@ class GraphedPasses:
             self.pool.graphs.clear()
         if self.use_cuda_graphs and key not in self.pool.graphs:
             inputs.clear()  # what was written last may belong to pages of other texts by now
-            captured = self.capture.capture_or_warn(lambda: evaluate(inputs), bool(self.pool.graphs))
+            captured = self.capture.capture_or_warn(lambda: evaluate(inputs))
             self.use_cuda_graphs = captured is not None
             self.pool.graphs |= {} if captured is None else {key: captured}
         if not self.use_cuda_graphs:

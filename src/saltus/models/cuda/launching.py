@@ -1,10 +1,14 @@
-"""Declare kernels of which there is one binary for calls of all sizes."""
+"""Declare kernels of which there is one binary for calls of all sizes, and compile several at once."""
 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
-from functools import lru_cache
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -13,6 +17,7 @@ import triton.language as tl
 
 MIN_CAPABILITY = 8, 0  # of GPUs that multiply bfloat16; for others Triton makes products number by number
 LARGEST_SHARED_MEMORY = 232_448  # bytes of a program, of the GPUs that have most (compute capability 9.0 and 10.0)
+_only_compiles: ContextVar[bool] = ContextVar("_only_compiles", default=False)
 
 
 def power_of_two(count: int) -> int:
@@ -25,14 +30,52 @@ def largest_power_of_two(size: int) -> int:
     return size & -size
 
 
-def kernel(*shared: str, anywhere: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Any]:
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel: kernel[grid](…) launches it, and within `compile_together` compiles it for such arguments."""
+
+    function: Any  # of Triton
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return partial(self.function.warmup, grid=grid) if _only_compiles.get() else self.function[grid]
+
+
+def kernel(*shared: str, anywhere: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Kernel]:
     """A kernel with one binary for all values of the arguments named here, so that none of them changes its rounding.
 
     Those of `anywhere` are pointers, which are at multiples of 16 bytes in some calls only. Import hooks that check
     types wrap functions; Triton needs the one that was written.
     """
     make: Any = triton.jit(do_not_specialize=list(shared), do_not_specialize_on_alignment=list(anywhere))
-    return lambda function: make(inspect.unwrap(function))
+    return lambda function: Kernel(make(inspect.unwrap(function)))
+
+
+def compile_together(run: Callable[[], object]) -> None:
+    """Compile the kernels that `run` launches, on all cores; none of them runs.
+
+    Compiled one after another, as they are launched, they take half a second each. What does not compile says so when
+    it is launched.
+    """
+    copy_context().run(_compile_together, run)  # whatever interrupts it, later launches are launches again
+
+
+def _compile_together(run: Callable[[], object]) -> None:
+    _only_compiles.set(True)
+    with _Compilers(os.cpu_count()) as compilers, triton.AsyncCompileMode(compilers, ignore_errors=True):
+        run()
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Threads that compile kernels, and what launches them."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return super().submit(_with_launcher, partial(fn, *args, **kwargs))
+
+
+def _with_launcher(compile_kernel: Callable[[], Any]) -> Any:
+    compiled, driver = compile_kernel(), triton.runtime.driver.active
+    driver.launcher_cls(compiled.src, compiled.metadata)  # pyright: ignore  # Triton 3.6 compiles C, and keeps it
+    return compiled
 
 
 def device_function(function: Callable[..., Any]) -> Any:

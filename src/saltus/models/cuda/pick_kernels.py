@@ -47,7 +47,7 @@ def _greatest(logits, temperatures, tops, places, VOCAB: tl.constexpr, BLOCK: tl
         tl.store(places + at, block * BLOCK + tl.argmax(logit, 0))
 
 
-@kernel()
+@kernel(anywhere=("temperatures", "tokens"))
 def _race(
     logits, tops, keys, temperatures, values, tokens,
     VOCAB: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
@@ -78,7 +78,7 @@ def _race(
         tl.store(tokens + at, block * BLOCK + place)
 
 
-@kernel("num_rows")
+@kernel("num_rows", anywhere=("temperatures", "tokens"))
 def _best(
     tops, places, temperatures, values, tokens, out, num_rows,
     BLOCKS: tl.constexpr, PADDED: tl.constexpr, CLEAR: tl.constexpr,
