@@ -75,6 +75,25 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
     "GPTNeoX": {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6},
     "OPT": {"hidden_size": 48, "ffn_dim": 72, "num_attention_heads": 6, "word_embed_proj_dim": 48},
     "Phi": {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6},
+    "Exaone": {**LLAMA_LIKE, "head_dim": 8},
+    "Nemotron": {**LLAMA_LIKE, "head_dim": 16},
+    "StableLm of parallel layers": {**LLAMA_LIKE, "use_parallel_residual": True, "use_qkv_bias": True},
+    "Afmoe": {
+        **LLAMA_LIKE, **WINDOW, **ALTERNATING, **EXPERTS, "head_dim": 16, "num_dense_layers": 1,
+        "num_shared_experts": 1, "route_scale": 1.5, "mup_enabled": True,
+    },
+    "SolarOpen": {**LLAMA_LIKE, **DEEPSEEK_EXPERTS, "head_dim": 16},
+    "VaultGemma": {**LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 16, "attn_logit_softcapping": 5.0},
+    "HyperCLOVAX": {
+        **LLAMA_LIKE, "residual_multiplier": 0.3, "embedding_multiplier": 3.0, "logits_scaling": 0.5,
+        "attention_multiplier": 0.2,
+    },
+    "FlexOlmo": {**LLAMA_LIKE, "num_experts": 4, "num_experts_per_tok": 2},
+    "HYV3": {**LLAMA_LIKE, **EXPERTS, "head_dim": 16, "num_shared_experts": 1},
+    "GraniteMoeShared": {
+        **LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 40,
+        "residual_multiplier": 0.3, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "attention_multiplier": 0.2,
+    },
     "Phi3": {**LLAMA_LIKE, **WINDOW},
     "Granite": {
         **LLAMA_LIKE, "residual_multiplier": 0.3, "embedding_multiplier": 3.0, "logits_scaling": 2.0,
@@ -266,7 +285,12 @@ TEXT_PARTS = {  # of models of pictures and text
     "Gemma3", "Gemma3n", "Gemma4", "Gemma4Unified", "Llama4", "Qwen3_5", "Qwen3_5Moe",
 }  # fmt: skip
 
-OTHER_CLASSES = {"GPT2": "GPT2LMHeadModel", "InternLM3": "LlamaForCausalLM", "IQuestCoder": "LlamaForCausalLM"}
+OTHER_CLASSES = {
+    "GPT2": "GPT2LMHeadModel",
+    "InternLM3": "LlamaForCausalLM",
+    "Exaone": "LlamaForCausalLM",
+    "IQuestCoder": "LlamaForCausalLM",
+}
 
 DESCRIBED = [  # by a file of saltus.models.architectures
     "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3", "Gemma4", "Phi3", "Granite", "Glm4", "Cohere",
@@ -275,7 +299,8 @@ DESCRIBED = [  # by a file of saltus.models.architectures
     "DeepseekV2", "DeepseekV3", "Mistral4", "Glm4MoeLite", "Llama4", "Dots1", "ExaoneMoe", "MiniMaxM2", "Ernie4_5_Moe",
     "HunYuanDenseV1", "HunYuanMoEV1", "Helium", "Gemma3n", "Gemma4Unified", "Cwm", "InternLM3", "Youtu", "Olmo",
     "Glm", "MiniCPM3", "Mellum",
-    "NanoChat", "Jais2",
+    "NanoChat", "Jais2", "Exaone", "Phi", "StableLm", "StableLm of parallel layers", "Nemotron", "Afmoe", "SolarOpen",
+    "VaultGemma", "HyperCLOVAX", "FlexOlmo", "HYV3", "GraniteMoeShared",
     *RECURRENT,
 ]  # fmt: skip
 

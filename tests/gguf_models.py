@@ -102,6 +102,14 @@ CASES = {
          "logits_scaling": 8.0},
     ),
     "jais2": Case("jais2", "jais2"),
+    "exaone": Case("exaone", "exaone", tied=True),
+    "phi2": Case("phi", "phi2", {"intermediate_size": 1024, "num_key_value_heads": 4}),
+    "stablelm": Case("stablelm", "stablelm", {"use_qkv_bias": True}),
+    "stablelm, parallel": Case("stablelm", "stablelm", {"use_parallel_residual": True}),
+    "nemotron": Case("nemotron", "nemotron"),
+    "afmoe": Case("afmoe", "afmoe", EXPERTS | {
+        "head_dim": 32, "num_hidden_layers": 4, "sliding_window": 8, "num_dense_layers": 1, "num_shared_experts": 1,
+        "route_scale": 1.5, "mup_enabled": True, "layer_types": [SLIDING] * 3 + [FULL]}),
     "olmo": Case("olmo", "olmo"),
     "olmo, clipped": Case("olmo", "olmo", {"clip_qkv": 0.5}),
     "olmo2": Case("olmo2", "olmo2"),
@@ -234,7 +242,8 @@ CASES = {
 SAME_NAMES = {"mellum": "qwen3moe"}  # of tensors, as another architecture; `gguf` may not have it yet
 INTERLEAVED = {"llama", "granite", "smollm3", "arcee", "granitemoe", "granitehybrid", "mistral3", "olmo"}
 NEMOTRONS = ("nemotron_h", "nemotron_h_moe")
-MORE_IN_NORMS = {"gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe"}
+MORE_IN_NORMS = {"gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe", "nemotron"}
+HALF_ROTATED = ("glm", "glm4", "phi", "stablelm", "nemotron")
 PLAIN = (
     r"_norm(_[12])?(\.weight)?$|ffn_gate_inp|exp_probs_b|\.ssm_(a|d|conv1d|norm)|shortconv\.conv"
     r"|altup_(correct|predict)_coef"  # always in float32
@@ -245,7 +254,7 @@ def tiny(case: Case) -> Any:
     """Two layers or more, with weights large enough to tell settings apart."""
     torch.manual_seed(0)
     rope = {"rope_theta": 10000.0 if case.name in MORE_IN_NORMS else 5000.0, "rope_type": "default"}
-    if case.model_type in ("glm", "glm4"):
+    if case.model_type in HALF_ROTATED:
         rope["partial_rotary_factor"] = 0.5
     rope = {} if case.name in ("gemma4", "mamba2", "kimi-linear", *NEMOTRONS) else {"rope_parameters": rope}
     settings = SIZES | {"tie_word_embeddings": case.tied} | rope | case.settings
@@ -386,7 +395,10 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
         if config.clip_qkv is not None:
             out.add_clamp_kqv(config.clip_qkv)
     else:
-        out.add_layer_norm_eps(getattr(config, "layer_norm_eps", None) or config.norm_epsilon)
+        names = "layer_norm_eps", "norm_epsilon", "norm_eps"
+        out.add_layer_norm_eps(next(getattr(config, name) for name in names if hasattr(config, name)))
+    if case.name == "stablelm":
+        out.add_parallel_residual(config.use_parallel_residual)
     add_states(out, config, case.name)
     if case.name == "mamba2":
         out.add_feed_forward_length(0)
@@ -407,7 +419,8 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
         out.add_sliding_window(0)
     head_dim = config.hidden_size // config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or head_dim
-    if case.name in ("phi3", "chatglm", "glm4", "glm4moe", "qwen3next", "qwen35", "qwen35moe", "minimax-m2"):
+    partial = "phi3", "glm4moe", "qwen3next", "qwen35", "qwen35moe", "minimax-m2"
+    if case.name in partial or case.model_type in HALF_ROTATED:
         out.add_rope_dimension_count(int(head_dim * config.rope_parameters["partial_rotary_factor"]))
     elif case.name in ("granite", "smollm3", "cohere2"):
         out.add_rope_dimension_count(head_dim)

@@ -73,6 +73,10 @@ def add_experts(out: gguf.GGUFWriter, config: Any, name: str) -> None:
         out.add_expert_weights_scale(config.routed_scaling_factor)
         out.add_expert_group_count(config.n_group)
         out.add_expert_group_used_count(config.topk_group)
+    if name == "afmoe":
+        out.add_expert_shared_count(config.num_shared_experts)
+        out.add_expert_weights_scale(config.route_scale)
+        out.add_expert_weights_norm(True)
     if name in ("exaone-moe", "nemotron_h_moe"):
         out.add_expert_shared_count(getattr(config, "num_shared_experts", 1))
         out.add_expert_weights_scale(config.routed_scaling_factor)

@@ -104,7 +104,7 @@ DESCRIBED = {
         "sliding_window": 50, "global_head_dim": 64, "hidden_size_per_layer_input": 64, "num_hidden_layers": 4,
     },
     "HunYuanDenseV1": {}, "Gemma4Unified": {"sliding_window": 50, "global_head_dim": 64},
-    "Olmo": {}, "NanoChat": {}, "Llama of other sizes": {"head_dim": 48, "num_attention_heads": 20, "hidden_size": 320},
+    "Olmo": {}, "NanoChat": {}, "VaultGemma": {"sliding_window": 50}, "Llama of other sizes": {"head_dim": 48, "num_attention_heads": 20, "hidden_size": 320},
     "Youtu": LATENT | {"rope_interleave": False}, "Mistral4": LATENT | {"attention_bias": True, "head_dim": 48},
     "DeepseekV2": LATENT | {"num_attention_heads": 16, "q_lora_rank": None}, "Glm": {},
     "MiniCPM3": LATENT | {"num_attention_heads": 16, "num_key_value_heads": 16},

@@ -183,7 +183,7 @@ def _tensors(
         )
     heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(parts[2])
     interleaved = config[heads] if architecture.interleaves_heads and heads else 0
-    added = architecture.added_to_norms if is_norm(parts[2]) else 0
+    added = architecture.added_to_norms if is_norm(parts[2]) and parts[3] == "weight" else 0
     return [
         (
             target,

@@ -166,15 +166,15 @@ def llama_layer(config: Any, layer: int, **changes: Any) -> Layer:
     return Layer(**changes)
 
 
-def layer_norm_decoder(config: Any, epsilon: float, up: str, down: str) -> DecoderDescription:
+def layer_norm_decoder(config: Any, epsilon: float, up: str, down: str, offset: float = 0.0) -> DecoderDescription:
     """Llama's attention with LayerNorm before it and before MLPs without gates, whose layers have these names."""
     layers = []
     for layer in range(config.num_hidden_layers):
         path = f"layers.{layer}"
         mlp = MLP(None, Weight(f"{path}.mlp.{up}"), Weight(f"{path}.mlp.{down}"), activation(config.hidden_act))
-        norms = (Norm(f"{path}.{name}_layernorm", epsilon, "layer") for name in ("input", "post_attention"))
+        norms = (Norm(f"{path}.{name}_layernorm", epsilon, "layer", offset) for name in ("input", "post_attention"))
         layers.append(llama_layer(config, layer, mlp=mlp, **dict(zip(("mixer_norm", "mlp_norm"), norms, strict=True))))
-    return DecoderDescription(tuple(layers), Norm("norm", epsilon, "layer"))
+    return DecoderDescription(tuple(layers), Norm("norm", epsilon, "layer", offset))
 
 
 def llama_decoder(config: Any, layers: list[Layer], **changes: Any) -> DecoderDescription:

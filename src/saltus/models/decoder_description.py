@@ -98,6 +98,7 @@ class Attention:
     softcap: float | None = None  # of scores
     sinks: str | None = None  # the path of a score of each head that takes weight and has no value
     shares: int | None = None
+    gate: Weight | None = None  # gives numbers of all heads, by whose sigmoid their outputs are multiplied
     gated: bool = False  # `query` gives a query and a gate of each head; outputs are multiplied by the gate's sigmoid
     head_gate: Weight | None = None  # gives one number of each head, by whose sigmoid its outputs are multiplied
 

@@ -15,12 +15,7 @@ def describe(config: Any) -> DecoderDescription:
     """See saltus.models.architectures."""
     plain, layers = granite.describe(config), []
     for number, (kind, layer) in enumerate(zip(config.layer_types, plain.layers, strict=True)):
-        path, size = f"layers.{number}", config.shared_intermediate_size
-        fused = f"{path}.shared_mlp.input_linear"
-        mlp = None if not size else MLP(
-            Weight(fused, 0, size), Weight(fused, size, 2 * size), Weight(f"{path}.shared_mlp.output_linear"),
-            activation(config.hidden_act),
-        )  # fmt: skip
+        path, mlp = f"layers.{number}", shared_mlp(config, number)
         if config.num_local_experts:
             names = {"router": f"{path}.block_sparse_moe.router", "experts": f"{path}.block_sparse_moe.experts"}
             mlp = mixture(config, number, is_normalized=True, shared=mlp, **names)
@@ -31,6 +26,16 @@ def describe(config: Any) -> DecoderDescription:
             layer = replace(layer, mixer=attention)
         layers.append(replace(layer, mlp=mlp))
     return replace(plain, layers=tuple(layers))
+
+
+def shared_mlp(config: Any, layer: int) -> MLP | None:
+    """What stands beside the experts, or alone."""
+    path, size = f"layers.{layer}.shared_mlp", config.shared_intermediate_size
+    fused = f"{path}.input_linear"
+    return None if not size else MLP(
+        Weight(fused, 0, size), Weight(fused, size, 2 * size), Weight(f"{path}.output_linear"),
+        activation(config.hidden_act),
+    )  # fmt: skip
 
 
 def mamba(config: Any, path: str) -> Mamba2:

@@ -35,6 +35,8 @@ class AttentionOps:
         ]
         if layer.head_gate is not None:
             given.append((layer.head_gate, ops.buffer("head gate", layer.heads)))
+        if layer.gate is not None:
+            given.append((layer.gate, ops.buffer("gate of heads", layer.heads * dim)))
         ops.product(ops.hidden, given, norm)
         if layer.key is not None and layer.value is None:
             ops.copy(k, v)
@@ -48,6 +50,9 @@ class AttentionOps:
         sigmoid = native.ACTIVATION_NUMBERS["sigmoid"]
         if layer.gated:
             MixerOps(ops).gate(out, wide[..., dim:], dim, None, activation=sigmoid)
+        if layer.gate is not None:
+            gate = ops.buffer("gate of heads", layer.heads * dim)
+            MixerOps(ops).gate(out, gate.view(len(gate), -1, dim), dim, None, activation=sigmoid)
         if layer.head_gate is not None:
             MixerOps(ops).gate(out, ops.buffer("head gate", layer.heads)[..., None], dim, None, activation=sigmoid)
         return out

@@ -201,9 +201,11 @@ class DecoderOps:
     def _add_normed(self, made: Tensor, norm: Norm | None, scale: float) -> None:
         if norm is None:
             self.add(made, self.hidden, scale)
-        else:
-            assert scale == 1
+        elif scale == 1:
             self.normalize(made, norm, self.hidden, add=self.hidden)
+        else:
+            self.normalize(made, norm, made)
+            self.add(made, self.hidden, scale)
 
     def _experts(self, experts: Experts, norm: Norm | None, output_norm: Norm | None, scale: float) -> None:
         """Add what a mixture of experts gives, through its norm and scaled, to the hidden states."""

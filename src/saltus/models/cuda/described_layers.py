@@ -48,9 +48,9 @@ def _have_all_tokens(inputs: PerLayerEmbeddings, model: Any) -> bool:
 
 
 def _is_known(layer: Layer, base: Any) -> bool:
-    if layer.laurel or layer.altup:
-        return False
     output_norms = layer.mixer_output_norm, layer.mlp_output_norm
+    if layer.laurel or layer.altup or (layer.residual_scale != 1 and any(output_norms)):
+        return False
     return (
         all(_is_known_mixer(mixer, base) for mixer, _ in mixers_of(layer))
         and _is_known_mlp_or_experts(layer.mlp, base)
@@ -77,7 +77,11 @@ def _is_known_mixer(mixer: Any, base: Any) -> bool:
 
 
 def _is_known_attention(a: Attention, base: Any) -> bool:
-    if ((a.norms_rotated or a.gated) and not a.norm_per_head) or not (a.span is None or isinstance(a.span, int)):
+    if (
+        a.gate is not None
+        or ((a.norms_rotated or a.gated) and not a.norm_per_head)
+        or not (a.span is None or isinstance(a.span, int))
+    ):
         return False
     if a.shares is None and (a.key is None or (a.query_norm is None) != (a.key_norm is None)):
         return False

@@ -1,0 +1,35 @@
+"""StableLM: Llama's layers with LayerNorm, perhaps one that mixer and MLP share; a part of each head is rotated."""
+
+from typing import Any
+
+from saltus.models.common_layers import llama_layer
+from saltus.models.decoder_description import DecoderDescription, Norm, NotDescribed
+from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, decoder_config, partial_rope
+
+CLASSES = {"StableLmForCausalLM"}
+
+
+def describe(config: Any) -> DecoderDescription:
+    """See saltus.models.architectures."""
+    if config.qk_layernorm:
+        raise NotDescribed("norms of heads that take off a mean")
+    parallel, layers = config.use_parallel_residual, []
+    for layer in range(config.num_hidden_layers):
+        names = "input_layernorm", "input_layernorm" if parallel else "post_attention_layernorm"
+        norms = [Norm(f"layers.{layer}.{name}", config.layer_norm_eps, "layer") for name in names]
+        layers.append(llama_layer(config, layer, mixer_norm=norms[0], mlp_norm=norms[1], parallel=parallel))
+    return DecoderDescription(tuple(layers), Norm("norm", config.layer_norm_eps, "layer"))
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture."""
+    if "blk.0.attn_q_norm.weight" in model.shapes:
+        raise ValueError("it has a norm of each head of its own (StableLM 2 12B), which is not supported")
+    return decoder_config(
+        model, "stablelm", "StableLmForCausalLM", rope_parameters=partial_rope(model),
+        layer_norm_eps=model.number("attention.layer_norm_epsilon"), use_qkv_bias="blk.0.attn_q.bias" in model.shapes,
+        use_parallel_residual=model.flag("use_parallel_residual"), qk_layernorm=False,
+    )  # fmt: skip
+
+
+GGUF = GgufArchitecture("stablelm", gguf_config)
