@@ -89,6 +89,19 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
         "attention_multiplier": 0.2,
     },
     "FlexOlmo": {**LLAMA_LIKE, "num_experts": 4, "num_experts_per_tok": 2},
+    "SarvamMoE": {**LLAMA_LIKE, **DEEPSEEK_EXPERTS, "head_dim": 16, "first_k_dense_replace": 1},
+    "Flint": {
+        **LLAMA_LIKE, **WINDOW, **ALTERNATING, **EXPERTS, "head_dim": 16, "mlp_only_layers": [0],
+        "shared_expert_intermediate_size": 40,
+    },
+    "Laguna": {
+        **LLAMA_LIKE, **WINDOW, **ALTERNATING, **EXPERTS, "head_dim": 16, "num_attention_heads_per_layer": [6, 4],
+        "shared_expert_intermediate_size": 40, "moe_routed_scaling_factor": 1.5,
+    },
+    "Laguna with other gates": {
+        **LLAMA_LIKE, **WINDOW, **ALTERNATING, **EXPERTS, "head_dim": 16, "gating": "per-element",
+        "shared_expert_intermediate_size": 40,
+    },
     "HYV3": {**LLAMA_LIKE, **EXPERTS, "head_dim": 16, "num_shared_experts": 1},
     "GraniteMoeShared": {
         **LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 40,
@@ -289,6 +302,7 @@ OTHER_CLASSES = {
     "GPT2": "GPT2LMHeadModel",
     "InternLM3": "LlamaForCausalLM",
     "Exaone": "LlamaForCausalLM",
+    "SarvamMoE": "Glm4MoeForCausalLM",
     "IQuestCoder": "LlamaForCausalLM",
 }
 
@@ -300,7 +314,8 @@ DESCRIBED = [  # by a file of saltus.models.architectures
     "HunYuanDenseV1", "HunYuanMoEV1", "Helium", "Gemma3n", "Gemma4Unified", "Cwm", "InternLM3", "Youtu", "Olmo",
     "Glm", "MiniCPM3", "Mellum",
     "NanoChat", "Jais2", "Exaone", "Phi", "StableLm", "StableLm of parallel layers", "Nemotron", "Afmoe", "SolarOpen",
-    "VaultGemma", "HyperCLOVAX", "FlexOlmo", "HYV3", "GraniteMoeShared",
+    "VaultGemma", "HyperCLOVAX", "FlexOlmo", "HYV3", "GraniteMoeShared", "SarvamMoE", "Flint", "Laguna",
+    "Laguna with other gates",
     *RECURRENT,
 ]  # fmt: skip
 

@@ -12,6 +12,7 @@ from typing import Literal
 from saltus.models.attention_span import AttentionSpan
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu_squared", "sigmoid"]
+GateActivation = Literal["sigmoid", "softplus"]  # of what attention gives
 
 LLAMA_DECODERS = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}  # Llama's layers
 
@@ -98,9 +99,10 @@ class Attention:
     softcap: float | None = None  # of scores
     sinks: str | None = None  # the path of a score of each head that takes weight and has no value
     shares: int | None = None
-    gate: Weight | None = None  # gives numbers of all heads, by whose sigmoid their outputs are multiplied
     gated: bool = False  # `query` gives a query and a gate of each head; outputs are multiplied by the gate's sigmoid
-    head_gate: Weight | None = None  # gives one number of each head, by whose sigmoid its outputs are multiplied
+    gate: Weight | None = None  # gives a number for each output, by whose activation it is multiplied
+    head_gate: Weight | None = None  # the same with one number for each head
+    gate_activation: GateActivation = "sigmoid"  # of `gate` and `head_gate`
 
 
 @dataclass(frozen=True)

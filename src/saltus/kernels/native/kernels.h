@@ -63,7 +63,7 @@ typedef struct {
 } Linear;
 
 // Whether the activation of a linear product stands alone or multiplies, it is one of these; SILU alone has a number of its own.
-enum { SILU, GELU_TANH, GELU, RELU_SQUARED, SIGMOID, SILU_ALONE };
+enum { SILU, GELU_TANH, GELU, RELU_SQUARED, SIGMOID, SILU_ALONE, SOFTPLUS = 7 };
 static inline int is_prepared(const Linear *a) { return a->norm || a->gate || a->activation; }
 
 typedef struct {

@@ -47,14 +47,14 @@ class AttentionOps:
                 self._rotate(v, layer.kv_heads, dim, layer.value_norm)
         wide, *views = q.view(len(q), -1, width), *(x.view(len(x), -1, dim) for x in (k, v, out))
         self._attend(number, layer, wide[..., :dim], *views)
-        sigmoid = native.ACTIVATION_NUMBERS["sigmoid"]
         if layer.gated:
-            MixerOps(ops).gate(out, wide[..., dim:], dim, None, activation=sigmoid)
+            MixerOps(ops).gate(out, wide[..., dim:], dim, None, activation=native.ACTIVATION_NUMBERS["sigmoid"])
+        activation = native.ACTIVATION_NUMBERS[layer.gate_activation]
         if layer.gate is not None:
             gate = ops.buffer("gate of heads", layer.heads * dim)
-            MixerOps(ops).gate(out, gate.view(len(gate), -1, dim), dim, None, activation=sigmoid)
+            MixerOps(ops).gate(out, gate.view(len(gate), -1, dim), dim, None, activation=activation)
         if layer.head_gate is not None:
-            MixerOps(ops).gate(out, ops.buffer("head gate", layer.heads)[..., None], dim, None, activation=sigmoid)
+            MixerOps(ops).gate(out, ops.buffer("head gate", layer.heads)[..., None], dim, None, activation=activation)
         return out
 
     def add_latent(self, number: int, layer: LatentAttention, norm: Norm | None) -> Tensor:

@@ -79,6 +79,7 @@ def _is_known_mixer(mixer: Any, base: Any) -> bool:
 def _is_known_attention(a: Attention, base: Any) -> bool:
     if (
         a.gate is not None
+        or a.gate_activation != "sigmoid"
         or ((a.norms_rotated or a.gated) and not a.norm_per_head)
         or not (a.span is None or isinstance(a.span, int))
     ):

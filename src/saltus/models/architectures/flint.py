@@ -1,0 +1,44 @@
+"""Flint: norms of heads, attention sinks, rotation in windows alone; experts by sigmoids beside a shared one."""
+
+from typing import Any
+
+from saltus.models.common_layers import (
+    head_norms,
+    llama_attention,
+    llama_decoder,
+    llama_layer,
+    llama_mlp,
+    mixture,
+    sparse_layers,
+)
+from saltus.models.decoder_description import Angles, DecoderDescription, Norm
+
+CLASSES = {"FlintForCausalLM"}
+
+
+def norm(config: Any, path: str) -> Norm:
+    """Flint's norm."""
+    return Norm(path, config.rms_norm_eps, "rms-float32")
+
+
+def describe(config: Any) -> DecoderDescription:
+    """See saltus.models.architectures."""
+    layers = []
+    for layer, is_sparse in enumerate(sparse_layers(config)):
+        path = f"layers.{layer}"
+        mixer = llama_attention(
+            config, layer, angles=Angles() if config.layer_types[layer] == "sliding_attention" else None,
+            sinks=f"{path}.self_attn.sinks", **head_norms(config, layer, kind="rms-float32"),
+        )  # fmt: skip
+        experts = mixture(
+            config, layer, scoring="sigmoid", is_normalized=config.norm_topk_prob,
+            shared=llama_mlp(config, layer, "mlp.shared_expert"),
+        )  # fmt: skip
+        layers.append(
+            llama_layer(
+                config, layer, mixer=mixer, mlp=experts if is_sparse else llama_mlp(config, layer),
+                mixer_norm=norm(config, f"{path}.input_layernorm"),
+                mlp_norm=norm(config, f"{path}.post_attention_layernorm"),
+            )
+        )  # fmt: skip
+    return llama_decoder(config, layers, norm=norm(config, "norm"))
