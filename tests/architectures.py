@@ -102,6 +102,7 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
         **LLAMA_LIKE, **WINDOW, **ALTERNATING, **EXPERTS, "head_dim": 16, "gating": "per-element",
         "shared_expert_intermediate_size": 40,
     },
+    "Apertus": {**LLAMA_LIKE, "head_dim": 8},
     "HYV3": {**LLAMA_LIKE, **EXPERTS, "head_dim": 16, "num_shared_experts": 1},
     "GraniteMoeShared": {
         **LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 40,
@@ -315,7 +316,7 @@ DESCRIBED = [  # by a file of saltus.models.architectures
     "Glm", "MiniCPM3", "Mellum",
     "NanoChat", "Jais2", "Exaone", "Phi", "StableLm", "StableLm of parallel layers", "Nemotron", "Afmoe", "SolarOpen",
     "VaultGemma", "HyperCLOVAX", "FlexOlmo", "HYV3", "GraniteMoeShared", "SarvamMoE", "Flint", "Laguna",
-    "Laguna with other gates",
+    "Laguna with other gates", "Apertus",
     *RECURRENT,
 ]  # fmt: skip
 
@@ -352,7 +353,7 @@ def tiny(name: str, seed: int = 0, **changes) -> PreTrainedModel:
     set_seed(seed)
     model = model_class(name)(config).eval()
     for path, values in (*model.named_parameters(), *model.named_buffers()):
-        if path.endswith(("correction_bias", "expert_bias", "correct_output_scale")):  # zeros otherwise
+        if path.endswith(("correction_bias", "expert_bias", "correct_output_scale", "alpha_p", "alpha_n")):  # zeros otherwise
             torch.nn.init.uniform_(values, -0.3, 0.3)
     return model
 

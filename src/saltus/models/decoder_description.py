@@ -231,7 +231,8 @@ class MLP:
     gate: Weight | None
     up: Weight
     down: Weight
-    activation: Activation = "silu"
+    activation: Activation | Literal["xielu"] = "silu"
+    xielu: str | None = None  # the path of this activation's numbers (Huang & Schlag 2024)
     gate_scale: float = 1.0  # of what the gate gives, before the activation
     output_scale: float = 1.0
     gate_cutoff: float | None = None

@@ -134,7 +134,7 @@ class Op(ctypes.Structure):
 
 # kinds of Op
 LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS, MIX_EXPERTS = range(9)
-CONVOLVE, RECUR, GATE_OUTPUTS, SCALE_COLUMNS, REARRANGE, MULTIPLY_HEADS = range(9, 15)
+CONVOLVE, RECUR, GATE_OUTPUTS, SCALE_COLUMNS, REARRANGE, MULTIPLY_HEADS, XIELU = range(9, 16)
 PANEL = 64  # outputs whose weights of MULTIPLY_HEADS lie together
 NORM_KINDS = {"rms": 0, "rms-float32": 1, "layer": 2}
 ACTIVATION_NUMBERS = {
@@ -235,6 +235,16 @@ class ColumnScale(ctypes.Structure):
     _fields_ = [
         *((name, POINTER) for name in ("x", "scale")),
         *((name, INTEGER) for name in ("rows", "size")),
+    ]
+
+
+class Xielu(ctypes.Structure):
+    """The struct `Xielu` of kernels.h, field for field."""
+
+    _fields_ = [
+        ("x", POINTER),
+        *((name, INTEGER) for name in ("rows", "size")),
+        *((name, REAL) for name in ("above", "below", "slope", "most")),
     ]
 
 

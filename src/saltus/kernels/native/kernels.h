@@ -136,6 +136,12 @@ typedef struct {
 } ColumnScale;
 
 typedef struct {
+  void *x;  // [rows, size], dense, changed in place
+  int64_t rows, size;
+  float above, below, slope, most;  // see xielu
+} Xielu;
+
+typedef struct {
   const void *x, *other;  // [rows, in], [rows, others], dense
   void *out;            // [rows, size], dense: the columns of both in another order
   const int64_t *runs;  // [num_runs, 2]: first columns and how many; those of `other` are counted from `in` on
@@ -209,7 +215,7 @@ static inline int is_one_of(int64_t token, const int64_t *tokens, int64_t count)
 // What a decoder does, in order. `of` is a struct that stays the same from call to call, but for its rows.
 enum {
   LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS, MIX_EXPERTS,
-  CONVOLVE, RECUR, GATE_OUTPUTS, SCALE_COLUMNS, REARRANGE, MULTIPLY_HEADS,
+  CONVOLVE, RECUR, GATE_OUTPUTS, SCALE_COLUMNS, REARRANGE, MULTIPLY_HEADS, XIELU,
   PREDICT_STREAMS, CORRECT_STREAMS, MATCH_MAGNITUDE, AVERAGE, CUT_OFF
 };
 typedef struct {

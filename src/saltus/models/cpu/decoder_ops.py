@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from saltus.kernels import native
@@ -179,6 +180,9 @@ class DecoderOps:
         up = self.buffer("up", width)
         if mlp.gate is None:
             self.product(self.hidden, [(mlp.up, up), *others], norm)
+            if mlp.activation == "xielu":
+                self.op(native.XIELU, self._xielu(mlp, up))
+                return up, {}
             alone = native.SILU_ALONE if mlp.activation == "silu" else native.ACTIVATION_NUMBERS[mlp.activation]
             return up, {"activation": alone}
         gate = self.buffer("gate", width)
@@ -188,6 +192,15 @@ class DecoderOps:
         if mlp.gate_cutoff is not None:
             self.op(altup.CUT_OFF, altup.Cutoff(x=gate.data_ptr(), size=width, deviations=mlp.gate_cutoff))
         return up, {"gate": gate, "activation": native.ACTIVATION_NUMBERS[mlp.activation]}
+
+    def _xielu(self, mlp: MLP, x: Tensor) -> native.Xielu:
+        """The activation of x, in place. Its numbers are rounded as those of the model."""
+        given = self.weights.module(mlp.xielu)
+        above, below = F.softplus(given.alpha_p), given.beta + F.softplus(given.alpha_n)
+        return native.Xielu(
+            x=x.data_ptr(), size=x.shape[1], above=above.item(), below=below.item(), slope=given.beta.item(),
+            most=given.eps.item(),
+        )  # fmt: skip
 
     def _to_hidden(self, x: Tensor, weight: Weight, norm: Norm | None, scale: float, **settings: Any) -> None:
         """Add the product of x, through its norm and scaled, to the hidden states."""
