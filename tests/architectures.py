@@ -353,7 +353,9 @@ def tiny(name: str, seed: int = 0, **changes) -> PreTrainedModel:
     set_seed(seed)
     model = model_class(name)(config).eval()
     for path, values in (*model.named_parameters(), *model.named_buffers()):
-        if path.endswith(("correction_bias", "expert_bias", "correct_output_scale", "alpha_p", "alpha_n")):  # zeros otherwise
+        if path.endswith(
+            ("correction_bias", "expert_bias", "correct_output_scale", "alpha_p", "alpha_n")
+        ):  # zeros otherwise
             torch.nn.init.uniform_(values, -0.3, 0.3)
     return model
 

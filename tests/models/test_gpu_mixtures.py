@@ -39,7 +39,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "GptOss": {"swiglu_limit": 1.0, "intermediate_size": 64}, "GraniteMoe": {}, "Dots1": ROUTED, "Ernie4_5_Moe": {},
     "HunYuanMoEV1": {}, "MiniMaxM2": {}, "ExaoneMoe": ROUTED, "Gemma4": GEMMA4_EXPERTS,
     "Llama4": {"num_experts_per_tok": 2, "interleave_moe_layer_step": 1}, "NemotronH with experts": {},
-    "SolarOpen": GROUPS, "FlexOlmo": {}, "HYV3": {},
+    "SolarOpen": GROUPS, "FlexOlmo": {}, "HYV3": {}, "Flint": {},
 }  # fmt: skip
 
 pytestmark = pytest.mark.slow

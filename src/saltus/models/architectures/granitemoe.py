@@ -1,25 +1,34 @@
 """Granite with a mixture of experts in every layer."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from saltus.models.architectures import granite, granitemoehybrid
 from saltus.models.common_layers import mixture
-from saltus.models.decoder_description import DecoderDescription
+from saltus.models.decoder_description import MLP, DecoderDescription
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel
 
 CLASSES = {"GraniteMoeForCausalLM"}
 
 
-def describe(config: Any) -> DecoderDescription:
-    """See saltus.models.architectures."""
+def decoder(config: Any, shared: Callable[[Any, int], MLP | None] = lambda config, layer: None) -> DecoderDescription:
+    """Granite with experts, beside what is shared in a layer."""
     plain = granite.describe(config)
     layers = []
     for number, layer in enumerate(plain.layers):
         path = f"layers.{number}.block_sparse_moe"
-        experts = mixture(config, number, router=f"{path}.router", experts=f"{path}.experts", is_normalized=True)
+        experts = mixture(
+            config, number, router=f"{path}.router", experts=f"{path}.experts", is_normalized=True,
+            shared=shared(config, number),
+        )  # fmt: skip
         layers.append(replace(layer, mlp=experts))
     return replace(plain, layers=tuple(layers))
+
+
+def describe(config: Any) -> DecoderDescription:
+    """See saltus.models.architectures."""
+    return decoder(config)
 
 
 def gguf_config(model: GgufModel) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Granite with a mixture of experts beside a shared one in every layer."""
 
-from dataclasses import replace
 from typing import Any
 
 from saltus.models.architectures import granitemoe, granitemoehybrid
@@ -11,9 +10,4 @@ CLASSES = {"GraniteMoeSharedForCausalLM"}
 
 def describe(config: Any) -> DecoderDescription:
     """See saltus.models.architectures."""
-    whole = granitemoe.describe(config)
-    layers = (
-        replace(layer, mlp=replace(layer.mlp, shared=granitemoehybrid.shared_mlp(config, number)))
-        for number, layer in enumerate(whole.layers)
-    )
-    return replace(whole, layers=tuple(layers))
+    return granitemoe.decoder(config, granitemoehybrid.shared_mlp)

@@ -195,6 +195,7 @@ class DecoderOps:
 
     def _xielu(self, mlp: MLP, x: Tensor) -> native.Xielu:
         """The activation of x, in place. Its numbers are rounded as those of the model."""
+        assert mlp.xielu is not None
         given = self.weights.module(mlp.xielu)
         above, below = F.softplus(given.alpha_p), given.beta + F.softplus(given.alpha_n)
         return native.Xielu(
