@@ -61,5 +61,7 @@ def test_large_tiles_compile_for_others_and_products_multiply_alike_whatever_the
 
 @pytest.mark.slow
 def test_kernels_of_a_call_compile_side_by_side_and_do_not_run(tmp_path):
-    kernels, error = ["_linear beside others"] * 2, "'types.SimpleNamespace' object has no attribute 'utils'"
-    assert printed_by(tmp_path, "compiled_together.py") == [*kernels, error]
+    """One binary of each that picks, wherever its arguments lie; of products one for each width of a tile."""
+    compiled = [f"{name} beside others" for name in ("_best", "_greatest", "_linear", "_linear", "_race")]
+    error = "'types.SimpleNamespace' object has no attribute 'utils'"
+    assert printed_by(tmp_path, "compiled_together.py") == [*compiled, error]

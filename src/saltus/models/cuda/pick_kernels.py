@@ -34,7 +34,7 @@ def _exponential(word):
     return -tl.log(1.0 - ((word >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16)
 
 
-@kernel()
+@kernel(anywhere=("temperatures",))
 def _greatest(logits, temperatures, tops, places, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """The greatest logit of a row among BLOCK neighbours, ∞ if one is not a number, and the first token that has it."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
