@@ -240,7 +240,9 @@ def parts(tmp_path):
     """Run parts, each a name and what it does, on one file; the names that ran, and whether none is left."""
     from gpu.part_results import Part, ResultFile, run_parts
 
-    def run_named(works: dict, needs: dict | None = None, minutes: float = 1.0, part_seconds: float = 30.0):
+    def run_named(
+        works: dict, needs: dict | None = None, minutes: float = 1.0, part_seconds: float = 30.0, set_up=dict
+    ):
         ran: list[str] = []
 
         def work(name, does):
@@ -253,7 +255,7 @@ def parts(tmp_path):
         file = ResultFile(tmp_path / "parts.jsonl")
         file.begin("stage", {}, {"machine": {"gpu": None}})
         chosen = [Part({"name": name, "kind": name[0]}, work(name, does)) for name, does in works.items()]
-        chosen += [Part({"name": name}, work(name, dict), {"kind": kind}) for name, kind in (needs or {}).items()]
+        chosen += [Part({"name": name}, work(name, set_up), {"kind": kind}) for name, kind in (needs or {}).items()]
         return ran, run_parts(file, chosen, minutes, part_seconds), file
 
     return run_named
@@ -286,6 +288,44 @@ def test_a_part_that_overruns_ends_though_its_code_catches_exceptions(parts, mon
     assert (ran, complete) == (["a", "b"], False)
     assert "Overran: took more than 0.2 s" in file.failures()["name=a kind=a"]
     assert signal.getsignal(signal.SIGUSR1) == before
+
+
+class Again(Exception):
+    """The process began anew."""
+
+
+def again(minutes: float):
+    assert 0.9 < minutes <= 1
+    raise Again
+
+
+def test_the_process_begins_anew_when_the_device_is_lost_and_leaves_out_what_it_does_not_survive(parts, monkeypatch):
+    lost = []
+    monkeypatch.setattr("gpu.part_results.restart", again)
+    monkeypatch.setattr("gpu.part_results.device_answers", lambda: not lost)
+
+    def loses():
+        lost.append(True)
+        fail()
+
+    works = {"a": loses, "b": dict, "c": dict}
+    with pytest.raises(Again):
+        parts(works)
+    lost.clear()
+    assert parts(works)[0] == ["b", "c", "a"], "nothing is left to begin anew for"
+    lost.clear()
+    ran, complete, file = parts(works)
+    assert (ran, complete, list(file.failures())) == ([], False, ["name=a kind=a"])
+
+
+def test_set_up_that_the_device_does_not_survive_is_left_out(parts, monkeypatch):
+    monkeypatch.setattr("gpu.part_results.restart", again)
+    monkeypatch.setattr("gpu.part_results.device_answers", lambda: False)
+    for _ in range(2):
+        with pytest.raises(Again):
+            parts({"a": dict}, {"set up": "a"}, set_up=fail)
+    ran, complete, _ = parts({"a": dict}, {"set up": "a"}, set_up=fail)
+    assert (ran, complete) == (["a"], True)
 
 
 def test_what_parts_need_is_set_up_before_them_and_only_for_them(parts):

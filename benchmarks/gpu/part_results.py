@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -13,7 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 LIMIT_SHARE = 3  # a part may take so many times its even share of the minutes that are left
+MAX_LOSSES = 2  # of the device: a part that it did not survive so often is left out
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,10 @@ class ResultFile:
         """The results of parts by name, each with its facts."""
         return {line["part"]: line["result"] for line in self.lines if "result" in line}
 
+    def losses(self, part: Part) -> int:
+        """How often the device was lost during a part."""
+        return sum(line["part"] == part.name for line in self.lines if "lost" in line)
+
     def failures(self) -> dict[str, str]:
         """Errors of unfinished parts by name; a part that started and has no end has ended its process."""
         found: dict[str, str] = {}
@@ -107,11 +116,13 @@ def run_parts(file: ResultFile, parts: Sequence[Part], minutes: float, part_seco
     """Run what is not finished, what failed before last, until the minutes are over; True if no part is left.
 
     A part has LIMIT_SHARE times its share of what is left, but at least `part_seconds`. What prepares parts runs before
-    the first of them, and again after parts that need something else.
+    the first of them, and again after parts that need something else. After an error that CUDA does not recover from,
+    such as an illegal address, the process begins anew.
     """
     started, failed, prepared = time.monotonic(), file.failures(), None
     measured = [part for part in parts if part.prepares is None]
-    queue = [part for part in measured if part.name not in file.finished()]
+    parts = [part for part in parts if file.losses(part) < MAX_LOSSES]
+    queue = [part for part in parts if part.prepares is None and part.name not in file.finished()]
     queue.sort(key=lambda part: part.name in failed)
     while queue:
         needs = [
@@ -124,6 +135,8 @@ def run_parts(file: ResultFile, parts: Sequence[Part], minutes: float, part_seco
             if left > 1:
                 share = left / (len(queue) + len(now) - number)
                 run_part(file, part, min(left, max(part_seconds, LIMIT_SHARE * share)))
+                if "lost" in file.lines[-1] and (queue or part is not now[-1]):
+                    restart(minutes - (time.monotonic() - started) / 60)
             else:
                 queue = []
     missing = [part.name for part in measured if part.name not in file.finished()]
@@ -146,7 +159,7 @@ def run_part(file: ResultFile, part: Part, limit: float) -> None:
         raise
     except (Exception, SystemExit, Overran) as error:  # the other parts are worth having
         traceback.print_exc()
-        end = {"error": f"{type(error).__name__}: {error}"[:500]}
+        end = {"error": f"{type(error).__name__}: {error}"[:500]} | ({} if device_answers() else {"lost": True})
     seconds = round(time.monotonic() - started, 3)
     file.append({"part": part.name, "seconds": seconds, **end})
     found = end["result"] if "result" in end else {"error": end["error"]}
@@ -156,3 +169,21 @@ def run_part(file: ResultFile, part: Part, limit: float) -> None:
         if name not in part.facts and not isinstance(value, list | dict)
     ]
     print(f"{seconds:7.1f} s  {part.name}: {', '.join(shown)}", flush=True)
+
+
+def device_answers() -> bool:
+    """False after an error that every later call of CUDA in this process returns, too."""
+    if torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            return False
+    return True
+
+
+def restart(minutes: float) -> None:
+    """Begin this process anew, with so many minutes."""
+    print("The device is lost to this process, which begins anew.", flush=True)
+    command = [sys.executable, *sys.argv, "--minutes", str(minutes)]
+    os.closerange(3, 1 << 16)  # so that the driver frees what the process has
+    os.execv(sys.executable, command)
