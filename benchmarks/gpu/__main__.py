@@ -8,9 +8,10 @@
     python benchmarks/gpu table *.jsonl                      # the tables of docs/results/gpu.md
 
 A stage consists of parts of some seconds. Each has a time limit, and its result is written as a line of --out at once.
-A part that fails or takes too long is written with its error, and the next one follows, in a new process where CUDA
-does not recover; a part after which it did not twice is left out. The same command goes on where a stage ended, was killed or ran out of minutes: finished parts are skipped, those that failed come last. A stage exits
-with 1 if something differs, failed or is left. Without a GPU, `--rehearse --device cpu` runs a stage at tiny sizes.
+A part that fails or takes too long is written with its error, and the next one follows, in a new process after an error
+that CUDA does not recover from; a part with two of these is left out. The same command goes on where a stage ended, was
+killed or ran out of minutes: finished parts are skipped, those that failed come last. A stage exits with 1 if something
+differs, failed or is left. Without a GPU, `--rehearse --device cpu` runs a stage at tiny sizes.
 """
 
 from __future__ import annotations
