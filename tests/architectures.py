@@ -72,6 +72,8 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
         "floor_scale": 4, "attn_scale": 0.5, "intermediate_size_mlp": 72, "moe_layers": [], "num_local_experts": 1,
     },
     "GPT2": {"n_embd": 48, "n_head": 6, "n_layer": 2, "n_positions": 512},
+    "BioGpt": {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6},
+    "GPTJ": {"n_embd": 48, "n_head": 6, "n_layer": 2, "n_positions": 512, "rotary_dim": 4},
     "GPTNeoX": {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6},
     "OPT": {"hidden_size": 48, "ffn_dim": 72, "num_attention_heads": 6, "word_embed_proj_dim": 48},
     "Phi": {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6},
@@ -316,7 +318,7 @@ DESCRIBED = [  # by a file of saltus.models.architectures
     "Glm", "MiniCPM3", "Mellum",
     "NanoChat", "Jais2", "Exaone", "Phi", "StableLm", "StableLm of parallel layers", "Nemotron", "Afmoe", "SolarOpen",
     "VaultGemma", "HyperCLOVAX", "FlexOlmo", "HYV3", "GraniteMoeShared", "SarvamMoE", "Flint", "Laguna",
-    "Laguna with other gates", "Apertus",
+    "Laguna with other gates", "Apertus", "GPT2", "GPTBigCode", "GPTNeoX", "OPT",
     *RECURRENT,
 ]  # fmt: skip
 
@@ -326,7 +328,8 @@ ONE_PER_FEATURE = [  # of attention, and of what is computed around it
     "GptOss", "Llama4", "Gemma3n",  # sinks; chunks, and queries scaled by position; layers that share keys
     "Glm4", "Cohere2", "Olmo2", "Ministral3",  # interleaved rotation; parallel MLP; norms of all heads
     "Granite", "Starcoder2",  # multipliers; LayerNorm, no gates
-    "GPT2", "GPTNeoX",  # learned positions; a part of each head is rotated
+    "GPT2", "GPTNeoX",  # learned positions; one layer for a head's query, key and value
+    "BioGpt", "GPTJ",  # the same through Transformers' layers; a part of each head is rotated
     "GPTBigCode", "DeepseekV3",  # one key head; short values
     "Qwen2Moe", "Qwen3Moe", "Glm4Moe",  # experts, with a shared one; in some layers; by groups
     "HunYuanDenseV1", "MiniMaxM2",  # norms of rotated heads; of all heads, and experts by sigmoids and a bias

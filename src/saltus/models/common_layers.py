@@ -21,7 +21,7 @@ from saltus.models.decoder_description import (
 
 ACTIVATIONS: dict[str, Activation] = {  # by their names in configurations
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu",
-    "relu2": "relu_squared",
+    "relu": "relu", "relu2": "relu_squared",
 }  # fmt: skip
 
 
@@ -166,14 +166,19 @@ def llama_layer(config: Any, layer: int, **changes: Any) -> Layer:
     return Layer(**changes)
 
 
+def layer_norms(path: str, epsilon: float, mixer: str, mlp: str, offset: float = 0.0) -> tuple[Norm, Norm]:
+    """LayerNorm before the mixer and before the MLP of the layer with this path, by their names."""
+    return Norm(f"{path}.{mixer}", epsilon, "layer", offset), Norm(f"{path}.{mlp}", epsilon, "layer", offset)
+
+
 def layer_norm_decoder(config: Any, epsilon: float, up: str, down: str, offset: float = 0.0) -> DecoderDescription:
     """Llama's attention with LayerNorm before it and before MLPs without gates, whose layers have these names."""
     layers = []
     for layer in range(config.num_hidden_layers):
         path = f"layers.{layer}"
         mlp = MLP(None, Weight(f"{path}.mlp.{up}"), Weight(f"{path}.mlp.{down}"), activation(config.hidden_act))
-        norms = (Norm(f"{path}.{name}_layernorm", epsilon, "layer", offset) for name in ("input", "post_attention"))
-        layers.append(llama_layer(config, layer, mlp=mlp, **dict(zip(("mixer_norm", "mlp_norm"), norms, strict=True))))
+        norms = layer_norms(path, epsilon, "input_layernorm", "post_attention_layernorm", offset)
+        layers.append(llama_layer(config, layer, mlp=mlp, mixer_norm=norms[0], mlp_norm=norms[1]))
     return DecoderDescription(tuple(layers), Norm("norm", epsilon, "layer", offset))
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from saltus.models.attention_span import AttentionSpan
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu_squared", "sigmoid"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu_squared", "sigmoid"]
 GateActivation = Literal["sigmoid", "softplus"]  # of what attention gives
 
 LLAMA_DECODERS = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}  # Llama's layers
@@ -71,6 +71,14 @@ class Angles:
 
 
 @dataclass(frozen=True)
+class Positions:
+    """Learned embeddings of positions, which are added to inputs: that of position 0 is row `first`."""
+
+    path: str
+    first: int = 0
+
+
+@dataclass(frozen=True)
 class Attention:
     """Softmax attention of `heads` queries over `kv_heads` keys and values of size `dim`.
 
@@ -99,6 +107,7 @@ class Attention:
     softcap: float | None = None  # of scores
     sinks: str | None = None  # the path of a score of each head that takes weight and has no value
     shares: int | None = None
+    fused: bool = False  # `query`, which is also `key` and `value`, gives a query, a key and a value of each head
     gated: bool = False  # `query` gives a query and a gate of each head; outputs are multiplied by the gate's sigmoid
     gate: Weight | None = None  # gives a number for each output, by whose activation it is multiplied
     head_gate: Weight | None = None  # the same with one number for each head
@@ -384,7 +393,7 @@ class DecoderDescription:
     """A whole decoder. Logits are multiplied by `logit_scale`, then limited to ± `logit_softcap`.
 
     `embedding_scale` is part of the embedding, and multiplies tokens alone; `input_scale` multiplies all inputs; then
-    comes their `input_norm`.
+    come their `input_norm` and `positions`.
     """
 
     layers: tuple[Layer, ...]
@@ -393,6 +402,7 @@ class DecoderDescription:
     embedding_scale: float = 1.0
     input_scale: float = 1.0
     input_norm: Norm | None = None
+    positions: Positions | None = None
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     per_layer_embeddings: PerLayerEmbeddings | None = None

@@ -134,18 +134,13 @@ class Op(ctypes.Structure):
 
 # kinds of Op
 LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS, MIX_EXPERTS = range(9)
-CONVOLVE, RECUR, GATE_OUTPUTS, SCALE_COLUMNS, REARRANGE, MULTIPLY_HEADS, XIELU = range(9, 16)
+CONVOLVE, RECUR, GATE_OUTPUTS, SCALE_COLUMNS, REARRANGE, MULTIPLY_HEADS, XIELU, ADD_POSITIONS = range(9, 17)
 PANEL = 64  # outputs whose weights of MULTIPLY_HEADS lie together
 NORM_KINDS = {"rms": 0, "rms-float32": 1, "layer": 2}
 ACTIVATION_NUMBERS = {
-    "silu": 0,
-    "gelu_tanh": 1,
-    "gelu": 2,
-    "relu_squared": 3,
-    "sigmoid": 4,
-    "clamped_swiglu": 6,
-    "softplus": 7,
-}
+    "silu": 0, "gelu_tanh": 1, "gelu": 2, "relu_squared": 3, "sigmoid": 4, "clamped_swiglu": 6, "softplus": 7,
+    "relu": 8,
+}  # fmt: skip
 SILU_ALONE = 5  # not of a gate
 INTERLEAVED = 64  # added to the numbers of formats, see integer_weights.h
 SCORINGS = {"softmax": 0, "sigmoid": 1}

@@ -63,7 +63,7 @@ typedef struct {
 } Linear;
 
 // Whether the activation of a linear product stands alone or multiplies, it is one of these; SILU alone has a number of its own.
-enum { SILU, GELU_TANH, GELU, RELU_SQUARED, SIGMOID, SILU_ALONE, SOFTPLUS = 7 };
+enum { SILU, GELU_TANH, GELU, RELU_SQUARED, SIGMOID, SILU_ALONE, SOFTPLUS = 7, RELU };
 static inline int is_prepared(const Linear *a) { return a->norm || a->gate || a->activation; }
 
 typedef struct {
@@ -215,7 +215,7 @@ static inline int is_one_of(int64_t token, const int64_t *tokens, int64_t count)
 // What a decoder does, in order. `of` is a struct that stays the same from call to call, but for its rows.
 enum {
   LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS, MIX_EXPERTS,
-  CONVOLVE, RECUR, GATE_OUTPUTS, SCALE_COLUMNS, REARRANGE, MULTIPLY_HEADS, XIELU,
+  CONVOLVE, RECUR, GATE_OUTPUTS, SCALE_COLUMNS, REARRANGE, MULTIPLY_HEADS, XIELU, ADD_POSITIONS,
   PREDICT_STREAMS, CORRECT_STREAMS, MATCH_MAGNITUDE, AVERAGE, CUT_OFF
 };
 typedef struct {
@@ -226,7 +226,7 @@ typedef struct {
 } Op;
 
 typedef struct {
-  const void *cos, *sin;  // see Rotary
+  const void *cos, *sin;  // see Rotary; or cos are embeddings of positions
   const int64_t *position;
 } Angles;
 

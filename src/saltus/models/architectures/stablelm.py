@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from saltus.models.common_layers import llama_layer
+from saltus.models.common_layers import layer_norms, llama_layer
 from saltus.models.decoder_description import DecoderDescription, Norm, NotDescribed
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, decoder_config, partial_rope
 
@@ -16,7 +16,7 @@ def describe(config: Any) -> DecoderDescription:
     parallel, layers = config.use_parallel_residual, []
     for layer in range(config.num_hidden_layers):
         names = "input_layernorm", "input_layernorm" if parallel else "post_attention_layernorm"
-        norms = [Norm(f"layers.{layer}.{name}", config.layer_norm_eps, "layer") for name in names]
+        norms = layer_norms(f"layers.{layer}", config.layer_norm_eps, *names)
         layers.append(llama_layer(config, layer, mixer_norm=norms[0], mlp_norm=norms[1], parallel=parallel))
     return DecoderDescription(tuple(layers), Norm("norm", config.layer_norm_eps, "layer"))
 

@@ -27,12 +27,18 @@ class AttentionOps:
         """The outputs of attention [rows, heads · size]."""
         ops = self.ops
         check_heads(layer.heads, layer.kv_heads, layer.dim)
-        dim, width = layer.dim, layer.dim * (1 + layer.gated)  # of a head's query, and perhaps its gate
+        parts = 3 if layer.fused else 1 + layer.gated  # a head's query, perhaps with its gate, or its key and value
+        dim, width = layer.dim, layer.dim * parts
         q, out = ops.buffer("q", layer.heads * width), ops.buffer("out", layer.heads * dim)
-        k, v = (ops.buffer(name, layer.kv_heads * dim) for name in ("k", "v"))
-        given = [
-            (weight, x) for weight, x in ((layer.query, q), (layer.key, k), (layer.value, v)) if weight is not None
-        ]
+        wide = q.view(len(q), -1, width)
+        given = [(layer.query, q)]
+        if layer.fused:
+            k, v = q[:, dim:], q[:, 2 * dim :]
+            keys, values = wide[..., dim : 2 * dim], wide[..., 2 * dim :]
+        else:
+            k, v = (ops.buffer(name, layer.kv_heads * dim) for name in ("k", "v"))
+            keys, values = (x.view(len(x), -1, dim) for x in (k, v))
+            given += [(weight, x) for weight, x in ((layer.key, k), (layer.value, v)) if weight is not None]
         if layer.head_gate is not None:
             given.append((layer.head_gate, ops.buffer("head gate", layer.heads)))
         if layer.gate is not None:
@@ -45,8 +51,7 @@ class AttentionOps:
             self._prepare_heads(k, layer.kv_heads, layer, layer.key_norm, layer.angles)
             if layer.value_norm is not None:
                 self._rotate(v, layer.kv_heads, dim, layer.value_norm)
-        wide, *views = q.view(len(q), -1, width), *(x.view(len(x), -1, dim) for x in (k, v, out))
-        self._attend(number, layer, wide[..., :dim], *views)
+        self._attend(number, layer, wide[..., :dim], keys, values, out.view(len(out), -1, dim))
         if layer.gated:
             MixerOps(ops).gate(out, wide[..., dim:], dim, None, activation=native.ACTIVATION_NUMBERS["sigmoid"])
         activation = native.ACTIVATION_NUMBERS[layer.gate_activation]

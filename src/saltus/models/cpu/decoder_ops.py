@@ -33,6 +33,7 @@ from saltus.models.decoder_description import (
     Mixer,
     MLPAndExperts,
     Norm,
+    Positions,
     Weight,
     mixers_of,
 )
@@ -47,7 +48,7 @@ class DecoderOps:
         self.weights, self.hidden = weights, hidden
         self.buffers: dict[tuple[str, int], Tensor] = {}
         self.products: list[tuple[native.Linear, Sequence[Weight]]] = []  # and the layers whose outputs they are
-        self.angles: list[Angles] = []  # of rotations
+        self.angles: list[Angles | Positions] = []  # of rotations, and embeddings of positions
         mixers = [mixer for layer in description.layers for mixer, _ in mixers_of(layer)]
         self.attention = AttentionKinds(mixers, same_everywhere)
         self.states = StateSizes(0, 0, tuple(filter(None, map(_kept_sizes, mixers))))
@@ -57,6 +58,10 @@ class DecoderOps:
             self.add(hidden, None, description.input_scale)
         if description.input_norm is not None:
             self.normalize(hidden, description.input_norm, hidden)
+        if description.positions is not None:
+            x = hidden.data_ptr()
+            self.op(native.ADD_POSITIONS, native.Addition(x=x, out=x, size=hidden.shape[1]), len(self.angles))
+            self.angles.append(description.positions)
         self.per_layer = None
         if (inputs := description.per_layer_embeddings) is not None:
             tokens = len(weights.module(description.embedding).weight)

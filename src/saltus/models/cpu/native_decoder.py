@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode
-from saltus.kernels.packed_weight import kernel_arguments, select_rows, uses_integers
+from saltus.kernels.packed_weight import PackedWeight, kernel_arguments, select_rows, uses_integers
 from saltus.models.architectures import describe_decoder, find_architecture
 from saltus.models.cpu.attention import AttentionCall
 from saltus.models.cpu.decoder_ops import DecoderOps
@@ -20,7 +20,7 @@ from saltus.models.cpu.decoder_weights import Resolver, linear_struct
 from saltus.models.cpu.hybrid_kv_cache import HybridKVCache, RecurrentCall
 from saltus.models.cpu.kv_cache import KVCache
 from saltus.models.cpu.prepared_call import PreparedCall, PreparedRows
-from saltus.models.decoder_description import Angles, weights_perhaps_in_float32
+from saltus.models.decoder_description import Angles, Positions, weights_perhaps_in_float32
 from saltus.models.decoder_of import decoder_of
 from saltus.models.gated_lora import Adapter, Gate
 from saltus.models.packed_decoder import PackedDecoder, check_widths
@@ -105,7 +105,12 @@ class NativeDecoder:
         self.lora_tensors: list[Tensor] = []  # of the adapter; the structs point to them
         self.rows_are_gated = False  # True if the structs gate rows
         self.seconds: native.SecondsOfParts | None = None  # of its calls, while somebody asks for them
-        self.tables = [_AngleTable(self.base, angles, self.hidden) for angles in self.layers.angles]
+        self.tables = [
+            _PositionTable(self.base, each)
+            if isinstance(each, Positions)
+            else _AngleTable(self.base, each, self.hidden)
+            for each in self.layers.angles
+        ]
         self.layers.set_angle_widths([table.width for table in self.tables])
         self.constants = self._constants(weights)
         self.angles = (native.Angles * len(self.tables))()
@@ -310,6 +315,29 @@ class _AngleTable:
         if self.angles.layout == "halves":
             return found
         return [x[..., :: 2 if self.angles.layout == "interleaved" else 1].repeat(1, 1, 2) for x in found]
+
+
+class _PositionTable:
+    """Learned embeddings of positions, as such a table: the first of its two."""
+
+    is_static = True
+
+    def __init__(self, base: Any, positions: Positions) -> None:
+        weight = base.get_submodule(positions.path).weight.detach()
+        whole = weight.dequantize() if isinstance(weight, PackedWeight) else weight
+        self.table = [whole[positions.first :]] * 2
+        self.width = whole.shape[1]
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor, bool]:
+        """See _AngleTable."""
+        self.reserve(int(positions.numpy().max()) + 1)
+        return self.table[0], self.table[1], True
+
+    def reserve(self, end: int) -> None:
+        """Let the table have the positions before `end`; none of a text lies beyond the model's own, drafts may."""
+        have = self.table[0]
+        if end > len(have):
+            self.table = [torch.cat([have, have[-1:].expand(end - len(have), -1)])] * 2
 
 
 def raise_if_failed(code: int, vocab: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from saltus.models.cpu.hybrid_kv_cache import StateSizes
-from saltus.models.decoder_description import Angles, Norm, Weight
+from saltus.models.decoder_description import Angles, Norm, Positions, Weight
 
 
 @runtime_checkable
@@ -18,7 +18,7 @@ class Operations(Protocol):
     hidden: Tensor
     weights: Any
     states: StateSizes
-    angles: list[Angles]  # of rotations
+    angles: list[Angles | Positions]  # of rotations, and embeddings of positions
 
     def buffer(self, name: str, width: int) -> Tensor: ...
 

@@ -33,7 +33,7 @@ ACTIVATIONS = {"silu", "gelu_tanh"}  # of gates, that `linear_kernels` computes
 def described_for_gpu(model: Any) -> DecoderDescription | None:
     """What an unmodified model of an architecture computes, if our kernels for GPUs know all of it; else None."""
     description = describe_decoder(model) if is_unmodified_decoder(model) else None
-    if description is None or description.streams is not None:
+    if description is None or description.streams is not None or description.positions is not None:
         return None
     base = decoder_of(model)
     known = all(_is_known(layer, base) for layer in description.layers) and model.lm_head.bias is None
@@ -78,7 +78,8 @@ def _is_known_mixer(mixer: Any, base: Any) -> bool:
 
 def _is_known_attention(a: Attention, base: Any) -> bool:
     if (
-        a.gate is not None
+        a.fused
+        or a.gate is not None
         or a.gate_activation != "sigmoid"
         or ((a.norms_rotated or a.gated) and not a.norm_per_head)
         or not (a.span is None or isinstance(a.span, int))

@@ -1,0 +1,45 @@
+"""GPT-2: LayerNorm, biases, learned positions, and MLPs without gates."""
+
+from typing import Any
+
+from saltus.models.common_layers import activation, layer_norms
+from saltus.models.decoder_description import (
+    MLP,
+    Attention,
+    DecoderDescription,
+    Layer,
+    Norm,
+    NotDescribed,
+    Positions,
+    Weight,
+)
+
+CLASSES = {"GPT2LMHeadModel"}
+
+
+def describe(config: Any) -> DecoderDescription:
+    """See saltus.models.architectures."""
+    if config.add_cross_attention or config.scale_attn_by_inverse_layer_idx:
+        raise NotDescribed("attention to another text, or scores scaled by layer")
+    return decoder(config, config.num_attention_heads)
+
+
+def decoder(config: Any, kv_heads: int) -> DecoderDescription:
+    """GPT-2's layers, with so many heads of keys."""
+    epsilon, size, layers = config.layer_norm_epsilon, config.hidden_size, []
+    dim = size // config.num_attention_heads
+    keys = kv_heads * dim
+    for layer in range(config.num_hidden_layers):
+        path = f"h.{layer}"
+        fused = f"{path}.attn.c_attn"
+        attention = Attention(
+            Weight(fused, 0, size), Weight(fused, size, size + keys), Weight(fused, size + keys, size + 2 * keys),
+            Weight(f"{path}.attn.c_proj"), config.num_attention_heads, kv_heads, dim,
+            scale=dim**-0.5 if config.scale_attn_weights else 1.0, angles=None,
+        )  # fmt: skip
+        active = activation(config.activation_function)
+        mlp = MLP(None, Weight(f"{path}.mlp.c_fc"), Weight(f"{path}.mlp.c_proj"), active)
+        layers.append(Layer(attention, mlp, *layer_norms(path, epsilon, "ln_1", "ln_2")))
+    return DecoderDescription(
+        tuple(layers), Norm("ln_f", epsilon, "layer"), embedding="wte", positions=Positions("wpe")
+    )  # fmt: skip

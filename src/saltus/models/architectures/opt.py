@@ -1,0 +1,37 @@
+"""OPT: LayerNorm, biases, learned positions, and MLPs without gates."""
+
+from typing import Any
+
+from saltus.models.common_layers import activation, layer_norms
+from saltus.models.decoder_description import (
+    MLP,
+    Attention,
+    DecoderDescription,
+    Layer,
+    Norm,
+    NotDescribed,
+    Positions,
+    Weight,
+)
+
+CLASSES = {"OPTForCausalLM"}
+EPSILON = 1e-5
+
+
+def describe(config: Any) -> DecoderDescription:
+    """See saltus.models.architectures."""
+    if not config.do_layer_norm_before or config._remove_final_layer_norm:
+        raise NotDescribed("norms after layers, or no last norm")
+    if config.word_embed_proj_dim != config.hidden_size:
+        raise NotDescribed("embeddings of another size")
+    heads, layers = config.num_attention_heads, []
+    dim = config.hidden_size // heads
+    for layer in range(config.num_hidden_layers):
+        path = f"layers.{layer}"
+        query, key, value, output = (Weight(f"{path}.self_attn.{name}_proj") for name in ("q", "k", "v", "out"))
+        mixer = Attention(query, key, value, output, heads, heads, dim, dim**-0.5, angles=None)
+        mlp = MLP(None, Weight(f"{path}.fc1"), Weight(f"{path}.fc2"), activation(config.activation_function))
+        layers.append(Layer(mixer, mlp, *layer_norms(path, EPSILON, "self_attn_layer_norm", "final_layer_norm")))
+    return DecoderDescription(
+        tuple(layers), Norm("final_layer_norm", EPSILON, "layer"), positions=Positions("embed_positions", 2)
+    )
