@@ -1,5 +1,6 @@
 """Tiny models and tokenizers, made on the spot, and the default model for the tests that ask for it."""
 
+import logging
 import os
 import signal
 import ssl
@@ -57,12 +58,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    wide_frame.install()
+    wide_frame.install(config)
     config.pluginmanager.register(type_checks)
     os.fsync = os.fstat  # no test cuts the power; a descriptor that is none is still an error
     ssl.create_default_context = cache(ssl.create_default_context)  # httpx makes one for each request, in 40 ms
     if os.environ.get("TRITON_INTERPRET") == "1":
         triton_interpreter.install()
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.")]:
+        logging.getLogger(name).propagate = True  # pytest visits each one that does not, in every phase of every test
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and so would its children
 
 

@@ -21,11 +21,8 @@ def _function_with_many_variables() -> Callable[[Callable[[], Any]], Any]:
     return made["call"]
 
 
-def install() -> None:
-    """Let every set-up, call and tear-down of a test run below such a frame."""
-    call, from_call = _function_with_many_variables(), pytest.CallInfo.from_call.__func__
-
-    def below(cls: Any, func: Callable[[], Any], *args: Any, **named: Any) -> Any:
-        return from_call(cls, lambda: call(func), *args, **named)
-
-    pytest.CallInfo.from_call = classmethod(below)
+def install(config: pytest.Config) -> None:
+    """Let the loop over the tests run below such a frame."""
+    call, hook = _function_with_many_variables(), config.hook.pytest_runtestloop
+    own = hook._hookexec  # what a hook runs its functions by
+    hook._hookexec = lambda *given: call(lambda: own(*given))
