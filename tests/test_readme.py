@@ -111,6 +111,12 @@ def test_the_table_of_architectures_says_what_the_code_has():
     assert in_files == set(gguf_architectures())
 
 
+def test_the_page_on_architectures_shows_a_file_as_it_is():
+    page = (ROOT / "docs/adding-an-architecture.md").read_text(encoding="utf-8")
+    shown = (ROOT / "src/saltus/models/architectures/arcee.py").read_text(encoding="utf-8")
+    assert blocks("python", page) == [shown]
+
+
 def test_linked_pages_exist():
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
         for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
