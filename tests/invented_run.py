@@ -4,6 +4,7 @@ import random
 from statistics import fmean
 from typing import Any
 
+from saltus.evaluation.reports.aggregation import PAIRED_RATES
 from saltus.evaluation.reports.drafters import aggregate_by_drafter
 
 WORDS = (
@@ -90,12 +91,16 @@ def results_of(records: list[dict[str, Any]]) -> dict[str, Any]:
             for category in dict.fromkeys(r["category"] for r in own)
         }
     for name, one in methods.items():
-        speeds = {other: one["tokens_per_second"] / row["tokens_per_second"] for other, row in methods.items()}
-        one["speedup_over"] = {
-            other: {"ratio": ratio, "ci95": [0.9 * ratio, 1.1 * ratio]}
-            for other, ratio in speeds.items()
-            if other != name
-        }
+        for entry, rate in PAIRED_RATES.items():
+            ratios = {
+                other: one[rate] / row[rate] if one[rate] and row[rate] else None
+                for other, row in methods.items()
+                if other != name
+            }
+            one[entry] = {
+                other: {"ratio": ratio, "ci95": [0.9 * ratio, 1.1 * ratio] if ratio else None}
+                for other, ratio in ratios.items()
+            }
     tasks = len({record["task"] for record in records})
     return {
         "command": "saltus bench spec-bench --quick --methods lookup,jacobi", "date": "2026-05-04T12:30:00+00:00",

@@ -86,16 +86,19 @@ def test_the_numbers_of_the_table_are_those_of_the_results():
 def test_the_numbers_of_the_categories_are_those_of_the_results():
     records = invented_records()
     methods = results_of(records)["methods"]
-    rows = {row[0]: row[1:] for row in read(records).rows if len(row) == len(SYSTEMS)}
+    found = [row for row in read(records).rows if len(row) == len(SYSTEMS)]
+    rows = {row[0]: row[1:] for row in found}
     others = [system for system in SYSTEMS if system != "plain"]
     assert rows["speed-up"] == others
     for category in methods["plain"]["by_category"]:
         for system, cell in zip(others, rows[category], strict=True):
             assert float(cell.split("|")[1]) == methods[system]["by_category"][category]["speedup"]
     for row in others:
-        for column, cell in zip(others, rows[row], strict=True):
-            pair = methods[row]["speedup_over"].get(column)
-            assert cell.split("|")[1:2] == ([] if pair is None else [str(pair["ratio"])])
+        of_speeds, of_calls = (cells for name, *cells in found if name == row)
+        for entry, cells in {"speedup_over": of_speeds, "tokens_per_call_over": of_calls}.items():
+            for column, cell in zip(others, cells, strict=True):
+                pair = methods[row][entry].get(column) or {"ratio": None}
+                assert cell.split("|")[1:2] == ([] if pair["ratio"] is None else [str(pair["ratio"])])
 
 
 @pytest.mark.slow

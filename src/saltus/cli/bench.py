@@ -201,7 +201,8 @@ def run(
         "assistant": assistant, "endpoints": endpoint, "vary": vary, "seeds": seeds if seeds > 1 else None,
     }  # fmt: skip
     settings |= {name: value for name, value in given.items() if value} | _settings_of_machine(engine, names, systems)
-    records = open_records(out, _run_plan(engine, suite, run, settings), tasks, run_info(engine, settings), fresh)
+    info = run_info(engine, settings, _joined(names).split("+"))
+    records = open_records(out, _run_plan(engine, suite, run, settings), tasks, info, fresh)
     if out and fresh:
         _remove_results(out)
     whole = _measure(run, records)

@@ -53,11 +53,18 @@ def describe_error(error: Exception) -> tuple[str, int]:
         return f"{said}; install it with pip, or install saltus anew", BAD_INPUT
     if isinstance(error, ValueError):
         return said or type(error).__name__, BAD_INPUT
-    kind = type(error).__name__
+    kind, faulty = type(error).__name__, " or ".join(["saltus", *_packages_of_methods()])
     return (
-        f"{kind}{': ' if said else ''}{said[:300]} (a fault of saltus; SALTUS_DEBUG=1 shows where it happened)",
+        f"{kind}{': ' if said else ''}{said[:300]} (a fault of {faulty}; SALTUS_DEBUG=1 shows where it happened)",
         INTERNAL_ERROR,
     )
+
+
+def _packages_of_methods() -> list[str]:
+    """Other packages whose methods may have been in use."""
+    methods = sys.modules.get("saltus.methods")
+    found = {each.__module__.partition(".")[0] for each in methods.available_methods().values()} if methods else set()
+    return sorted(found - {"saltus"})
 
 
 def prepare_streams() -> None:

@@ -251,6 +251,10 @@ def open_records(
 def _conditions(begun: Mapping[str, Any], run_info: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """What one run's seconds have in common, as it was begun with and now."""
     yield "at commit", begun["commit"], run_info["commit"]
+    packages = [info.get("packages") or {} for info in (begun, run_info)]
+    for name in {**packages[0], **packages[1]}:
+        was, now = (each.get(name) for each in packages)
+        yield f"with {name} of", was, now
     machines = [info.get("machine") or {} for info in (begun, run_info)]
     libraries = ((f"with {name}", name) for name in ("torch", "transformers", "saltus"))
     for what, name in (("on", "processor"), ("with a number of cores of", "cores"), ("on", "gpu"), *libraries):

@@ -30,6 +30,7 @@ RATES = {  # numerator and denominator, both sums over texts
     "accuracy": ("score", "scored"),
 }
 RATIOS_TO_BASELINE = {"speedup": "tokens_per_second", "decode_speedup": "decode_tokens_per_second"}  # to plain's
+PAIRED_RATES = {"speedup_over": "tokens_per_second", "tokens_per_call_over": "tokens_per_call"}  # of every two systems
 RATES_OF_CALLS = ("tokens_per_call", "decode_tokens_per_call", "ms_per_call", "nodes_per_call")
 RATES_WITH_INTERVALS = (
     "tokens_per_call", "decode_tokens_per_call", "tokens_per_second", "speedup", "decode_speedup", "ms_per_call",
@@ -60,8 +61,9 @@ def aggregate_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         by_system[system] = {
             "kind": of_system[0]["kind"],
             **_rates_with_intervals(sums[system], sums[PLAIN], reported),
-            "speedup_over": {
-                other: _ratio_of_speeds(sums[system], sums[other]) for other in systems if other != system
+            **{
+                entry: {other: _ratio_of_rates(sums[system], sums[other], rate) for other in systems if other != system}
+                for entry, rate in PAIRED_RATES.items()
             },
             "acceptance_by_position": _acceptance_by_position(of_system) if reported else None,
             "by_drafter": aggregate_by_drafter(of_system),
@@ -149,16 +151,19 @@ def _rates_with_intervals(sums: Sums, plain: Sums, calls_known: bool) -> dict[st
     }
 
 
-def _ratio_of_speeds(sums: Sums, other: Sums) -> dict[str, Any]:
-    """Tokens a second relative to another system's, with the interval of a bootstrap over the tasks of both."""
-    name, num_tasks = "speedup", len(sums["texts"])
+def _ratio_of_rates(sums: Sums, other: Sums, rate: str) -> dict[str, Any]:
+    """A rate relative to another system's, with the interval of a bootstrap over the tasks of both."""
+    over, under = RATES[rate]
     both = (sums["texts"] > 0) & (other["texts"] > 0)
-    ratio = _finite_or_none(_rates(sums, other, np.ones((1, num_tasks)))[name][0])
+
+    def ratios(weights: Float[np.ndarray, "resamples tasks"]) -> np.ndarray:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            own, others = ((weights @ each[over]) / (weights @ each[under]) for each in (sums, other))
+            return own / others
+
+    ratio = _finite_or_none(ratios(np.ones((1, len(both))))[0])
     uncertain = ratio is not None and both.sum() > 1
-    return {
-        "ratio": ratio,
-        "ci95": _central_95(_rates(sums, other, _resample_counts(num_tasks))[name]) if uncertain else None,
-    }
+    return {"ratio": ratio, "ci95": _central_95(ratios(_resample_counts(len(both)))) if uncertain else None}
 
 
 def _rates(sums: Sums, plain: Sums, weights: Float[np.ndarray, "resamples tasks"]) -> dict[str, np.ndarray]:

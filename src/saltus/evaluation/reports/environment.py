@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import platform
 import subprocess
+from collections.abc import Collection
 from datetime import UTC, datetime
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from saltus.engine.tuned_settings import memory_bytes
 from saltus.evaluation.reports.command_line import command_line
 from saltus.kernels.native.processor import processor_name
 from saltus.kernels.packed_weight import describe_weights
+from saltus.methods import available_methods
 
 
 def machine_info() -> dict[str, Any]:
@@ -35,13 +39,14 @@ def machine_info() -> dict[str, Any]:
     }
 
 
-def run_info(engine: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """The facts that results must name: command, date, commit, machine, model and settings."""
+def run_info(engine: Any, settings: dict[str, Any], methods: Collection[str] = ()) -> dict[str, Any]:
+    """The facts that results must name: command, date, commit, packages of the methods, machine, model, settings."""
     model = engine.network.model
     return {
         "command": command_line(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": git_commit(),
+        "packages": method_packages(methods),
         "machine": machine_info(),
         "model": {
             "name": engine.target.name,
@@ -56,11 +61,22 @@ def run_info(engine: Any, settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def git_commit() -> str | None:
-    """The commit of the repository that holds the package, with `+` if tracked files were changed; or None."""
-    folder = Path(saltus.__file__).parent
+def method_packages(methods: Collection[str]) -> dict[str, str]:
+    """By method: version and commit of the package that it comes from, of those that other packages have."""
+    found = {}
+    for entry in entry_points(group="saltus.methods"):
+        if entry.name in methods and (method := available_methods().get(entry.name)) and entry.dist is not None:
+            commit = git_commit(Path(inspect.getfile(method)))
+            found[entry.name] = f"{entry.dist.name} {entry.dist.version}" + (f" at commit {commit}" if commit else "")
+    return found
+
+
+def git_commit(file: Path | None = None) -> str | None:
+    """The commit of the repository that holds a file, or this package; with `+` if tracked files changed; or None."""
+    file = file or Path(saltus.__file__)
+    folder = file.parent
     try:
-        if not _git(folder, "ls-files", "__init__.py"):  # a repository around a virtual environment is another one
+        if not _git(folder, "ls-files", file.name):  # a repository around a virtual environment is another one
             return None
         return _git(folder, "rev-parse", "--short", "HEAD") + (
             "+" if _git(folder, "diff", "HEAD", "--name-only") else ""

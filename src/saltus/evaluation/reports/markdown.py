@@ -9,14 +9,15 @@ from saltus.evaluation.reports.aggregation import SERVER_NOTE
 from saltus.evaluation.reports.drafters import DRAFTERS_NOTE, each_drafter
 
 MAX_POSITIONS = 10  # of draft tokens, in the table of acceptance
+PAIRS = {"speedup_over": "Tokens a second", "tokens_per_call_over": "Tokens a call"}  # by the entry of results.json
 DRAFTER_COLUMNS = ("offered", "verified", "accepted", "accepted alone", "accepted share", "ECE")
 
 
 def render_markdown(results: Mapping[str, Any]) -> str:
     """The run, all systems, one against the other, acceptance, drafters, categories, what is wrong, and the machine."""
     parts = (
-        _run_description, _systems_table, _pairs_table, _acceptance_table, _drafters_table, _categories_table, _skipped,
-        _problems, _environment,
+        _run_description, _systems_table, _pairs_tables, _acceptance_table, _drafters_table, _categories_table,
+        _skipped, _problems, _environment,
     )  # fmt: skip
     return "\n".join(line for part in parts for line in part(results)) + "\n"
 
@@ -58,18 +59,20 @@ def _systems_table(results: Mapping[str, Any]) -> Iterator[str]:
         yield ""
 
 
-def _pairs_table(results: Mapping[str, Any]) -> Iterator[str]:
+def _pairs_tables(results: Mapping[str, Any]) -> Iterator[str]:
     systems = results["methods"]
     others = [name for name in systems if name != "plain"]
-    if len(others) < 2:
-        return
-    yield "Tokens a second of each row, divided by those of each column:"
-    yield ""
-    yield from table_head(["", *(f"`{name}`" for name in others)])
-    for name in others:
-        pairs = (systems[name]["speedup_over"].get(other) for other in others)
-        yield table_row([f"`{name}`", *("" if pair is None else _ratio(pair) for pair in pairs)])
-    yield ""
+    for entry, what in PAIRS.items():
+        shown = [name for name in others if any(pair["ratio"] for pair in systems[name][entry].values())]
+        if len(shown) < 2:
+            continue
+        yield f"{what} of each row, divided by those of each column:"
+        yield ""
+        yield from table_head(["", *(f"`{name}`" for name in shown)])
+        for name in shown:
+            pairs = (systems[name][entry].get(other) for other in shown)
+            yield table_row([f"`{name}`", *("" if pair is None else _ratio(pair) for pair in pairs)])
+        yield ""
 
 
 def _ratio(pair: Mapping[str, Any]) -> str:
@@ -152,7 +155,8 @@ def _environment(results: Mapping[str, Any]) -> Iterator[str]:
     machine = results["machine"]
     where = machine["gpu"] or f"{machine['cores']} cores of {machine['processor']}"
     versions = ", ".join(f"{name} {machine[name]}" for name in ("saltus", "torch", "transformers", "python"))
-    yield f"{where}; {versions}; commit {results['commit'] or 'unknown'}; {results['date'][:10]}."
+    packages = "".join(f"; {name} of {package}" for name, package in (results.get("packages") or {}).items())
+    yield f"{where}; {versions}{packages}; commit {results['commit'] or 'unknown'}; {results['date'][:10]}."
     yield ""
     yield "```console"
     yield f"$ {results['command']}"

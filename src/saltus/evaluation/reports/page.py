@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from saltus.evaluation.reports.aggregation import MIN_TASKS, SERVER_NOTE, few_tasks_categories, text_id
 from saltus.evaluation.reports.drafters import DRAFTERS_NOTE, each_drafter
-from saltus.evaluation.reports.markdown import DRAFTER_COLUMNS, drafter_cells
+from saltus.evaluation.reports.markdown import DRAFTER_COLUMNS, PAIRS, drafter_cells
 from saltus.evaluation.reports.palette import ALARM, BACKGROUND, BAND, COLOURS, INK, LINE, MUTED, PLAIN, assign_colours
 from saltus.evaluation.reports.text_figure import typical_record
 
@@ -59,6 +59,7 @@ def render_page(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
         palette=(PLAIN, *COLOURS),
         plots=_svg_plots(results, records),
         categories=list(dict.fromkeys(name for one in systems.values() for name in one["by_category"])),
+        pairs=PAIRS,
         drafters=list(each_drafter(results)),
         drafter_columns=DRAFTER_COLUMNS,
         drafter_cells=drafter_cells,
@@ -90,6 +91,7 @@ def _run_facts(results: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     cores = f"{machine['cores']} cores" if machine.get("cores") else None
     names = ("python", "torch", "transformers", "saltus")
     versions = [f"{name} {machine[name]}" for name in names if machine.get(name)]
+    versions += [f"{name} of {package}" for name, package in (results.get("packages") or {}).items()]
     suite = results.get("suite") or {}
     turns = f"{suite['tasks']} tasks, {suite['turns']} turns" if "turns" in suite else None
     settings = [f"{name} {value}" for name, value in (results.get("settings") or {}).items() if value is not None]
