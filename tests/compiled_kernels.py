@@ -211,8 +211,10 @@ def decode_described() -> None:
         Glm4Config,
         GptOssConfig,
         HunYuanDenseV1Config,
+        LlamaConfig,
         Olmo2Config,
         Phi3Config,
+        Starcoder2Config,
     )
 
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -223,6 +225,7 @@ def decode_described() -> None:
         Gemma3TextConfig(**sizes), Exaone4Config(**sizes), Glm4Config(**sizes, pad_token_id=0),
         Olmo2Config(**sizes | many_heads), Gemma2Config(**sizes), CohereConfig(**sizes), gemma4(),
         HunYuanDenseV1Config(**sizes), GptOssConfig(**sizes, num_local_experts=4), latent(),
+        Starcoder2Config(**sizes), LlamaConfig(**sizes, mlp_bias=True, pad_token_id=0),
         Phi3Config(**sizes | {"num_attention_heads": 32, "head_dim": 96, "hidden_size": 3072, "pad_token_id": 0}),
     ):  # fmt: skip
         run(described(config), 1)

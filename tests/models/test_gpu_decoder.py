@@ -51,7 +51,7 @@ def decoded(name: str, described: bool = False, **changes) -> tuple[CausalNetwor
     """A tiny model run by our kernels, and the same one as Transformers computes it in float64."""
     model = tiny(name, **SIZES | changes).to(DTYPE)
     for path, values in model.named_parameters():
-        if path.endswith("_proj.bias"):  # zeros otherwise
+        if path.endswith(".bias"):  # zeros otherwise
             torch.nn.init.normal_(values, std=0.3)
         elif path.endswith(("q_norm.weight", "k_norm.weight", "query_layernorm.weight", "key_layernorm.weight")):
             torch.nn.init.uniform_(values, 0.5, 1.5)
@@ -109,6 +109,7 @@ DESCRIBED = {
     "Youtu": LATENT | {"rope_interleave": False}, "Mistral4": LATENT | {"attention_bias": True, "head_dim": 48},
     "DeepseekV2": LATENT | {"num_attention_heads": 16, "q_lora_rank": None}, "Glm": {},
     "MiniCPM3": LATENT | {"num_attention_heads": 16, "num_key_value_heads": 16},
+    "Starcoder2": {"sliding_window": 50}, "Jais2": {}, "InternLM3": {},
 }  # fmt: skip
 
 
@@ -128,7 +129,7 @@ def test_described_layers_are_those_of_transformers_and_rows_do_not_depend_on_ea
     assert torch.equal(together[1].logits.float().cpu(), torch.stack(alone))
 
 
-@pytest.mark.parametrize("name", ["Starcoder2", "Jais2", "Llama4", "Gemma3n"])
+@pytest.mark.parametrize("name", ["Llama4", "Gemma3n"])
 def test_layers_that_the_kernels_do_not_know_are_left_to_others(name):
     assert described_for_gpu(tiny(name)) is None
 
@@ -148,7 +149,7 @@ MIXTURES = {
     "Olmoe": {"num_hidden_layers": 1}, "Glm4Moe": {"moe_intermediate_size": 64}, "GraniteMoe": {},
     "GptOss": {}, "Dots1": {"moe_intermediate_size": 64}, "MiniMaxM2": {"num_hidden_layers": 1},
     "Gemma4": {**GEMMA4_EXPERTS, "global_head_dim": 64},
-    "ExaoneMoe": {"moe_intermediate_size": 64}, "Ernie4_5_Moe": {"moe_intermediate_size": 64, "use_bias": False},
+    "ExaoneMoe": {"moe_intermediate_size": 64}, "Ernie4_5_Moe": {"moe_intermediate_size": 64},
     "HunYuanMoEV1": {"moe_topk": 2}, "Mellum": {"sliding_window": 50, "mlp_layer_types": None},
 }  # fmt: skip
 
@@ -359,6 +360,10 @@ def test_a_product_is_right_and_its_rows_do_not_depend_on_their_number(outputs, 
     assert ((whole.double().sum(0) - expected).norm() / expected.norm()) < 1e-5
     for rows in (1, 17, 40):
         assert torch.equal(linear_kernels.linear_parts(x, [weight], blocks, rows), whole[:, :rows])
+    bias = torch.randn(outputs, generator=generator).to(DEVICE, DTYPE)
+    biased = linear_kernels.linear_parts(x, [weight], blocks, 17, bias)
+    assert torch.equal(biased[0], whole[0, :17] + bias.float())
+    assert torch.equal(biased[1:], whole[1:, :17])
 
 
 def test_size_classes_are_few_and_never_too_small():

@@ -107,8 +107,9 @@ def test_weights_of_several_formats_share_a_product():
     weights = joined_packed([*(weight for weight, _ in several), dense.to(DEVICE, DTYPE)])
     assert [len(weight) for weight in weights] == [192, 64, 128, 32]
     x = torch.randn(16, 256, generator=torch.Generator().manual_seed(4)).to(DEVICE, DTYPE)
-    parts = linear_kernels.linear_parts(x, weights, linear_kernels.blocks_of(*weights), 16)
-    expected = x.double().cpu() @ numbers.double().T
+    bias = torch.randn(len(numbers), generator=torch.Generator().manual_seed(5)).to(DEVICE, DTYPE)
+    parts = linear_kernels.linear_parts(x, weights, linear_kernels.blocks_of(*weights), 16, bias)
+    expected = x.double().cpu() @ numbers.double().T + bias.double().cpu()
     assert ((parts.double().sum(0).cpu() - expected).norm() / expected.norm()) < BOUND
     for weight, own in [*several[:2], *several[3:]]:  # views of joined ones
         assert torch.equal(weight.dequantize().cpu(), own.to(torch.bfloat16))
@@ -120,9 +121,10 @@ def test_gate_and_up_of_packed_weights_are_activated_as_dense_ones_are():
     (gate, gates), (up, ups) = packed(Q.Q8_0, 64, 128, 0), packed(Q.Q8_0, 64, 128, 1)
     x = torch.randn(16, 128, generator=torch.Generator().manual_seed(2)).to(DEVICE, DTYPE)
     out, expected = x.new_empty(16, 64), x.new_empty(16, 64)
-    blocks = linear_kernels.blocks_of(gate, parts=False)
-    linear_kernels.gate_and_up(x, joined_packed([gate, up]), out, blocks, 16)
-    linear_kernels.gate_and_up(x, [gates.to(DEVICE, DTYPE), ups.to(DEVICE, DTYPE)], expected, blocks, 16)
+    blocks, bias = linear_kernels.blocks_of(gate, parts=False), torch.linspace(-1, 1, 128, device=DEVICE, dtype=DTYPE)
+    linear_kernels.gate_and_up(x, joined_packed([gate, up]), out, blocks, 16, bias=bias)
+    dense = [each.to(DEVICE, DTYPE) for each in (gates, ups)]
+    linear_kernels.gate_and_up(x, dense, expected, blocks, 16, bias=bias)
     assert (out.float() - expected.float()).norm() < BOUND * expected.float().norm()
 
 

@@ -36,10 +36,9 @@ def described_for_gpu(model: Any) -> DecoderDescription | None:
     if description is None or description.streams is not None or description.positions is not None:
         return None
     base = decoder_of(model)
-    known = all(_is_known(layer, base) for layer in description.layers) and model.lm_head.bias is None
+    known = all(_is_known(layer, base) for layer in description.layers)
     known &= description.per_layer_embeddings is None or _have_all_tokens(description.per_layer_embeddings, model)
-    norms = description.norm, description.input_norm
-    return description if known and all(_is_known_norm(norm, base) for norm in norms) else None
+    return description if known else None
 
 
 def _have_all_tokens(inputs: PerLayerEmbeddings, model: Any) -> bool:
@@ -55,12 +54,12 @@ def _is_known(layer: Layer, base: Any) -> bool:
         all(_is_known_mixer(mixer, base) for mixer, _ in mixers_of(layer))
         and _is_known_mlp_or_experts(layer.mlp, base)
         and (layer.per_layer_input is None or layer.per_layer_input.activation in ACTIVATIONS)
-        and all(_is_known_norm(norm, base) for norm in (layer.mixer_norm, layer.mlp_norm))
         and all(_is_known_norm(norm, base) and not _is_centred(norm) for norm in output_norms)
     )
 
 
 def _is_known_norm(norm: Norm | None, base: Any) -> bool:
+    """True for one that is not of a layer's inputs: it has no bias."""
     return norm is None or norm.path is None or getattr(base.get_submodule(norm.path), "bias", None) is None
 
 
@@ -94,10 +93,8 @@ def _is_known_attention(a: Attention, base: Any) -> bool:
     ):
         return False
     projections = [each for each in (a.query, a.key, a.value, a.head_gate) if each]
-    biases = {base.get_submodule(each.path).bias is None for each in projections}
     return (
         whole_layers(projections, base) is not None
-        and len(biases) == 1
         and a.output.stop is None
         and all(0 < _rotated_dims(angles, base) <= a.dim for angles, _ in kinds_of_angles(a))
     )
@@ -159,5 +156,4 @@ def _is_known_mlp(mlp: MLP, base: Any) -> bool:
     if mlp.gate_cutoff is not None or mlp.activation not in known or mlp.down.stop is not None:
         return False
     feeding = [each for each in (mlp.gate, mlp.up) if each is not None]
-    unbiased = all(base.get_submodule(each.path).bias is None for each in (*feeding, mlp.down))
-    return unbiased and whole_layers(feeding, base) is not None
+    return whole_layers(feeding, base) is not None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from saltus.models.cuda.launching import device_function, kernel, pipeline_bytes, power_of_two
 from saltus.models.cuda.linear_kernels import blocks_of, tile_rows
-from saltus.models.cuda.packed_kernels import launch_facts, packed_sums
+from saltus.models.cuda.packed_kernels import launch_facts, packed_sums, with_biases
 from saltus.models.cuda.packed_weight import GPUPackedWeight
 
 MAX_TILE_ROWS = 64
@@ -73,14 +73,6 @@ def _pairs_of_tile(order, first, end, CHOSEN: tl.constexpr, ROWS: tl.constexpr):
     return pairs, pairs // CHOSEN, inside
 
 
-@device_function
-def _with_biases(sums, biases, place, inside, BIASED: tl.constexpr):
-    """Sums [outputs, rows] and the biases of some outputs of an expert, if there are any."""
-    if BIASED:
-        sums += tl.load(biases + place, mask=inside, other=0.0).to(tl.float32)[:, None]
-    return sums
-
-
 @kernel()
 def _expert_linear(
     x, stack, biases, out, order, starts,
@@ -102,7 +94,7 @@ def _expert_linear(
             w = tl.load(weights + start * STRIDE_K, mask=inside[:, None] & left[None, :], other=0.0)
             row = tl.load(inputs + start, mask=exists[None, :] & left[:, None], other=0.0)
             sums = tl.dot(w, row, sums, input_precision="ieee")
-        sums = _with_biases(sums, biases, expert * N + columns, inside, BIASED)
+        sums = with_biases(sums, biases, expert * N + columns, inside, BIASED)
         to = out + pairs[None, :].to(tl.int64) * N + columns[:, None]
         tl.store(to, sums.to(out.dtype.element_ty), mask=inside[:, None] & exists[None, :])
 
@@ -126,7 +118,7 @@ def _packed_expert_linear(
             inputs, exists[None, :], low, high, fine, coarse, expert * N + columns, whole,
             STRIDE, K, 1, BITS, ZERO, OF_256, MINIMUMS, HALVES, BFLOAT16, SPAN, True, LANES, STEP,
         )  # fmt: skip
-        sums = _with_biases(sums, biases, expert * N + columns, columns < N, BIASED)
+        sums = with_biases(sums, biases, expert * N + columns, columns < N, BIASED)
         to = out + pairs[None, :].to(tl.int64) * N + columns[:, None]
         tl.store(to, sums.to(out.dtype.element_ty), mask=exists[None, :])
 

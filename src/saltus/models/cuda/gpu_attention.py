@@ -143,10 +143,7 @@ def output_parts(x: Tensor, weights: Sequence[Tensor], blocks: Any, bias: Tensor
     """The parts of attention's last product in float32, [parts, rows, hidden], of x [padded rows, heads, dim]."""
     from saltus.models.cuda import linear_kernels
 
-    parts = linear_kernels.linear_parts(x.flatten(1), weights, blocks, rows)
-    if bias is not None:
-        parts[0] += bias
-    return parts
+    return linear_kernels.linear_parts(x.flatten(1), weights, blocks, rows, bias)
 
 
 def places_of_keys(shapes: Sequence[ShapesOfKeys | int | None]) -> tuple[list[ShapesOfKeys], list[tuple[int, int]]]:

@@ -223,7 +223,8 @@ class GPUDecoder:
         )
         first = rows - inputs.shape.num_logits if inputs.shape.num_logits else 0
         states = torch.cat([*collected, x[:rows]], -1) if collected else x[:rows]
-        logits = linear_kernels.product(x[first:], self.model.lm_head.weight, rows - first)
+        head = self.model.lm_head
+        logits = linear_kernels.product(x[first:], head.weight, rows - first, head.bias)
         if description is not None and description.logit_scale != 1:
             logits = logits * description.logit_scale
         if description is not None and description.logit_softcap:

@@ -15,7 +15,7 @@ from saltus.models.cuda.gpu_attention import GPUAttention, KindOfAngles
 from saltus.models.cuda.gpu_experts import Mixture
 from saltus.models.cuda.gpu_latent import GPULatentAttention
 from saltus.models.cuda.gpu_recurrent import GPURecurrence, GPUShortConvolution, recurrence_of
-from saltus.models.cuda.layer_weights import layers_of, norm_of, parts_of
+from saltus.models.cuda.layer_weights import bias_of, layers_of, norm_of, parts_of
 from saltus.models.cuda.packed_weight import joined_packed
 from saltus.models.decoder_description import (
     MLP,
@@ -47,6 +47,8 @@ class GPUMLP:
     activation: str = "silu"
     has_gate: bool = True
     gate_scale: float = NO_SCALE  # before the activation
+    bias: Tensor | None = None  # of gates, then of the others
+    down_bias: Tensor | None = None
 
     @classmethod
     def of(cls, gate_and_up: Sequence[Tensor], down: Tensor, *settings: Any) -> GPUMLP:
@@ -61,9 +63,11 @@ class GPUMLP:
     def described(cls, mlp: MLP, weights: Resolver) -> GPUMLP:
         """Of a description which `described_for_gpu` knows."""
         given = [each for each in (mlp.gate, mlp.up) if each is not None]
-        feeding = parts_of(layers_of(given, weights.base), len(given))
-        down = weights.module(mlp.down.path).weight
-        return cls.of(feeding, down, mlp.activation, mlp.gate is not None, mlp.gate_scale)
+        layers, down = layers_of(given, weights.base), weights.module(mlp.down.path)
+        return cls.of(
+            parts_of(layers, len(given)), down.weight, mlp.activation, mlp.gate is not None, mlp.gate_scale,
+            bias_of(layers), bias_of([down]),
+        )  # fmt: skip
 
     def parts(self, x: Tensor, inputs: StaticInputs, first_slot: int) -> Tensor:
         """[parts, rows, hidden], float32, of x [padded rows, hidden]; as that of Mixture."""
@@ -72,15 +76,15 @@ class GPUMLP:
         rows = inputs.shape.num_rows
         active = x.new_empty(len(x), self.down[0].shape[1])
         if self.has_gate and self.gate_scale == NO_SCALE:
-            linear_kernels.gate_and_up(x, self.gate_and_up, active, self.gate_blocks, rows, self.activation)
+            linear_kernels.gate_and_up(x, self.gate_and_up, active, self.gate_blocks, rows, self.activation, self.bias)
         else:
             size = active.shape[1]
             given = x.new_empty(rows, size * (1 + self.has_gate))
-            linear_kernels.linear(x, self.gate_and_up, given, self.gate_blocks, rows)
+            linear_kernels.linear(x, self.gate_and_up, given, self.gate_blocks, rows, bias=self.bias)
             if self.gate_scale != NO_SCALE:
                 given[:, :size] *= self.gate_scale
             linear_kernels.activate(given, active, self.activation)
-        return linear_kernels.linear_parts(active, self.down, self.down_blocks, rows)
+        return linear_kernels.linear_parts(active, self.down, self.down_blocks, rows, self.down_bias)
 
 
 @dataclass(frozen=True)

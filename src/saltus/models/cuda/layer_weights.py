@@ -65,7 +65,19 @@ def norm_of(norm: Norm | None, weights: Resolver, all_heads: bool = False, size:
     if norm.kind == "rms":
         return KernelNorm(values, norm.epsilon, all_heads=all_heads)
     values = weights.keep(values.float() + norm.offset)
-    return KernelNorm(values, norm.epsilon, True, all_heads, centred=norm.kind == "layer")
+    bias = getattr(weights.module(norm.path), "bias", None)
+    bias = None if bias is None else weights.keep(bias.detach().float())
+    return KernelNorm(values, norm.epsilon, True, all_heads, centred=norm.kind == "layer", bias=bias)
+
+
+def bias_of(layers: Sequence[Any]) -> Tensor | None:
+    """The biases of linear layers beside each other; None if none has one."""
+    known = next((layer.bias.detach() for layer in layers if layer.bias is not None), None)
+    if known is None:
+        return None
+    return torch.cat(
+        [known.new_zeros(len(each.weight)) if each.bias is None else each.bias.detach() for each in layers]
+    )
 
 
 def one_weight(layer: Any, parts: bool = True) -> tuple[Sequence[Tensor], Any]:
@@ -77,7 +89,7 @@ def one_weight(layer: Any, parts: bool = True) -> tuple[Sequence[Tensor], Any]:
 
 
 def merged(projections: Sequence[Any]) -> tuple[Sequence[Tensor], Any, Tensor | None]:
-    """The weights of linear layers beside each other, how to cut their product, and the bias.
+    """The weights of linear layers beside each other, how to cut their product, and the bias if there is one.
 
     The model's own that are merged become views of the merged ones.
     """
@@ -90,5 +102,4 @@ def merged(projections: Sequence[Any]) -> tuple[Sequence[Tensor], Any, Tensor | 
         for each, part in zip(projections, parts, strict=True):
             each.weight.data = part
     weights = [weight.detach() for weight in weights]
-    bias = None if projections[0].bias is None else torch.cat([each.bias.detach() for each in projections])
-    return weights, blocks_of(*weights), bias
+    return weights, blocks_of(*weights), bias_of(projections)

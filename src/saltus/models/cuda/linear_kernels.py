@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saltus.models.cuda.launching import device_function, kernel, pipeline_bytes, power_of_two
-from saltus.models.cuda.packed_kernels import packed_linear
+from saltus.models.cuda.packed_kernels import packed_linear, with_biases
 from saltus.models.cuda.packed_weight import GPUPackedWeight
 
 MIN_TILE_ROWS, MAX_TILE_ROWS = 16, 128
@@ -58,11 +58,11 @@ def padded_rows(rows: int) -> int:
 
 @kernel("num_rows")
 def _linear(
-    x, weight, out, num_rows,
+    x, weight, bias, out, num_rows,
     N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+    BIASED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """out[part, row, FIRST + n]: the part's sums, in the dtype of `out`."""
+    """out[part, row, FIRST + n]: the part's sums, with the bias in the first one, in the dtype of `out`."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part, rows = tl.program_id(1), tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     depth = tl.arange(0, BLOCK_K)
@@ -81,6 +81,7 @@ def _linear(
             w = tl.load(weights + start, mask=inside[:, None] & exists[None, :], other=0.0)
             row = tl.load(inputs + start, mask=exists[:, None], other=0.0)
         sums = tl.dot(w, row, sums, input_precision="ieee")
+    sums = with_biases(sums, bias, columns, columns < tl.where(part == 0, N, 0), BIASED)
     place = (part.to(tl.int64) * num_rows + rows[None, :]) * WIDTH + FIRST + columns[:, None]
     tl.store(out + place, sums.to(out.dtype.element_ty), mask=inside[:, None] & (rows[None, :] < num_rows))
 
@@ -128,11 +129,14 @@ def _activate(
 
 @kernel("num_rows")
 def _gate_and_up(
-    x, gate, up, out, num_rows,
-    N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr,
+    x, gate, up, bias, out, num_rows,
+    N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """out[row, n] = active(gate[n] · x[row]) · (up[n] · x[row]), rounded as Transformers rounds it."""
+    """out[row, n] = active(gate[n] · x[row]) · (up[n] · x[row]), rounded as Transformers rounds it.
+
+    There may be biases of all gates, then of all others.
+    """
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows, depth = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
     inside = columns < N
@@ -149,6 +153,8 @@ def _gate_and_up(
             u = tl.load(up + place + start, mask=inside[:, None], other=0.0)
         gated = tl.dot(g, row, gated, input_precision="ieee")
         raised = tl.dot(u, row, raised, input_precision="ieee")
+    gated = with_biases(gated, bias, columns, inside, BIASED)
+    raised = with_biases(raised, bias, N + columns, inside, BIASED)
     dtype = out.dtype.element_ty
     gated = gated.to(dtype).to(tl.float32)
     active = _active(gated, ACTIVATION).to(dtype).to(tl.float32)
@@ -157,57 +163,66 @@ def _gate_and_up(
     tl.store(out + at, product, mask=inside[:, None] & (rows[None, :] < num_rows))
 
 
-def linear(x: Tensor, weights: Sequence[Tensor], out: Tensor, blocks: Blocks, rows: int, first: int = 0) -> None:
+def linear(
+    x: Tensor, weights: Sequence[Tensor], out: Tensor, blocks: Blocks, rows: int, first: int = 0,
+    bias: Tensor | None = None,
+) -> None:  # fmt: skip
     """out [parts, rows, N] or [rows, N] of x [padded rows, K] and weights of N outputs together, each [.., K].
 
-    Rows after `rows` are not written, nor columns before `first` and after those of the weights.
+    A bias [N] is added in the first part. Rows after `rows` are not written, nor columns before `first` and after those of the weights.
     """
-    wide, width = tile_rows(rows), out.shape[-1]
+    wide, width, begin = tile_rows(rows), out.shape[-1], first
     for weight in weights:
         outputs, inputs = weight.shape
+        added = None if bias is None else bias[first - begin :]
         if isinstance(weight, GPUPackedWeight):
-            packed_linear(x, weight, out, tile_rows=wide, parts=blocks.parts, rows=rows, first=first)
+            packed_linear(x, weight, out, added, tile_rows=wide, parts=blocks.parts, rows=rows, first=first)
         else:
             grid = -(-outputs // blocks.columns), blocks.parts, -(-rows // wide)
             sizes = {"N": outputs, "K": inputs, "PARTS": blocks.parts, "FIRST": first, "WIDTH": width, "ROWS": wide}
-            _launch(_linear, grid, blocks, 1, x, weight, out, rows, **sizes)
+            given = x if added is None else added  # a pointer that is not read
+            _launch(_linear, grid, blocks, 1, x, weight, given, out, rows, BIASED=added is not None, **sizes)
         first += outputs
 
 
-def linear_parts(x: Tensor, weights: Sequence[Tensor], blocks: Blocks, rows: int) -> Tensor:
+def linear_parts(x: Tensor, weights: Sequence[Tensor], blocks: Blocks, rows: int, bias: Tensor | None = None) -> Tensor:
     """The parts of a product in float32, [parts, rows, N]; see `linear`."""
     parts = x.new_empty(blocks.parts, rows, sum(map(len, weights)), dtype=torch.float32)
-    linear(x, weights, parts, blocks, rows)
+    linear(x, weights, parts, blocks, rows, bias=bias)
     return parts
 
 
-def product(x: Tensor, weight: Tensor, rows: int) -> Tensor:
-    """The first rows of x [.., K] times a weight [N, K]. Tiles may read beyond them: x is copied if it ends before."""
+def product(x: Tensor, weight: Tensor, rows: int, bias: Tensor | None = None) -> Tensor:
+    """The first rows of x [.., K] times a weight [N, K], and a bias [N].
+
+    Tiles may read beyond them: x is copied if it ends before.
+    """
     wide = padded_rows(rows)
     if len(x) < wide:
         x = torch.cat([x[:rows], x.new_zeros(wide - rows, x.shape[1])])
     out = x.new_empty(rows, len(weight))
-    linear(x, [weight], out, blocks_of(weight, parts=False), rows)
+    linear(x, [weight], out, blocks_of(weight, parts=False), rows, bias=bias)
     return out
 
 
 def gate_and_up(
-    x: Tensor, weights: Sequence[Tensor], out: Tensor, blocks: Blocks, rows: int, activation: str = "silu"
-) -> None:
+    x: Tensor, weights: Sequence[Tensor], out: Tensor, blocks: Blocks, rows: int, activation: str = "silu",
+    bias: Tensor | None = None,
+) -> None:  # fmt: skip
     """out [rows, N], what the MLP's last layer reads, of x [padded rows, K] and the weights [N, K] of gate and up.
 
-    Those of packed weights may be joined. The activation is one that `_active` knows.
+    They may have a bias [2 N], the gate's first. Those of packed weights may be joined. The activation is one that `_active` knows.
     """
     if any(isinstance(weight, GPUPackedWeight) for weight in weights):
         both = x.new_empty(rows, 2 * out.shape[1])
-        linear(x, weights, both, blocks, rows)
+        linear(x, weights, both, blocks, rows, bias=bias)
         activate(both, out, activation)
         return
     gate, up = weights
     (outputs, inputs), wide = gate.shape, tile_rows(rows)
     grid = -(-outputs // blocks.columns), -(-rows // wide)
-    sizes = {"N": outputs, "K": inputs, "ACTIVATION": activation, "ROWS": wide}
-    _launch(_gate_and_up, grid, blocks, 2, x, gate, up, out, rows, **sizes)
+    sizes = {"N": outputs, "K": inputs, "ACTIVATION": activation, "BIASED": bias is not None, "ROWS": wide}
+    _launch(_gate_and_up, grid, blocks, 2, x, gate, up, x if bias is None else bias, out, rows, **sizes)
 
 
 def activate(

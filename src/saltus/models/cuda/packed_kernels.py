@@ -24,6 +24,14 @@ WIDE_TILE = 2 * TILE_OUTPUTS  # outputs, where a weight has whole ones: what is 
 
 
 @device_function
+def with_biases(sums, biases, place, inside, BIASED: tl.constexpr):
+    """Sums [outputs, rows], and the biases at these places where they are inside, if there are any."""
+    if BIASED:
+        sums += tl.load(biases + place, mask=inside, other=0.0).to(tl.float32)[:, None]
+    return sums
+
+
+@device_function
 def _signed(byte):
     """A byte as the number of 8 bits that it is, −128 to 127."""
     return byte - (byte & 128) * 2
@@ -177,13 +185,13 @@ def _rows(pointers, exists, MASKED: tl.constexpr):
 
 @kernel("num_rows")
 def _packed_linear(
-    x, low, high, fine, coarse, out, num_rows,
+    x, low, high, fine, coarse, bias, out, num_rows,
     N: tl.constexpr, STRIDE: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr,
-    WIDTH: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, OF_256: tl.constexpr, MINIMUMS: tl.constexpr,
+    WIDTH: tl.constexpr, BIASED: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, OF_256: tl.constexpr, MINIMUMS: tl.constexpr,
     HALVES: tl.constexpr, BFLOAT16: tl.constexpr, SPAN: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     LANES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """out[part, row, FIRST + n]: the part's sums, in the dtype of `out`."""
+    """out[part, row, FIRST + n]: the part's sums, with the bias in the first one, in the dtype of `out`."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part, rows = tl.program_id(1).to(tl.int64), tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     inside = rows[None, :] < num_rows
@@ -191,6 +199,7 @@ def _packed_linear(
         x + rows[None, :] * K + tl.arange(0, LANES)[:, None], inside, low, high, fine, coarse, columns, part,
         STRIDE, K, PARTS, BITS, ZERO, OF_256, MINIMUMS, HALVES, BFLOAT16, SPAN, False, LANES, STEP,
     )  # fmt: skip
+    sums = with_biases(sums, bias, columns, columns < tl.where(part == 0, N, 0), BIASED)
     to = out + (part * num_rows + rows[None, :]) * WIDTH + FIRST + columns[:, None]
     tl.store(to, sums.to(out.dtype.element_ty), mask=(columns < N)[:, None] & inside)
 
@@ -213,10 +222,19 @@ def launch_facts(x: Tensor, weight: GPUPackedWeight, outputs: int, tile_rows: in
 
 
 def packed_linear(
-    x: Tensor, weight: GPUPackedWeight, out: Tensor, *, tile_rows: int, parts: int, rows: int, first: int
+    x: Tensor,
+    weight: GPUPackedWeight,
+    out: Tensor,
+    bias: Tensor | None = None,
+    *,
+    tile_rows: int,
+    parts: int,
+    rows: int,
+    first: int,
 ) -> None:
-    """Columns from `first` on of out [parts, rows, width], of x [whole tiles of rows, K] and a weight [N, K]."""
+    """Columns from `first` on of out [parts, rows, width], of x [whole tiles of rows, K], a weight [N, K], a bias [N]."""
     planes, facts = launch_facts(x, weight, weight.planes.fine.shape[-1], tile_rows)
     _packed_linear[(-(-len(weight) // facts["BLOCK_N"]), parts, -(-rows // tile_rows))](
-        x, *planes, out, rows, N=len(weight), PARTS=parts, FIRST=first, WIDTH=out.shape[-1], **facts
-    )
+        x, *planes, x if bias is None else bias, out, rows, N=len(weight), PARTS=parts, FIRST=first,
+        WIDTH=out.shape[-1], BIASED=bias is not None, **facts,
+    )  # fmt: skip

@@ -36,10 +36,10 @@ def normed_row(
 
 @kernel("num_rows", "epsilon", "output_epsilon", "scale", "state_scale")
 def _add_and_norm(
-    parts, hidden, weight, output_weight, out, num_rows, epsilon, output_epsilon, scale, state_scale,
+    parts, hidden, weight, bias, output_weight, out, num_rows, epsilon, output_epsilon, scale, state_scale,
     SIZE: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, NORMED: tl.constexpr, OUTPUT_NORMED: tl.constexpr,
     ROUNDS_ONCE: tl.constexpr, OUTPUT_ROUNDS_ONCE: tl.constexpr, SCALED: tl.constexpr, STATE_SCALED: tl.constexpr,
-    CENTRED: tl.constexpr,
+    CENTRED: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
     """hidden += Σ parts, in their order, perhaps through a norm and scaled; out is the norm of that.
 
@@ -68,6 +68,8 @@ def _add_and_norm(
     if NORMED:
         factors = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
         state = normed_row(state, factors, epsilon, inside, SIZE, ROUNDS_ONCE, CENTRED, dtype)
+        if BIASED:
+            state += tl.load(bias + at, mask=inside, other=0.0)
     tl.store(out + row * SIZE + at, state, mask=inside)
 
 
@@ -185,6 +187,7 @@ class KernelNorm:
     all_heads: bool = False  # of queries or keys: not of each head
     rotated: bool = False  # likewise: of each head after it is rotated
     centred: bool = False  # a LayerNorm, of layers' inputs
+    bias: Tensor | None = None  # that is added, in float32
 
 
 class AngleTable(NamedTuple):
@@ -207,13 +210,14 @@ def add_and_norm(
     """
     size = hidden.shape[1]
     first, second = norm or no_norm(hidden), output_norm or no_norm(hidden)
+    bias = getattr(norm, "bias", None)
     _add_and_norm[(rows,)](
-        hidden if parts is None else parts, hidden, first.weight, second.weight, out, rows, first.variance_epsilon,
-        second.variance_epsilon, scale, state_scale,
+        hidden if parts is None else parts, hidden, first.weight, hidden if bias is None else bias, second.weight, out,
+        rows, first.variance_epsilon, second.variance_epsilon, scale, state_scale,
         SIZE=size, PADDED=power_of_two(size), PARTS=0 if parts is None else len(parts), NORMED=norm is not None,
         OUTPUT_NORMED=output_norm is not None, ROUNDS_ONCE=rounds_once(norm),
         OUTPUT_ROUNDS_ONCE=rounds_once(output_norm), SCALED=scale != 1, STATE_SCALED=state_scale != 1,
-        CENTRED=getattr(norm, "centred", False),
+        CENTRED=getattr(norm, "centred", False), BIASED=bias is not None,
         num_warps=4 if size <= 2048 else 8,
     )  # fmt: skip
 
