@@ -331,9 +331,11 @@ def test_a_gguf_file_is_packed_and_decoded_by_our_kernels_on_the_device(device, 
     assert layers.rotary_emb.inv_freq.device.type == "cuda"
 
 
-def test_described_layers_decode_by_our_kernels(device, monkeypatch, architecture_folder):
+@pytest.mark.parametrize("name", ["Gemma3", "Llama4"])  # whose experts get a `forward` of ours before
+def test_described_layers_decode_by_our_kernels(device, monkeypatch, architecture_folder, name):
     monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
-    engine = load(architecture_folder("Gemma3", **OWN_KERNELS))
+    sizes = {"intermediate_size_mlp": 64} if name == "Llama4" else {}
+    engine = load(architecture_folder(name, **OWN_KERNELS, **sizes))
     assert engine.network.compute_path == "native"
     check_texts(engine, ["lookup"], temperature=0.8, tokens=5)
 

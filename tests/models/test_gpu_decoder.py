@@ -22,8 +22,9 @@ from saltus.loading.packing import quantized_blocks
 from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
 from saltus.methods.ptp.network import DrafterShape, DraftModel, DraftNetwork
 from saltus.methods.shared.context_rows import ContextKVCache, DraftRows
+from saltus.models.attention_span import Chunks, first_visible
 from saltus.models.causal import CausalNetwork
-from saltus.models.cuda import attention_kernels, linear_kernels
+from saltus.models.cuda import attention_kernels, linear_kernels, row_kernels
 from saltus.models.cuda.attention_kernels import tiles_of_heads
 from saltus.models.cuda.described_layers import described_for_gpu
 from saltus.models.cuda.fixed_shape_calls import (
@@ -110,6 +111,7 @@ DESCRIBED = {
     "DeepseekV2": LATENT | {"num_attention_heads": 16, "q_lora_rank": None}, "Glm": {},
     "MiniCPM3": LATENT | {"num_attention_heads": 16, "num_key_value_heads": 16},
     "Starcoder2": {"sliding_window": 50}, "Jais2": {}, "InternLM3": {},
+    "Llama4": {"attention_chunk_size": 50, "num_hidden_layers": 3, "intermediate_size_mlp": 64},
 }  # fmt: skip
 
 
@@ -129,7 +131,7 @@ def test_described_layers_are_those_of_transformers_and_rows_do_not_depend_on_ea
     assert torch.equal(together[1].logits.float().cpu(), torch.stack(alone))
 
 
-@pytest.mark.parametrize("name", ["Llama4", "Gemma3n"])
+@pytest.mark.parametrize("name", ["Gemma3n"])
 def test_layers_that_the_kernels_do_not_know_are_left_to_others(name):
     assert described_for_gpu(tiny(name)) is None
 
@@ -250,8 +252,17 @@ def test_packed_weights_decode_as_their_numbers_do(name):
     assert torch.equal(alone[0], found[0])
 
 
-@pytest.mark.parametrize(("softcap", "sinks"), [(None, None), (0.5, None), (None, (1.5, -2.0)), (0.5, (0.3, 9.0))])
-def test_groups_of_long_texts_attend_in_turn_with_the_bits_that_they_have_at_once(monkeypatch, softcap, sinks):
+@pytest.mark.parametrize(
+    ("softcap", "sinks", "span"),
+    [
+        (None, None, 100),
+        (0.5, None, None),
+        (None, (1.5, -2.0), None),
+        (0.5, (0.3, 9.0), None),
+        (None, None, Chunks(100)),
+    ],
+)
+def test_groups_of_long_texts_attend_in_turn_with_the_bits_that_they_have_at_once(monkeypatch, softcap, sinks, span):
     queries, keys, values = (
         torch.randn(*sizes, 32, generator=torch.Generator().manual_seed(len(sizes))).to(DEVICE, DTYPE)
         for sizes in ((6, 2), (512, 1), (512, 1))
@@ -267,18 +278,40 @@ def test_groups_of_long_texts_attend_in_turn_with_the_bits_that_they_have_at_onc
         found.append(torch.empty_like(queries))
         attention_kernels.attend(
             queries, keys, values, tables.to(DEVICE), slots.to(DEVICE), positions.to(DEVICE), sums, found[-1],
-            rows_per_group=2, page=128, scale=0.2, window=None, softcap=softcap,
+            rows_per_group=2, page=128, scale=0.2, span=span, softcap=softcap,
             sinks=None if sinks is None else torch.tensor(sinks, device=DEVICE, dtype=DTYPE),
         )  # fmt: skip
     assert torch.equal(*found)
-    scores = queries[4].float() @ torch.cat([keys[256:384], keys[384:]])[:, 0].float().T * 0.2
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    if sinks is not None:
-        scores = torch.cat([scores, torch.tensor(sinks, device=DEVICE)[:, None]], 1)
-    weights = scores.softmax(-1)[:, :256]
-    expected = weights @ torch.cat([values[256:384], values[384:]])[:, 0].float()
-    assert (found[1][4].float() - expected).norm() < BOUND * expected.norm()
+    for row in (4, 5):
+        position = int(positions[row])
+        seen = slice(256 + int(first_visible(positions[row], span)), 256 + position + 1)
+        scores = queries[row].float() @ keys[seen, 0].float().T * 0.2
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
+        if sinks is not None:
+            scores = torch.cat([scores, torch.tensor(sinks, device=DEVICE)[:, None]], 1)
+        expected = scores.softmax(-1)[:, : len(values[seen])] @ values[seen, 0].float()
+        assert (found[1][row].float() - expected).norm() < BOUND * expected.norm()
+
+
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
+def test_heads_are_rotated_in_the_precision_of_the_angles_and_grow_in_float32(kept):
+    generator, rows = torch.Generator().manual_seed(0), 64
+    x = torch.randn(1, rows, 4 * 32, generator=generator).to(DEVICE)
+    angles = torch.randn(rows, 16, generator=generator).to(DEVICE).repeat(1, 2)
+    table, growth = row_kernels.AngleTable(angles.cos().to(kept), angles.sin().to(kept)), torch.linspace(1, 2, rows)
+    empty = row_kernels.AngleTable(table.cosines[:, :0], table.sines[:, :0], growth=growth.to(DEVICE))
+    at, found = torch.arange(rows, device=DEVICE), x.new_empty(2, rows, 2, 32, dtype=torch.bfloat16)
+    keys, values = x.new_empty(2, rows, 1, 32, dtype=torch.bfloat16)
+    for each, queries in zip((table, empty), found, strict=True):
+        row_kernels.rotate_and_store(x, None, None, [each, each], at, at, queries, keys, values)
+    first, second = (half.to(kept) for half in x.bfloat16()[0, :, :64].view(rows, 2, 32).chunk(2, -1))
+    cos, sin = (each[:, None, :16] for each in table[:2])
+    expected = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).bfloat16()
+    assert (found[0] == expected).float().mean() > 0.99
+    grown = x.bfloat16()[0, :, :64].float() * growth[:, None].to(DEVICE)
+    assert torch.equal(found[1].flatten(1), grown.bfloat16())
+    assert torch.equal(keys[:, 0], x.bfloat16()[0, :, 64:96])
 
 
 def test_sums_of_splits_take_a_bounded_memory_whatever_the_texts():

@@ -30,6 +30,12 @@ def is_llama4(module: Any) -> bool:
     return type(module).__name__ == "Llama4TextExperts"
 
 
+def has_forward_of_ours(module: Any) -> bool:
+    """True for Llama 4's experts with a `forward` of `gpu_experts_implementation`, which computes what theirs does."""
+    function = getattr(vars(module).get("forward"), "func", None)
+    return is_llama4(module) and getattr(function, "__module__", "") == "saltus.models.cuda.gpu_experts"
+
+
 def experts_implementation(model: Any) -> str:
     """What a model of Transformers computes its experts by: as linear layers, one after the other."""
     packed = [

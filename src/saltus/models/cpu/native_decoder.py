@@ -24,6 +24,7 @@ from saltus.models.decoder_description import Angles, Positions, weights_perhaps
 from saltus.models.decoder_of import decoder_of
 from saltus.models.gated_lora import Adapter, Gate
 from saltus.models.packed_decoder import PackedDecoder, check_widths
+from saltus.models.packed_experts import has_forward_of_ours
 from saltus.models.temperature_tuning import is_own_hook
 
 # angles depend on the position alone
@@ -56,7 +57,7 @@ def is_unmodified_decoder(model: Any) -> bool:
 
     def is_unmodified(module: Any) -> bool:
         hooks = [hook for hook in module._forward_pre_hooks.values() if not is_own_hook(hook)]
-        hooked = module._forward_hooks or hooks or "forward" in vars(module)
+        hooked = module._forward_hooks or hooks or ("forward" in vars(module) and not has_forward_of_ours(module))
         return not hooked and type(module).__module__.startswith(("torch.nn.", "transformers."))
 
     architecture = find_architecture(model.config.get_text_config().model_type)

@@ -22,6 +22,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from saltus.models.attention_span import AttentionSpan, Chunks
 from saltus.models.cuda.launching import device_function, kernel, largest_power_of_two, power_of_two
 
 SPLIT = 128  # positions
@@ -45,12 +46,18 @@ def _scores(products, scale, softcap, CAPPED: tl.constexpr):
     return scores
 
 
+@device_function
+def _first_visible(position, size, CHUNKED: tl.constexpr):
+    """The first position that a row at a position sees: that of its window or chunk of this size."""
+    return position // size * size if CHUNKED else position - size + 1
+
+
 @kernel("num_pages", "window", "group_rows", anywhere=("positions",))
 def _attend_split(
     queries, keys, values, tables, positions, sums, tops, totals, num_pages, scale, softcap, window, group_rows,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TILES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     VALUE_STEP: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
-    DIMS: tl.constexpr, CAPPED: tl.constexpr,
+    DIMS: tl.constexpr, CAPPED: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """A split, a tile's heads, a group: for each row and head weighted values, the largest score, the sum of weights.
 
@@ -79,7 +86,7 @@ def _attend_split(
             query = tl.load(queries + own + part, mask=used[:, None], other=0.0)
             products = tl.dot(query, tl.trans(tl.load(keys + place + part)), products, input_precision="ieee")
         scores = _scores(products, scale, softcap, CAPPED)
-        seen = (at[None, :] < border[:, None]) & (at[None, :] > position[:, None] - window)
+        seen = (at[None, :] < border[:, None]) & (at[None, :] >= _first_visible(position, window, CHUNKED)[:, None])
         scores = tl.where(seen, scores, -1e30)
         top = tl.max(scores, 1)
         weights = tl.where(seen, tl.exp(scores - top[:, None]), 0.0)
@@ -99,7 +106,7 @@ def _combine(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TILES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     VALUE_STEP: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK: tl.constexpr, COMBINED: tl.constexpr, KEY_DIMS: tl.constexpr, DIMS: tl.constexpr, CAPPED: tl.constexpr,
-    SINKS: tl.constexpr,
+    CHUNKED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """A row, a tile's heads, DIMS values: the heads' sinks if they have any, the recent columns, then the splits."""
     row, heads_of_tile = tl.program_id(0), tl.program_id(1)
@@ -111,6 +118,7 @@ def _combine(
     query = tl.load(queries + own, mask=used[:, None], other=0.0)
     position = tl.load(positions + row)
     border = tl.maximum(position // DEPTH * DEPTH - DEPTH, 0)
+    visible = _first_visible(position, window, CHUNKED)
     top = tl.full((PADDED,), -1e30, dtype=tl.float32)
     total = tl.zeros((PADDED,), dtype=tl.float32)
     if SINKS:
@@ -127,7 +135,7 @@ def _combine(
             key = tl.load(keys + place + key_part)
             products = tl.dot(other_query, tl.trans(key), products, input_precision="ieee")
         scores = _scores(products, scale, softcap, CAPPED)
-        seen = (border + column <= position) & (border + column > position - window)
+        seen = (border + column <= position) & (border + column >= visible)
         scores = tl.where(seen[None, :], scores, -1e30)
         higher = tl.maximum(top, tl.max(scores, 1))
         before = tl.exp(top - higher)
@@ -138,7 +146,7 @@ def _combine(
     group, part = row // group_rows, tl.arange(0, COMBINED)
     tile = lane * group_rows + row % group_rows  # the row's places in a split
     count = (border + SPLIT - 1) // SPLIT
-    start = tl.maximum(position - window + 1, 0) // SPLIT // COMBINED * COMBINED
+    start = tl.maximum(visible, 0) // SPLIT // COMBINED * COMBINED
     while start < count:
         split = ((group * TILES + heads_of_tile) * num_splits + start + part).to(tl.int64)
         at = split[:, None] * TILE + tile[None, :]
@@ -194,15 +202,15 @@ class SplitSums(NamedTuple):
 
 def attend(
     queries: Tensor, keys: Tensor, values: Tensor, tables: Tensor, recent: Tensor, positions: Tensor,
-    sums: SplitSums, out: Tensor, *, rows_per_group: int, page: int, scale: float, window: int | None,
+    sums: SplitSums, out: Tensor, *, rows_per_group: int, page: int, scale: float, span: AttentionSpan,
     softcap: float | None = None, sinks: Tensor | None = None,
 ) -> None:  # fmt: skip
     """out [rows, heads, value_dim] of queries [rows, heads, dim]; the rows of a group belong to one text.
 
     keys [slots, kv_heads, dim], values [slots, kv_heads, value_dim], which may be a part of the keys; tables [groups,
     pages]; recent [rows, 2 · depth] slots of the positions from `first_recent_position` on; positions [rows]; `scale`
-    multiplies scores; `window` is the number of last positions that a row sees, None: all. Scores are limited to ±
-    `softcap`; the score `sinks` [heads] of each head takes weight and has no value.
+    multiplies scores; rows see what `span` says. Scores are limited to ± `softcap`; the score `sinks` [heads] of each
+    head takes weight and has no value.
     """
     (groups, pages), (rows, wide) = tables.shape, recent.shape
     heads, dim, (kv_heads, value_dim) = *queries.shape[1:], values.shape[1:]
@@ -212,9 +220,9 @@ def attend(
     constants = {
         "HEADS": heads, "KV_HEADS": kv_heads, "TILES": tiles, "DIM": dim, "VALUE_DIM": value_dim,
         "VALUE_STEP": values.stride(1), "TILE": tile, "DEPTH": wide // 2, "SPLIT": SPLIT, "CAPPED": bool(softcap),
-        "num_warps": 4,
+        "CHUNKED": isinstance(span, Chunks), "num_warps": 4,
     }  # fmt: skip
-    last, cap = window or 1 << 30, softcap or 0.0
+    last, cap = (span.size if isinstance(span, Chunks) else span) or 1 << 30, softcap or 0.0
     padded, dims = max(16, power_of_two(heads // tiles)), min(COMBINED_DIMS, largest_power_of_two(value_dim))
     for first in range(0, groups, at_once):
         own = slice(first * rows_per_group, min(rows, (first + at_once) * rows_per_group))

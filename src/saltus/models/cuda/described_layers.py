@@ -81,7 +81,7 @@ def _is_known_attention(a: Attention, base: Any) -> bool:
         or a.gate is not None
         or a.gate_activation != "sigmoid"
         or ((a.norms_rotated or a.gated) and not a.norm_per_head)
-        or not (a.span is None or isinstance(a.span, int))
+        or not _are_known_angles(a, base)
     ):
         return False
     if a.shares is None and (a.key is None or (a.query_norm is None) != (a.key_norm is None)):
@@ -93,11 +93,13 @@ def _is_known_attention(a: Attention, base: Any) -> bool:
     ):
         return False
     projections = [each for each in (a.query, a.key, a.value, a.head_gate) if each]
-    return (
-        whole_layers(projections, base) is not None
-        and a.output.stop is None
-        and all(0 < _rotated_dims(angles, base) <= a.dim for angles, _ in kinds_of_angles(a))
-    )
+    return whole_layers(projections, base) is not None and a.output.stop is None
+
+
+def _are_known_angles(a: Attention, base: Any) -> bool:
+    if a.angles is None:
+        return a.query_angles is None or a.query_angles.zeros == a.dim
+    return all(0 < _rotated_dims(angles, base) <= a.dim for angles, _ in kinds_of_angles(a))
 
 
 def _is_known_latent_attention(a: LatentAttention, base: Any) -> bool:
@@ -132,9 +134,13 @@ def _rotated_dims(angles: Angles, base: Any) -> int:
 
 
 def kinds_of_angles(a: Attention | LatentAttention) -> list[tuple[Angles, bool]]:
-    """Those of queries and of keys, and whether pairs of dimensions lie beside each other; none without rotation."""
+    """Those of queries and of keys, and whether pairs of dimensions lie beside each other; none without rotation.
+
+    Where queries grow and are not rotated, there is their growth, twice.
+    """
     if a.angles is None:
-        return []
+        growth = a.query_angles if isinstance(a, Attention) else None
+        return [] if growth is None else [(growth, False)] * 2
     if isinstance(a, LatentAttention):
         of_queries = replace(a.angles, growth=a.growth, steps=a.steps)
         return [(each, a.rope_interleaved) for each in (of_queries, a.angles)]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from saltus.models.attention_span import AttentionSpan
 from saltus.models.cpu.decoder_weights import Resolver
 from saltus.models.cuda.described_layers import kinds_of_angles
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
@@ -27,14 +28,14 @@ class GPUAttention:
     kv_heads: int  # whose keys and values it reads
     dim: int
     scale: float
-    window: int | None
+    span: AttentionSpan
     qkv: Sequence[Tensor]  # one, or several where packed ones have several formats
     qkv_blocks: Any
     bias: Tensor | None
     output: Sequence[Tensor]
     output_blocks: Any
     head_norms: tuple[Any, Any] | None  # of queries and keys
-    angles: tuple[int, ...] = (0, 0)  # which tables, of queries and keys; without them no rotation
+    angles: tuple[int, ...] = (0, 0)  # which tables, of queries and keys; without them no rotation and no growth
     value_epsilon: float | None = None  # of a norm without weights
     softcap: float | None = None
     sinks: Tensor | None = None
@@ -70,7 +71,7 @@ class GPUAttention:
             norms = tuple(replace(norm, rotated=a.norms_rotated) for norm in norms)
         projections = layers_of([each for each in (a.query, a.key, a.value, a.head_gate) if each], weights.base)
         return cls(
-            a.heads, a.kv_heads, a.dim, a.scale, a.span, *merged(projections),  # pyright: ignore[reportArgumentType]
+            a.heads, a.kv_heads, a.dim, a.scale, a.span, *merged(projections),
             *one_weight(weights.module(a.output.path)), norms, tuple(map(kinds.index, kinds_of_angles(a))),
             None if a.value_norm is None else a.value_norm.epsilon, a.softcap,
             None if a.sinks is None else weights.tensor(a.sinks), a.shares, weights.module(a.output.path).bias,
@@ -91,7 +92,7 @@ class GPUAttention:
             self.value_epsilon, self.gated, self.head_gates,
         )  # fmt: skip
         call.attend(
-            memory, keys, values, scale=self.scale, window=self.window, softcap=self.softcap, sinks=self.sinks
+            memory, keys, values, scale=self.scale, span=self.span, softcap=self.softcap, sinks=self.sinks
         )  # fmt: skip
         if self.gated or self.head_gates:
             recurrent_kernels.gate_heads(memory.attended[:rows], parts, self.bias, self.head_gates)

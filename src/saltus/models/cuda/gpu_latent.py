@@ -84,7 +84,7 @@ class GPULatentAttention:
             made, parts, self.latent_bias, angles, inputs.positions, inputs.slots, memory.queries, keys, self.rope_dim
         )
         latent_kernels.per_head(made[..., : self.nope_dim], self.to_keys, memory.queries[..., :size], rows)
-        call.attend(memory, keys, keys[..., :size], scale=self.scale, window=None)
+        call.attend(memory, keys, keys[..., :size], scale=self.scale, span=None)
         out = x.new_empty(len(x), self.heads, self.to_values.shape[1])
         latent_kernels.per_head(memory.attended, self.to_values, out, rows)
         return output_parts(out, self.output, self.output_blocks, self.output_bias, rows)

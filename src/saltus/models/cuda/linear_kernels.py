@@ -169,7 +169,8 @@ def linear(
 ) -> None:  # fmt: skip
     """out [parts, rows, N] or [rows, N] of x [padded rows, K] and weights of N outputs together, each [.., K].
 
-    A bias [N] is added in the first part. Rows after `rows` are not written, nor columns before `first` and after those of the weights.
+    A bias [N] is added in the first part. Rows after `rows` are not written, nor columns before `first` and after those
+    of the weights.
     """
     wide, width, begin = tile_rows(rows), out.shape[-1], first
     for weight in weights:
@@ -211,7 +212,8 @@ def gate_and_up(
 ) -> None:  # fmt: skip
     """out [rows, N], what the MLP's last layer reads, of x [padded rows, K] and the weights [N, K] of gate and up.
 
-    They may have a bias [2 N], the gate's first. Those of packed weights may be joined. The activation is one that `_active` knows.
+    They may have a bias [2 N], the gate's first. Those of packed weights may be joined. The activation is one that
+    `_active` knows.
     """
     if any(isinstance(weight, GPUPackedWeight) for weight in weights):
         both = x.new_empty(rows, 2 * out.shape[1])

@@ -187,9 +187,9 @@ def _rows(pointers, exists, MASKED: tl.constexpr):
 def _packed_linear(
     x, low, high, fine, coarse, bias, out, num_rows,
     N: tl.constexpr, STRIDE: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr,
-    WIDTH: tl.constexpr, BIASED: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, OF_256: tl.constexpr, MINIMUMS: tl.constexpr,
-    HALVES: tl.constexpr, BFLOAT16: tl.constexpr, SPAN: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    LANES: tl.constexpr, STEP: tl.constexpr,
+    WIDTH: tl.constexpr, BIASED: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, OF_256: tl.constexpr,
+    MINIMUMS: tl.constexpr, HALVES: tl.constexpr, BFLOAT16: tl.constexpr, SPAN: tl.constexpr, BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """out[part, row, FIRST + n]: the part's sums, with the bias in the first one, in the dtype of `out`."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -232,7 +232,7 @@ def packed_linear(
     rows: int,
     first: int,
 ) -> None:
-    """Columns from `first` on of out [parts, rows, width], of x [whole tiles of rows, K], a weight [N, K], a bias [N]."""
+    """Columns from `first` on of out [parts, rows, width], of x [whole tiles of rows, K], a weight [N, K], a bias."""
     planes, facts = launch_facts(x, weight, weight.planes.fine.shape[-1], tile_rows)
     _packed_linear[(-(-len(weight) // facts["BLOCK_N"]), parts, -(-rows // tile_rows))](
         x, *planes, x if bias is None else bias, out, rows, N=len(weight), PARTS=parts, FIRST=first,

@@ -102,19 +102,21 @@ def _normed_head(
 
 @kernel("num_rows", "epsilon", "value_epsilon")
 def _rotate_and_store(
-    parts, bias, query_norm, key_norm, query_cosines, query_sines, key_cosines, key_sines, positions, slots, queries,
-    keys, values, num_rows, epsilon, value_epsilon,
+    parts, bias, query_norm, key_norm, query_cosines, query_sines, key_cosines, key_sines, growth, positions, slots,
+    queries, keys, values, num_rows, epsilon, value_epsilon,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr,
     NORMED: tl.constexpr, ALL_HEADS: tl.constexpr, ROTATED: tl.constexpr, ROUNDS_ONCE: tl.constexpr,
     WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, PADDED_HEADS: tl.constexpr, VALUES: tl.constexpr,
-    VALUE_NORMED: tl.constexpr, GATED: tl.constexpr, PADDED_HALF: tl.constexpr, SIZE: tl.constexpr,
+    VALUE_NORMED: tl.constexpr, GATED: tl.constexpr, GROWS: tl.constexpr, ROTATES_ONCE: tl.constexpr,
+    PADDED_HALF: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """One head of one row: sum its parts, rotate queries and keys (Su et al. 2021), write keys and values to slots.
 
     The first WIDTH dimensions are rotated, in pairs that lie beside each other or half of them apart. A norm is that of
     the head, or of all heads of queries or of keys, or that of the ROTATED head. Without VALUES, values are the keys
-    before their norm; they may have a norm of their own, without weights. GATED: a gate follows each query. A row of
-    parts has SIZE numbers.
+    before their norm; they may have a norm of their own, without weights. GATED: a gate follows each query. GROWS:
+    queries are multiplied by a number of their position. ROTATES_ONCE: products with angles are not rounded, their sums
+    are. A row of parts has SIZE numbers.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half: tl.constexpr = DIM // 2
@@ -163,8 +165,14 @@ def _rotate_and_store(
             sines = query_sines if head < HEADS else key_sines
             cos = tl.load(cosines + angle, mask=is_turned, other=1.0).to(tl.float32)
             sin = tl.load(sines + angle, mask=is_turned, other=0.0).to(tl.float32)
-            left = (first * cos).to(dtype).to(tl.float32) + (-second * sin).to(dtype).to(tl.float32)
-            right = (second * cos).to(dtype).to(tl.float32) + (first * sin).to(dtype).to(tl.float32)
+            if ROTATES_ONCE:
+                left, right = first * cos - second * sin, second * cos + first * sin
+            else:
+                left = (first * cos).to(dtype).to(tl.float32) + (-second * sin).to(dtype).to(tl.float32)
+                right = (second * cos).to(dtype).to(tl.float32) + (first * sin).to(dtype).to(tl.float32)
+        if GROWS:
+            factor = tl.where(head < HEADS, tl.load(growth + tl.load(positions + row)), 1.0)
+            left, right = left * factor, right * factor
         if NORMED and ROTATED:
             left, right = left.to(dtype).to(tl.float32), right.to(dtype).to(tl.float32)
             scale = tl.rsqrt((tl.sum(left * left, 0) + tl.sum(right * right, 0)) / DIM + epsilon)
@@ -196,7 +204,7 @@ class AngleTable(NamedTuple):
     cosines: Tensor
     sines: Tensor
     interleaved: bool = False  # pairs of dimensions lie beside each other, not half of the rotated ones apart
-    growth: Tensor | None = None  # [count]: what they are multiplied by
+    growth: Tensor | None = None  # [count]: what they are multiplied by; in float32 where nothing is rotated
 
 
 def add_and_norm(
@@ -240,24 +248,29 @@ def rotate_and_store(
     """From parts [parts, rows, size] of a product with the weights of queries, keys and values.
 
     Queries [rows, heads, dim] are written, and a layer's keys and values [slots, kv_heads, dim] at the rows' slots,
-    unless there are queries alone. `angles` are those of queries and of keys; where they are empty nothing is rotated.
-    Values have an RMSNorm without weights if it has an epsilon; the size of parts says if they are the keys. `gated`: a
-    gate follows each head's query. `head_gates`: after everything else there is a number of each head.
+    unless there are queries alone. `angles` are those of queries and of keys; where they are empty nothing is rotated,
+    and where their tables are, queries are multiplied by their growth alone. Values have an RMSNorm without weights if
+    it has an epsilon; the size of parts says if they are the keys. `gated`: a gate follows each head's query.
+    `head_gates`: after everything else there is a number of each head.
     """
     heads, dim, rows, size = *queries.shape[1:], *parts.shape[1:]
     kv_heads = 0 if keys is None else keys.shape[1]
     unused = queries  # a pointer that is not read
     query_norm, key_norm = (unused, unused) if norms is None else (each.weight for each in norms)
     of_queries, of_keys = angles or [AngleTable(unused, unused)] * 2
+    width = of_keys.cosines.shape[1] if angles else 0
+    growth = None if width else of_queries.growth
     all_heads = norms is not None and getattr(norms[0], "all_heads", False)
     _rotate_and_store[(rows, heads + 2 * kv_heads)](
-        parts, unused if bias is None else bias, query_norm, key_norm, *of_queries[:2], *of_keys[:2], positions, slots,
-        queries, unused if keys is None else keys, unused if values is None else values, rows,
+        parts, unused if bias is None else bias, query_norm, key_norm, *of_queries[:2], *of_keys[:2],
+        unused if growth is None else growth, positions, slots, queries,
+        unused if keys is None else keys, unused if values is None else values, rows,
         0.0 if norms is None else norms[0].variance_epsilon, value_epsilon or 0.0,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PARTS=len(parts), BIASED=bias is not None, NORMED=norms is not None,
         ALL_HEADS=all_heads, ROTATED=norms is not None and getattr(norms[0], "rotated", False),
         ROUNDS_ONCE=norms is not None and rounds_once(norms[0]),
-        WIDTH=of_keys.cosines.shape[1] if angles else 0, INTERLEAVED=of_keys.interleaved,
+        WIDTH=width, INTERLEAVED=of_keys.interleaved, GROWS=growth is not None,
+        ROTATES_ONCE=of_keys.cosines.dtype != queries.dtype,
         PADDED_HEADS=power_of_two(max(heads, kv_heads)), GATED=gated, PADDED_HALF=power_of_two(dim // 2),
         VALUES=size - head_gates * heads == ((1 + gated) * heads + 2 * kv_heads) * dim,
         VALUE_NORMED=value_epsilon is not None, SIZE=size,
@@ -269,7 +282,13 @@ def angle_table(rotary: Any, count: int, like: Tensor, angles: Angles, interleav
     """The table of a description's angles, by a module of Transformers, in the dtype of `like` or in float32."""
     positions = torch.arange(count, device=like.device)[None]
     kind = {} if angles.layer_type is None else {"layer_type": angles.layer_type}
-    found, growth = rotary(like[None], position_ids=positions, **kind), None
+    growth = None
+    if angles.growth:
+        steps = torch.floor((positions[0] + angles.shift).float() / angles.steps)
+        growth = 1 + angles.growth * torch.log1p(steps)
+    if angles.zeros:
+        return AngleTable(like.new_empty(count, 0), like.new_empty(count, 0), interleaved, growth)
+    found = rotary(like[None], position_ids=positions, **kind)
     if isinstance(found, Tensor):  # complex numbers, in float32
         found = found.real, found.imag
     found = [x[0] for x in found]
@@ -277,9 +296,7 @@ def angle_table(rotary: Any, count: int, like: Tensor, angles: Angles, interleav
         found = [x[:, :: 2 if angles.layout == "interleaved" else 1].repeat(1, 2) for x in found]
     if angles.backwards:
         found[1] = -found[1]
-    if angles.growth:
-        steps = torch.floor((positions[0] + angles.shift).float() / angles.steps)
-        growth = 1 + angles.growth * torch.log1p(steps)
+    if growth is not None:
         found = [(x * growth[:, None]).to(x.dtype) for x in found]
         growth = growth.to(like.dtype)
     return AngleTable(*(x.contiguous() for x in found), interleaved, growth)
