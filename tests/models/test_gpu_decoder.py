@@ -110,7 +110,8 @@ DESCRIBED = {
     "Youtu": LATENT | {"rope_interleave": False}, "Mistral4": LATENT | {"attention_bias": True, "head_dim": 48},
     "DeepseekV2": LATENT | {"num_attention_heads": 16, "q_lora_rank": None}, "Glm": {},
     "MiniCPM3": LATENT | {"num_attention_heads": 16, "num_key_value_heads": 16},
-    "Starcoder2": {"sliding_window": 50}, "Jais2": {}, "InternLM3": {},
+    "Starcoder2": {"sliding_window": 50}, "Jais2": {}, "InternLM3": {}, "Nemotron": {},
+    "Phi": {"num_key_value_heads": None}, "StableLm": {},
     "Llama4": {"attention_chunk_size": 50, "num_hidden_layers": 3, "intermediate_size_mlp": 64},
 }  # fmt: skip
 
