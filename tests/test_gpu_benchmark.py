@@ -353,3 +353,20 @@ def test_a_file_of_another_stage_is_refused(parts, tmp_path):
         file.begin("other", {}, {"machine": {"gpu": None}})
     with pytest.raises(ValueError, match="is of another GPU"):
         file.begin("stage", {}, {"machine": {"gpu": "H100"}})
+
+
+def test_generate_is_compiled_at_the_first_shape_alone_and_has_time_for_it(monkeypatch, tmp_path):
+    from gpu import part_results, speed_stage
+
+    limits: dict[str, float] = {}
+    monkeypatch.setattr(part_results, "run_part", lambda file, part, limit: limits.setdefault(part.name, limit))
+    args = SimpleNamespace(
+        shapes=["7B", "default"], methods=["plain"], baselines=["generate", "generate compiled"], temperatures=[0.0],
+        batches=[2], take=1,
+    )  # fmt: skip
+    file = part_results.ResultFile(tmp_path / "speed.jsonl")
+    file.append({})
+    part_results.run_parts(file, speed_stage.parts(args), minutes=3, part_seconds=60)
+    assert [limit for name, limit in limits.items() if name.endswith("generate compiled")] == [150]
+    assert limits["what=set up shape=7B system=generate compiled"] == 150
+    assert limits["what=set up shape=7B system=generate"] == 60

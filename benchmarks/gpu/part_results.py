@@ -28,6 +28,7 @@ class Part:
     facts: dict[str, Any]  # what is measured: its name, and columns of a table
     run: Callable[[], dict[str, Any]]
     prepares: dict[str, Any] | None = None  # facts of the parts that need it; it runs if one of them is left
+    least_seconds: float = 0  # that it may take, if they are left
 
     @property
     def name(self) -> str:
@@ -134,7 +135,7 @@ def run_parts(file: ResultFile, parts: Sequence[Part], minutes: float, part_seco
             left = 60 * minutes - (time.monotonic() - started)
             if left > 1:
                 share = left / (len(queue) + len(now) - number)
-                run_part(file, part, min(left, max(part_seconds, LIMIT_SHARE * share)))
+                run_part(file, part, min(left, max(part_seconds, part.least_seconds, LIMIT_SHARE * share)))
                 if "lost" in file.lines[-1] and (queue or part is not now[-1]):
                     restart(minutes - (time.monotonic() - started) / 60)
             else:

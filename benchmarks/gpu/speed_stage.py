@@ -3,7 +3,8 @@
 `default` is the default model (`--model`). At another shape each call of it is followed by the same call of a model of
 that shape with random weights, as in benchmarks/larger_model.py: texts and drafts are the small model's, a call costs
 what both cost. Transformers' `generate` runs the random model alone. "generate" launches its kernels one by one,
-"generate compiled" has a static cache and torch.compile. All write as many tokens.
+"generate compiled" has a static cache and torch.compile, which takes a minute or more: at the first shape alone. All
+write as many tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from saltus.loading.load_model import load_model, silence_transformers
 from saltus.loading.sources import resolve
 
 OWN_SHAPE = "default"
-GENERATE = {"generate": {}, "generate compiled": {"cache_implementation": "static"}}
+COMPILED = "generate compiled"
+GENERATE = {"generate": {}, COMPILED: {"cache_implementation": "static"}}
+COMPILE_SECONDS = 150
 BATCH_ROUNDS = 3
 
 REHEARSAL = {
@@ -51,17 +54,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def parts(args: argparse.Namespace) -> list[Part]:
-    found, systems = [], [*args.methods, *args.baselines]
+    found = []
     for shape in args.shapes:
+        baselines = [one for one in args.baselines if one != COMPILED or shape == args.shapes[0]]
+        systems = [*args.methods, *baselines]
         for system in systems:
             facts, job = {"what": "set up", "shape": shape, "system": system}, partial(set_up, args, shape, system)
-            found.append(Part(facts, job, prepares={"what": "speed", "shape": shape}))
+            least = COMPILE_SECONDS if system == COMPILED else 0
+            found.append(Part(facts, job, prepares={"what": "speed", "shape": shape}, least_seconds=least))
         rounds = [(temperature, 1, number) for temperature in args.temperatures for number in range(args.take)]
         rounds += [(0.0, texts, number) for texts in args.batches for number in range(BATCH_ROUNDS)]
         for temperature, texts, number in rounds:
             chosen = args.methods if temperature else systems
             if texts > 1:  # it would be compiled again for each batch
-                chosen = [system for system in chosen if system != "generate compiled"]
+                chosen = [system for system in chosen if system != COMPILED]
             facts = {"what": "speed", "shape": shape, "temperature": temperature, "texts": texts, "round": number}
             found.append(Part(facts, partial(take_turns, args, chosen, shape, temperature, texts, number)))
     return found
