@@ -56,6 +56,11 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
     "Gemma3n": {**SHARED_KEYS, "laurel_rank": 8, "altup_num_inputs": 2},
     "GptOss": {**LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     "GraniteSWA": {**LLAMA_LIKE, **WINDOW, **ALTERNATING, "attention_multiplier": 0.35, "initializer_range": 0.1},
+    "GraniteMoeSWA": {
+        **LLAMA_LIKE, **WINDOW, "num_hidden_layers": 3, "attention_multiplier": 0.35, "initializer_range": 0.1,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"], "layer_rope_theta": [1e4, 0, 1e3],
+        "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 40,
+    },
     "MiMoV2Flash": {  # the second layer has sinks, a window and twice the key heads; values are shorter than keys
         **LLAMA_LIKE, **WINDOW, "num_key_value_heads": 1, "layer_types": ["full_attention", "sliding_attention"],
         "head_dim": 16, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
@@ -318,7 +323,8 @@ DESCRIBED = [  # by a file of saltus.models.architectures
     "Glm", "MiniCPM3", "Mellum",
     "NanoChat", "Jais2", "Exaone", "Phi", "StableLm", "StableLm of parallel layers", "Nemotron", "Afmoe", "SolarOpen",
     "VaultGemma", "HyperCLOVAX", "FlexOlmo", "HYV3", "GraniteMoeShared", "SarvamMoE", "Flint", "Laguna",
-    "Laguna with other gates", "Apertus", "GPT2", "GPTBigCode", "GPTNeoX", "OPT",
+    "Laguna with other gates", "Apertus", "GPT2", "GPTBigCode", "GPTNeoX", "OPT", "GraniteSWA",
+    "GraniteMoeSWA",
     *RECURRENT,
 ]  # fmt: skip
 
@@ -345,6 +351,9 @@ def by_our_kernels(model, description, settings: FixedShapeSettings) -> CausalNe
         return CausalNetwork(model, fixed_shapes=True, fixed_shape_settings=settings)
 
 
+ZEROS = "correction_bias", "expert_bias", "correct_output_scale", "alpha_p", "alpha_n", "sinks"  # at first, or alike
+
+
 def tiny(name: str, seed: int = 0, **changes) -> PreTrainedModel:
     """Two layers of random weights, large enough that its laws have favourites."""
     common = {
@@ -356,9 +365,7 @@ def tiny(name: str, seed: int = 0, **changes) -> PreTrainedModel:
     set_seed(seed)
     model = model_class(name)(config).eval()
     for path, values in (*model.named_parameters(), *model.named_buffers()):
-        if path.endswith(
-            ("correction_bias", "expert_bias", "correct_output_scale", "alpha_p", "alpha_n")
-        ):  # zeros otherwise
+        if path.endswith(ZEROS):
             torch.nn.init.uniform_(values, -0.3, 0.3)
     return model
 

@@ -273,7 +273,7 @@ class _AngleTable:
 
     def __init__(self, base: Any, angles: Angles, hidden: Tensor) -> None:
         self.angles, self.hidden = angles, hidden
-        self.module = getattr(base, angles.path)
+        self.module = base.get_submodule(angles.path)
         kind = self.module.rope_type
         kind = kind[angles.layer_type] if isinstance(kind, dict) else kind
         self.is_static = kind in STATIC_ROPE_TYPES
