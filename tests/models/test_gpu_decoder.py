@@ -106,6 +106,7 @@ DESCRIBED = {
     },
     "HunYuanDenseV1": {}, "Gemma4Unified": {"sliding_window": 50, "global_head_dim": 64},
     "Olmo": {}, "NanoChat": {}, "VaultGemma": {"sliding_window": 50},
+    "GraniteSWA": {"sliding_window": 50, "layer_rope_theta": [1e4, 1e3]},
     "Llama of other sizes": {"head_dim": 48, "num_attention_heads": 20, "hidden_size": 320},
     "Youtu": LATENT | {"rope_interleave": False}, "Mistral4": LATENT | {"attention_bias": True, "head_dim": 48},
     "DeepseekV2": LATENT | {"num_attention_heads": 16, "q_lora_rank": None}, "Glm": {},

@@ -186,7 +186,7 @@ class GPUDecoder:
         from saltus.models.cuda.row_kernels import angle_table
 
         like = self.norm.weight.to(self.model.dtype)
-        return [angle_table(getattr(self.base, kind[0].path), count, like, *kind) for kind in self.kinds_of_angles]
+        return [angle_table(self.base.get_submodule(kind[0].path), count, like, *kind) for kind in self.kinds_of_angles]
 
     def reserve_positions(self, count: int) -> bool:
         """Extend the tables of angles to so many positions; True if they moved, and graphs hold their old addresses."""
