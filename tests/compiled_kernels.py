@@ -62,7 +62,7 @@ EXPERT_FORMATS = [getattr(GGMLQuantizationType, name) for name in ("Q4_0", "Q8_0
 OPTIONS = ("num_warps", "num_stages")
 PRODUCTS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")  # of warps, of warp groups (Hopper), of tensor memory
 OPERAND_IN_REGISTERS = r"wgmma\.mma_async\S* +\{[^}]*\}, *\{"
-SIZES = {"N", "K", "WIDTH", "FIRST", "STRIDE"}  # of a weight, not of a tile
+SIZES = {"N": 128, "K": 128, "WIDTH": 16, "FIRST": 16, "STRIDE": 16}  # of a weight: to a tile's size, to a vector's
 WITH_PRODUCTS = {
     "_linear",
     "_gate_and_up",
@@ -73,6 +73,13 @@ WITH_PRODUCTS = {
     "_combine",
 }
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes of a program
+
+
+def kind_of(name: str, value: Any) -> Any:
+    """The same for all values of a constant that a kernel is compiled alike for: those of two and more parts, too."""
+    if name in SIZES:
+        return min(value & -value, SIZES[name]) or SIZES[name]
+    return min(value, 2) if name == "PARTS" else value
 
 
 class Compiler:
@@ -99,8 +106,7 @@ class Compiler:
                 attributes[(place,)] = [["tt.divisibility", 16]]
             else:
                 signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-        alike = [min(value & -value, 128) if function.arg_names[place] in SIZES else value
-                 for (place,), value in constants.items()]  # fmt: skip
+        alike = [kind_of(function.arg_names[place], value) for (place,), value in constants.items()]
         key = function.__name__, str(signature), str(alike), str(options)
         if key not in self.binaries:
             source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)

@@ -8,7 +8,7 @@ suite's time. Of each function a test checks the first calls, and then ever fewe
 import dataclasses
 import functools
 from collections.abc import Iterator
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import jaxtyping
@@ -16,7 +16,9 @@ import pytest
 
 IS_CHECKED = pytest.StashKey[bool]()
 FIRST_CALLS = 10  # of a function in a test, all checked; then the 16th, the 32nd, …
-_num_calls: dict[int, int] = {}  # in this test, by the function's code, which all that one line makes share
+_checked_test = 0  # the number of the test that runs; 0 where its types are not checked
+_num_tests = 0
+_counts: dict[CodeType, list[int]] = {}  # by the code of a function, which all that one line makes share: test, calls
 _wrapped = jaxtyping.jaxtyped
 
 
@@ -38,16 +40,18 @@ def _wrapped_when_checked(*args: Any, **named: Any) -> Any:
 
 
 def _lazy(function: FunctionType, settings: dict[str, Any]) -> Any:
-    wrapped, code = None, id(function.__code__)
+    wrapped, counts = None, _counts.setdefault(function.__code__, [0, 0])
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
-        nonlocal wrapped
-        if jaxtyping.config.jaxtyping_disable:
+        if not _checked_test:
             return function(*args, **named)
-        count = _num_calls[code] = _num_calls.get(code, 0) + 1
+        if counts[0] != _checked_test:
+            counts[:] = _checked_test, 0
+        counts[1] = count = counts[1] + 1
         if count > FIRST_CALLS and count & (count - 1):
             return function(*args, **named)
+        nonlocal wrapped
         wrapped = wrapped or _wrapped(function, **settings)
         return wrapped(*args, **named)
 
@@ -70,9 +74,12 @@ def choose(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Around the test and its fixtures."""
-    _num_calls.clear()
-    jaxtyping.config.update("jaxtyping_disable", not item.stash.get(IS_CHECKED, False))
+    global _checked_test, _num_tests
+    _num_tests += 1
+    _checked_test = _num_tests if item.stash.get(IS_CHECKED, False) else 0
+    jaxtyping.config.update("jaxtyping_disable", not _checked_test)
     try:
         return (yield)
     finally:
+        _checked_test = 0
         jaxtyping.config.update("jaxtyping_disable", True)
