@@ -117,6 +117,16 @@ def test_each_prompt_is_answered_with_each_seed(engine):
     assert page.count('"prompt":') == 2  # the turns of the first seed
 
 
+@pytest.mark.parametrize(("temperature", "compared"), [(0.0, 1), (0.7, None)])
+def test_sampled_texts_of_rejection_sampling_are_not_compared(tiny_folder, temperature, compared):
+    own = saltus.load(str(tiny_folder()), "plain", rule="reject")
+    run = bench(
+        own, methods_under_test(own, ["plain", "lookup"]), TASKS[:1], sampling=Sampling(temperature=temperature)
+    )
+    told = aggregate_records(run.measure_task(0))
+    assert (told["plain"]["identical"], told["lookup"]["identical"]) == (1, compared)
+
+
 def test_a_method_is_measured_with_several_options(engine):
     variants = _variants(["plain", "lookup"], _varied(["lookup.max_ngram_size=2,4"], ["plain", "lookup"]), ())
     assert [each.name for each in variants] == [

@@ -153,7 +153,9 @@ class Benchmark:
             "acceptance": {name: dataclasses.asdict(histogram) for name, histogram in answer.acceptance.items()},
             "problems": answer.problems + (early if system.kind == "method" else []),
             "score": score, "accuracy_of": self.grader and self.grader.metric_name,
-            "other_rng": system.kind == "baseline" and not request.sampling.greedy,
+            "other_rng": not request.sampling.greedy and (
+                system.kind == "baseline" or (self.engine.decoder.rule == "reject" and system is not self.systems[0])
+            ),
         }  # fmt: skip
 
 
