@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from contextlib import contextmanager
+from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -40,25 +41,22 @@ def is_changed(prompt):
     return _hash(prompt)[0] % 5 == 0
 
 
-class Model:
-    """Law of the next token: a function of the prompt and the last three tokens, and of rounding noise."""
+@lru_cache(maxsize=1 << 16)  # tests ask the same prompts
+def law(prompt, last_tokens, length, salt):
+    """The logits of the next token: a function of the prompt and the last three tokens."""
+    rng = np.random.default_rng(_hash(prompt, last_tokens, length, salt))
+    lead = VOCABULARY[last_tokens[-1]] if last_tokens else b""
+    allowed = [VOCABULARY.index(tail) for tail in LEADS.get(lead, ())]
+    mask = np.full(len(VOCABULARY), -np.inf)
+    mask[allowed or [i for i in range(len(VOCABULARY)) if i not in TAILS]] = 0
+    if length < 20:
+        mask[END] = -np.inf
+    return rng.normal(0, 3, len(VOCABULARY)) + mask
 
-    def __init__(self, noise: float):
-        self.noise, self.laws = noise, {}
 
-    def logits(self, prompt, tokens, salt, rounding):
-        key = prompt, tuple(tokens[-3:]), len(tokens), salt
-        if key not in self.laws:
-            rng = np.random.default_rng(_hash(*key))
-            law = rng.normal(0, 3, len(VOCABULARY))
-            lead = VOCABULARY[tokens[-1]] if tokens else b""
-            allowed = [VOCABULARY.index(tail) for tail in LEADS.get(lead, ())]
-            mask = np.full(len(VOCABULARY), -np.inf)
-            mask[allowed or [i for i in range(len(VOCABULARY)) if i not in TAILS]] = 0
-            if len(tokens) < 20:
-                mask[END] = -np.inf
-            self.laws[key] = law + mask
-        return self.laws[key] + rounding.normal(0, self.noise, len(VOCABULARY))
+@lru_cache(maxsize=1 << 16)
+def gumbel_noise(seed, position):
+    return np.random.default_rng(_hash(seed, position)).gumbel(size=len(VOCABULARY))
 
 
 class AuditedServer:
@@ -66,7 +64,7 @@ class AuditedServer:
 
     def __init__(self, faults=(), noise=0.003, seed=0, missing=(), strict=False, penalty=0.0):
         self.faults, self.missing, self.strict, self.penalty = set(faults), set(missing), strict, penalty
-        self.model, self.lock = Model(noise), threading.Lock()
+        self.noise, self.lock = noise, threading.Lock()
         self.seeds = np.random.default_rng(seed)
         self.open, self.drafted, self.accepted, self.prefixes, self.last = 0, 0, 0, set(), ""
 
@@ -140,9 +138,9 @@ class AuditedServer:
         if "seed ignored" in faults or seed is None or "seed" in self.missing:
             seed = int(chance.integers(1 << 30))
         while len(ids) < limit:
-            logits = self.model.logits(prompt, ids, salt if len(ids) > 4 else 0, chance)
-            scores = logits if temperature == 0 else logits / temperature + np.random.default_rng(
-                _hash(seed, len(ids))).gumbel(size=len(logits))  # fmt: skip
+            logits = law(prompt, tuple(ids[-3:]), len(ids), salt if len(ids) > 4 else 0)
+            logits = logits + chance.normal(0, self.noise, len(VOCABULARY))
+            scores = logits if temperature == 0 else logits / temperature + gumbel_noise(seed, len(ids))
             if self.penalty:  # llama-cpp-python has one by default
                 scores = scores - self.penalty * np.isin(np.arange(len(scores)), ids)
             chosen = int(scores.argmax())
