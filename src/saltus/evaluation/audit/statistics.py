@@ -46,20 +46,20 @@ def _permutation_p_value(tables: Sequence[np.ndarray], size: Callable[[int], int
 
 @lru_cache
 def _labellings(replies: int) -> np.ndarray:
-    """All choices of half of the replies as the first side, as ±1; the observed one first."""
-    rows = np.full((math.comb(replies, replies // 2), replies), -1, dtype=np.int64)
-    for row, chosen in enumerate(combinations(range(replies), replies // 2)):
-        rows[row, list(chosen)] = 1
+    """All choices of half of the replies as the first side, as ±1.0; the observed one first."""
+    chosen = np.array(list(combinations(range(replies), replies // 2)))
+    rows = np.full((len(chosen), replies), -1.0)  # products of integers have no fast library
+    np.put_along_axis(rows, chosen, 1.0, axis=1)
     return rows
 
 
 def _across_less_within(group: Differences) -> np.ndarray:
     signs = _labellings(len(group))
-    return -(signs @ group.astype(np.int64) * signs).sum(axis=1) // 2  # across minus within, by pairs
+    return ((signs @ group.astype(float)) * signs).sum(axis=1) / -2  # across minus within, by pairs
 
 
 def _odd_side(group: Differences) -> np.ndarray:
-    return _labellings(len(group)) @ group.astype(np.int64).sum(axis=1)
+    return _labellings(len(group)) @ group.astype(float).sum(axis=1)
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
