@@ -229,7 +229,7 @@ def decode_described() -> None:
     many_heads = {"num_attention_heads": 16, "head_dim": 128, "hidden_size": 2048}
     for config in (
         Gemma3TextConfig(**sizes), Exaone4Config(**sizes), Glm4Config(**sizes, pad_token_id=0),
-        Olmo2Config(**sizes | many_heads), Gemma2Config(**sizes), CohereConfig(**sizes), gemma4(), llama4(),
+        Olmo2Config(**sizes | many_heads), Gemma2Config(**sizes), CohereConfig(**sizes), gemma4(), llama4(), gemma3n(),
         HunYuanDenseV1Config(**sizes), GptOssConfig(**sizes, num_local_experts=4), latent(),
         Starcoder2Config(**sizes), LlamaConfig(**sizes, mlp_bias=True, pad_token_id=0),
         Phi3Config(**sizes | {"num_attention_heads": 32, "head_dim": 96, "hidden_size": 3072, "pad_token_id": 0}),
@@ -264,6 +264,18 @@ def gemma4() -> Any:
         hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=1,
         head_dim=256, global_head_dim=512, num_global_key_value_heads=1, attention_k_eq_v=True, vocab_size=300,
         vocab_size_per_layer_input=300, hidden_size_per_layer_input=64, pad_token_id=0,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+
+
+def gemma3n() -> Any:
+    """Several streams of hidden states, a low-rank branch and sparse gates, of sizes that are no powers of two."""
+    from transformers import Gemma3nTextConfig
+
+    return Gemma3nTextConfig(
+        hidden_size=320, intermediate_size=640, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1,
+        head_dim=64, num_kv_shared_layers=0, vocab_size=300, vocab_size_per_layer_input=200, laurel_rank=64,
+        hidden_size_per_layer_input=64, activation_sparsity_pattern=[0.95, 0.0], pad_token_id=0,
         layer_types=["sliding_attention", "full_attention"],
     )  # fmt: skip
 

@@ -331,10 +331,12 @@ def test_a_gguf_file_is_packed_and_decoded_by_our_kernels_on_the_device(device, 
     assert layers.rotary_emb.inv_freq.device.type == "cuda"
 
 
-@pytest.mark.parametrize("name", ["Gemma3", "Llama4"])  # whose experts get a `forward` of ours before
+@pytest.mark.parametrize("name", ["Gemma3", "Gemma3n", "Llama4"])  # whose experts get a `forward` of ours before
 def test_described_layers_decode_by_our_kernels(device, monkeypatch, architecture_folder, name):
     monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
     sizes = {"intermediate_size_mlp": 64} if name == "Llama4" else {}
+    if name == "Gemma3n":
+        sizes = {"laurel_rank": 64, "hidden_size_per_layer_input": 64}
     engine = load(architecture_folder(name, **OWN_KERNELS, **sizes))
     assert engine.network.compute_path == "native"
     check_texts(engine, ["lookup"], temperature=0.8, tokens=5)

@@ -113,6 +113,10 @@ DESCRIBED = {
     "MiniCPM3": LATENT | {"num_attention_heads": 16, "num_key_value_heads": 16},
     "Starcoder2": {"sliding_window": 50}, "Jais2": {}, "InternLM3": {}, "Nemotron": {},
     "Phi": {"num_key_value_heads": None}, "StableLm": {},
+    "Gemma3n": {
+        "sliding_window": 50, "num_hidden_layers": 4, "laurel_rank": 64, "hidden_size_per_layer_input": 64,
+        "altup_num_inputs": 3, "activation_sparsity_pattern": [0.6, 0.0] * 2, "vocab_size_per_layer_input": 80,
+    },
     "Llama4": {"attention_chunk_size": 50, "num_hidden_layers": 3, "intermediate_size_mlp": 64},
 }  # fmt: skip
 
@@ -133,9 +137,9 @@ def test_described_layers_are_those_of_transformers_and_rows_do_not_depend_on_ea
     assert torch.equal(together[1].logits.float().cpu(), torch.stack(alone))
 
 
-@pytest.mark.parametrize("name", ["Gemma3n"])
+@pytest.mark.parametrize("name", ["GPT2", "GPTNeoX", "Arcee of an exact GELU"])
 def test_layers_that_the_kernels_do_not_know_are_left_to_others(name):
-    assert described_for_gpu(tiny(name)) is None
+    assert described_for_gpu(tiny(name, **{"hidden_act": "gelu"} if "of" in name else {})) is None
 
 
 @pytest.mark.parametrize(

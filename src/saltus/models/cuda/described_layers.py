@@ -33,7 +33,7 @@ ACTIVATIONS = {"silu", "gelu_tanh"}  # of gates, that `linear_kernels` computes
 def described_for_gpu(model: Any) -> DecoderDescription | None:
     """What an unmodified model of an architecture computes, if our kernels for GPUs know all of it; else None."""
     description = describe_decoder(model) if is_unmodified_decoder(model) else None
-    if description is None or description.streams is not None or description.positions is not None:
+    if description is None or description.positions is not None:
         return None
     base = decoder_of(model)
     known = all(_is_known(layer, base) for layer in description.layers)
@@ -43,12 +43,14 @@ def described_for_gpu(model: Any) -> DecoderDescription | None:
 
 def _have_all_tokens(inputs: PerLayerEmbeddings, model: Any) -> bool:
     embedded = len(decoder_of(model).get_submodule(inputs.embedding).weight)
-    return embedded >= len(model.lm_head.weight) and not inputs.others_are_first
+    return embedded >= len(model.lm_head.weight) or inputs.others_are_first
 
 
 def _is_known(layer: Layer, base: Any) -> bool:
     output_norms = layer.mixer_output_norm, layer.mlp_output_norm
-    if layer.laurel or layer.altup or (layer.residual_scale != 1 and any(output_norms)):
+    if layer.residual_scale != 1 and any(output_norms):
+        return False
+    if layer.altup is not None and (layer.output_scale is not None or not layer.mixer_norm or not layer.mlp):
         return False
     return (
         all(_is_known_mixer(mixer, base) for mixer, _ in mixers_of(layer))
@@ -159,7 +161,7 @@ def _is_known_mlp_or_experts(mlp: MLP | Experts | MLPAndExperts | None, base: An
 
 def _is_known_mlp(mlp: MLP, base: Any) -> bool:
     known = ACTIVATIONS if mlp.gate is not None else ACTIVATIONS | {"relu_squared"}
-    if mlp.gate_cutoff is not None or mlp.activation not in known or mlp.down.stop is not None:
+    if mlp.activation not in known or mlp.down.stop is not None:
         return False
     feeding = [each for each in (mlp.gate, mlp.up) if each is not None]
     return whole_layers(feeding, base) is not None

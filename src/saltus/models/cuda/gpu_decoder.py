@@ -21,6 +21,7 @@ from saltus.models.cuda.gpu_attention import AttentionOfCall, GPUAttention, Shap
 from saltus.models.cuda.gpu_latent import GPULatentAttention
 from saltus.models.cuda.gpu_layers import KINDS_OF_ATTENTION, GPULayer, GPUMLPAndExperts, GPUPerLayerEmbeddings
 from saltus.models.cuda.gpu_recurrent import StatesOfCall
+from saltus.models.cuda.gpu_streams import GPUStreams
 from saltus.models.cuda.kernel_support import has_kernels
 from saltus.models.cuda.kv_pages import KVPagePool
 from saltus.models.cuda.layer_weights import norm_of
@@ -109,6 +110,8 @@ def fits_described(model: Any, description: DecoderDescription) -> bool:
     matrices += [part for each in mixers if isinstance(each, KimiDeltaNet) for part in (each.decay[1], each.gate[1])]
     matrices += [each for layer in layers if (mlp := mlp_of(layer)) for each in (mlp.down, mlp.up)]
     matrices += [each for layer in layers if (beside := layer.per_layer_input) for each in (beside.gate, beside.output)]
+    matrices += [each for layer in layers if (beside := layer.laurel) for each in (beside.down, beside.up)]
+    matrices += description.streams.projections if description.streams is not None else ()
     summed = [base.get_submodule(path).weight.shape[-1] for path in {*routers, *(each.path for each in matrices)}]
     dims = {each.dim for each in attention}
     vectors = {size for each in latent for size in (each.latent_dim, each.nope_dim, each.rope_dim)}
@@ -149,6 +152,7 @@ class GPUDecoder:
     ) -> None:
         self.model, self.description = model, description
         self.per_layer_embeddings: GPUPerLayerEmbeddings | None = None
+        self.streams: GPUStreams | None = None
         if description is None:
             self.base, self.kinds_of_angles = model.model, [(Angles(), False)]
             windows = windows or [sliding_window(model.config, number) for number in range(len(self.base.layers))]
@@ -162,6 +166,8 @@ class GPUDecoder:
             self.layers = [GPULayer.described(each, self.weights, self.kinds_of_angles) for each in description.layers]
             self.norm = norm_of(description.norm, self.weights)
             self.input_norm = norm_of(description.input_norm, self.weights)
+            if description.streams is not None:
+                self.streams = GPUStreams.described(description.streams, self.weights)
             if description.per_layer_embeddings is not None:
                 self.per_layer_embeddings = GPUPerLayerEmbeddings.described(
                     description.per_layer_embeddings, self.weights
@@ -255,13 +261,19 @@ class GPUDecoder:
         """
         self._allocate(pool, hidden)
         x, attention = torch.empty_like(hidden), AttentionOfCall(inputs, pool, last_seen)
-        states = _HiddenStates(hidden, inputs.shape.num_rows, hidden_state_layers)
+        rows = inputs.shape.num_rows
+        states = _HiddenStates(hidden, rows, hidden_state_layers)
+        streams = None if self.streams is None else self.streams.of_call(hidden, rows)
         for number, layer in enumerate(self.layers):
             states.layers_read, read = number, x
+            if streams is not None and layer.altup is not None:
+                states.keep(streams.active)
+                streams.predict(layer.altup, hidden)
             if number == 0 and first_input is not None:
                 read = first_input
             elif layer.mixers:
                 states.normalise(layer.input_norm, x)
+            beside = None if layer.laurel is None else layer.laurel(x, rows)
             for mixer, scale in layer.mixers:
                 if isinstance(mixer, KINDS_OF_ATTENTION):
                     parts = mixer.parts(read, number, [self.angles[each] for each in mixer.angles], attention)
@@ -269,6 +281,8 @@ class GPUDecoder:
                     assert recurrent is not None
                     parts = mixer.parts(read, self.places_of_states[number], recurrent)
                 states.add(parts, output_norm=layer.mixer_output_norm, scale=scale * layer.residual_scale)
+            if beside is not None:
+                states.add(beside, state_scale=0.5**0.5)
             if layer.mlp is not None:
                 if not layer.parallel:
                     states.normalise(layer.post_norm, x)
@@ -278,13 +292,23 @@ class GPUDecoder:
                     parts = layer.mlp.parts(x, inputs, pool.page_size)
                 scale = layer.mlp_scale * layer.residual_scale
                 states.add(parts, output_norm=layer.mlp_output_norm, scale=scale)
+            if streams is not None and layer.altup is not None:
+                states.normalise(None, x)
+                streams.correct(layer.altup, hidden, x)
             if layer.per_layer_input is not None:
                 assert per_layer_parts is not None
-                states.normalise(None, x)
-                parts = layer.per_layer_input.parts(x, per_layer_parts[number], inputs.shape.num_rows)
-                states.add(parts, output_norm=layer.per_layer_input.norm)
+                if streams is None:
+                    states.normalise(None, x)
+                parts = layer.per_layer_input.parts(x, per_layer_parts[number], rows)
+                if streams is None:
+                    states.add(parts, output_norm=layer.per_layer_input.norm)
+                else:
+                    streams.add_to_others(parts, layer.per_layer_input.norm)
             states.output["state_scale"] = layer.output_scale
         states.layers_read = len(self.layers)
+        if streams is not None:
+            states.keep(streams.active)
+            streams.end(hidden)
         states.normalise(self.norm, x)
         return x, list(states.collected.values())
 
@@ -346,5 +370,9 @@ class _HiddenStates:
 
         row_kernels.add_and_norm(self.parts, self.hidden, norm, out, self.rows, **self.output)
         self.parts, self.output = None, {}
+        self.keep(self.hidden)
+
+    def keep(self, hidden: Tensor) -> None:
+        """Copy these states [padded rows, hidden] if those after the layers so far are wanted."""
         if self.layers_read in self.wanted and self.layers_read not in self.collected:
-            self.collected[self.layers_read] = self.hidden[: self.rows].clone()
+            self.collected[self.layers_read] = hidden[: self.rows].clone()

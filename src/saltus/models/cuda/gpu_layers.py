@@ -15,6 +15,7 @@ from saltus.models.cuda.gpu_attention import GPUAttention, KindOfAngles
 from saltus.models.cuda.gpu_experts import Mixture
 from saltus.models.cuda.gpu_latent import GPULatentAttention
 from saltus.models.cuda.gpu_recurrent import GPURecurrence, GPUShortConvolution, recurrence_of
+from saltus.models.cuda.gpu_streams import GPUAltUp, GPULaurel
 from saltus.models.cuda.layer_weights import bias_of, layers_of, norm_of, parts_of
 from saltus.models.cuda.packed_weight import joined_packed
 from saltus.models.decoder_description import (
@@ -49,6 +50,7 @@ class GPUMLP:
     gate_scale: float = NO_SCALE  # before the activation
     bias: Tensor | None = None  # of gates, then of the others
     down_bias: Tensor | None = None
+    gate_cutoff: float | None = None  # of what the gate gives, in standard deviations above the mean
 
     @classmethod
     def of(cls, gate_and_up: Sequence[Tensor], down: Tensor, *settings: Any) -> GPUMLP:
@@ -66,16 +68,16 @@ class GPUMLP:
         layers, down = layers_of(given, weights.base), weights.module(mlp.down.path)
         return cls.of(
             parts_of(layers, len(given)), down.weight, mlp.activation, mlp.gate is not None, mlp.gate_scale,
-            bias_of(layers), bias_of([down]),
+            bias_of(layers), bias_of([down]), mlp.gate_cutoff,
         )  # fmt: skip
 
     def parts(self, x: Tensor, inputs: StaticInputs, first_slot: int) -> Tensor:
         """[parts, rows, hidden], float32, of x [padded rows, hidden]; as that of Mixture."""
-        from saltus.models.cuda import linear_kernels
+        from saltus.models.cuda import linear_kernels, stream_kernels
 
         rows = inputs.shape.num_rows
         active = x.new_empty(len(x), self.down[0].shape[1])
-        if self.has_gate and self.gate_scale == NO_SCALE:
+        if self.has_gate and self.gate_scale == NO_SCALE and self.gate_cutoff is None:
             linear_kernels.gate_and_up(x, self.gate_and_up, active, self.gate_blocks, rows, self.activation, self.bias)
         else:
             size = active.shape[1]
@@ -83,6 +85,8 @@ class GPUMLP:
             linear_kernels.linear(x, self.gate_and_up, given, self.gate_blocks, rows, bias=self.bias)
             if self.gate_scale != NO_SCALE:
                 given[:, :size] *= self.gate_scale
+            if self.gate_cutoff is not None:
+                stream_kernels.cut_off(given, size, self.gate_cutoff)
             linear_kernels.activate(given, active, self.activation)
         return linear_kernels.linear_parts(active, self.down, self.down_blocks, rows, self.down_bias)
 
@@ -125,6 +129,7 @@ class GPUPerLayerEmbeddings:
     projection: Sequence[Tensor]
     blocks: Any
     norm: Any
+    others_are_first: bool
 
     @classmethod
     def described(cls, described: PerLayerEmbeddings, weights: Resolver) -> GPUPerLayerEmbeddings:
@@ -133,7 +138,8 @@ class GPUPerLayerEmbeddings:
         projection = weights.module(described.projection.path).weight.detach()
         table = weights.module(described.embedding).weight.detach()
         scale = float(torch.tensor(described.embedding_scale, dtype=table.dtype))
-        return cls(table, scale, [projection], blocks_of(projection, parts=False), norm_of(described.norm, weights))
+        norm, others = norm_of(described.norm, weights), described.others_are_first
+        return cls(table, scale, [projection], blocks_of(projection, parts=False), norm, others)
 
     def gates_and_parts(self, tokens: Tensor, embedded: Tensor, rows: int) -> Tensor:
         """[layers, rows, 2 · size]: room for each layer's gate, then its part, of tokens [rows].
@@ -147,6 +153,8 @@ class GPUPerLayerEmbeddings:
         linear_kernels.linear(embedded, self.projection, projected, self.blocks, rows)
         projected, normed = projected.view(-1, size), torch.empty_like(projected).view(-1, size)
         row_kernels.add_and_norm(None, projected, self.norm, normed, len(projected))
+        if self.others_are_first:
+            tokens = torch.where(tokens < len(self.table), tokens, 0)
         parts = (normed.view(rows, -1) + self.table.index_select(0, tokens) * self.scale) * 0.5**0.5
         parts = parts.view(rows, -1, size).transpose(0, 1)
         both = embedded.new_empty(len(parts), rows, 2 * size)
@@ -198,6 +206,8 @@ class GPULayer:
     output_scale: float = NO_SCALE  # of what the layer gives
     per_layer_input: GPUPerLayerInput | None = None
     parallel: bool = False  # the MLP reads what attention reads
+    laurel: GPULaurel | None = None
+    altup: GPUAltUp | None = None
 
     @property
     def attention(self) -> GPUAttention | GPULatentAttention | None:
@@ -235,6 +245,8 @@ class GPULayer:
             NO_SCALE if mlp is None else mlp.output_scale,
             NO_SCALE if layer.output_scale is None else float(weights.tensor(layer.output_scale)),
             None if beside is None else GPUPerLayerInput.described(beside, weights), layer.parallel,
+            None if layer.laurel is None else GPULaurel.described(layer.laurel, weights),
+            None if layer.altup is None else GPUAltUp.described(layer.altup, weights),
         )  # fmt: skip
 
 
