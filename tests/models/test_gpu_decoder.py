@@ -388,6 +388,23 @@ def test_hidden_states_after_a_layer_and_the_greatest_logits_come_along(llama):
     assert ((again - outputs.logits.float()).norm() / again.norm()) < BOUND
 
 
+@pytest.mark.skipif(native.load_kernels() is None, reason="compares with compiled kernels")
+def test_hidden_states_of_several_streams_are_those_of_the_active_one_as_on_a_cpu():
+    sizes = DESCRIBED["Gemma3n"] | {
+        "altup_active_idx": 1, "num_hidden_layers": 2, "num_kv_shared_layers": 0, "layer_types": None,
+        "activation_sparsity_pattern": None,
+    }  # fmt: skip
+    network, _ = decoded("Gemma3n", described=True, **sizes)
+    on_cpu, found = CausalNetwork(copy.deepcopy(network.model).float().cpu(), fixed_shapes=False), []
+    assert on_cpu.compute_path == "native"
+    for each in (network, on_cpu):
+        each.add_hidden_state_layers((1, 2))
+        inputs = ForwardInputs(continuation(text(5), 9), *TREE, output_hidden_states=True)
+        found.append(each.forward([inputs], [each.new_kv_cache()])[0].hidden_states.float().cpu())
+    for states, expected in zip(*(each.split(SIZES["hidden_size"], 1) for each in found), strict=True):
+        assert (states - expected).norm() < BOUND * expected.norm()
+
+
 @pytest.mark.parametrize(("outputs", "inputs", "parts"), [(70, 64, 1), (96, 640, 3)])
 def test_a_product_is_right_and_its_rows_do_not_depend_on_their_number(outputs, inputs, parts):
     generator = torch.Generator().manual_seed(0)
