@@ -2,6 +2,7 @@
 
 # Triton's own types differ between its releases, and say of `range` in a kernel that nothing comes back.
 # pyright: reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
