@@ -264,6 +264,13 @@ RECURRENT: dict[str, dict] = {  # on our kernels alone
     "GraniteMoeHybrid without experts": {
         **MAMBA, **MIXERS, "num_local_experts": 0, "shared_intermediate_size": 40, "position_embedding_type": "rope",
     },
+    "Mamba": {"hidden_size": 48, "state_size": 10, "time_step_rank": 7},
+    "FalconMamba": {"hidden_size": 40, "state_size": 8, "time_step_rank": 6},
+    "Jamba": {
+        **LLAMA_LIKE, "num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 2, "mamba_d_state": 10,
+        "mamba_dt_rank": 7, "num_experts": 4, "num_experts_per_tok": 2, "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+    },
     "Mamba2": {"hidden_size": 48, "num_heads": 6, "head_dim": 16, "state_size": 10, "n_groups": 2},
     "NemotronH": {
         **NEMOTRON, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],

@@ -108,6 +108,23 @@ def recurrence(
     return Mixer("recur", inputs, heads * value_dim, sizes, constants, tensors, dtype)
 
 
+def mamba(dtype: torch.dtype, channels: int = 70, state: int = 10) -> Mixer:
+    """A step for each channel, and a decay for each number of its state."""
+    columns, keys = native.STATE_COLUMNS, -(-state // 4) * 4
+    blocks = -(-channels // columns)
+    inputs = {"query": state, "key": state, "value": channels, "step": channels}
+    tensors = {
+        "bias": normal(channels, seed=1), "rate": -normal(blocks, keys, columns, seed=2).exp(),
+        "skip": normal(blocks * columns, seed=3),
+    }  # fmt: skip
+    constants = {
+        "heads": 1, "groups": 1, "key_dim": state, "value_dim": channels, "least": 0.0, "most": float("inf"),
+        "scale": 1.0, "epsilon": 0.0, "steps": channels, "weight_scale": 1.0,
+    }  # fmt: skip
+    sizes = StateSizes(padded(4 * tensors["rate"].numel()), padded((state + 2 * channels) * dtype.itemsize))
+    return Mixer("recur", inputs, channels, sizes, constants, tensors, dtype)
+
+
 def expected_convolution(mixer: Mixer, x: dict[str, Tensor]) -> Tensor:
     inputs = x["x"].float() * x["before"].float() if "before" in x else x["x"].float()
     bias = mixer.tensors["bias"].float() if "bias" in mixer.tensors else None
@@ -116,8 +133,22 @@ def expected_convolution(mixer: Mixer, x: dict[str, Tensor]) -> Tensor:
     return out * x["after"].float() if "after" in x else out
 
 
+def expected_scan(mixer: Mixer, x: dict[str, Tensor]) -> Tensor:
+    """Each row's change of the states [channels, numbers], one row after the other (Gu & Dao 2024, algorithm 2)."""
+    channels, count = mixer.constants["value_dim"], mixer.constants["key_dim"]
+    rates = mixer.tensors["rate"].transpose(1, 2).flatten(0, 1)[:channels, :count]
+    states, out = torch.zeros(channels, count), []
+    steps = F.softplus(x["step"].float() + mixer.tensors["bias"])
+    for query, key, value, step in zip(x["query"].float(), x["key"].float(), x["value"].float(), steps, strict=True):
+        states = (step[:, None] * rates).exp() * states + (step * value)[:, None] * key
+        out.append(states @ query + mixer.tensors["skip"][:channels] * value)
+    return torch.stack(out)
+
+
 def expected_recurrence(mixer: Mixer, x: dict[str, Tensor]) -> Tensor:
     at, rows = mixer.constants, len(x["step"])
+    if at["heads"] == 1:
+        return expected_scan(mixer, x)
     query, key = (x[name].float().view(1, rows, at["groups"], -1) for name in ("query", "key"))
     value, bias = x["value"].float().view(1, rows, at["heads"], -1), mixer.tensors["bias"]
     weights = x["weight"].float().sigmoid()[None] if "weight" in x else None
@@ -146,6 +177,7 @@ MIXERS = {
     "delta rule of whole blocks": lambda dtype: recurrence(dtype, heads=2, groups=2, key_dim=64, value_dim=64),
     "delta rule of channel-wise decays": lambda dtype: recurrence(dtype, heads=3, groups=3, channelwise=True),
     "scan": lambda dtype: recurrence(dtype, delta=False, limits=(0.3, 1.5)),
+    "scan with steps of channels": mamba,
 }
 each_mixer = pytest.mark.parametrize("name", MIXERS)
 

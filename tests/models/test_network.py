@@ -77,8 +77,8 @@ def without_other_experts(model, dtype: torch.dtype, errors: torch.Tensor) -> to
 
 
 SENSITIVE = [  # rounding changes much
-    "Bamba", "GraniteMoeHybrid without experts", "KimiLinear", "Llama4", "Llama4 without experts", "Olmo", "OlmoHybrid",
-    "Youtu",
+    "Bamba", "GraniteMoeHybrid without experts", "Jamba", "KimiLinear", "Llama4", "Llama4 without experts", "Olmo",
+    "OlmoHybrid", "Youtu",
     *(name for name in RECURRENT if name.startswith(("Qwen", "FalconH1"))),
 ]  # fmt: skip
 
@@ -411,7 +411,6 @@ def tiny_like(model):
 
 REFUSED = {
     "Falcon": ({"hidden_size": 48, "num_attention_heads": 6}, "AttentionInterface"),
-    "Mamba": ({"hidden_size": 48}, "keeps a state"),
     "RecurrentGemma": ({**LLAMA_LIKE, "num_hidden_layers": 3}, "keeps a state"),
     "Bart": (
         {"d_model": 48, "decoder_attention_heads": 6, "decoder_layers": 2, "decoder_ffn_dim": 64, "encoder_layers": 1},

@@ -35,6 +35,7 @@ class Weight:
     path: str
     start: int = 0
     stop: int | None = None
+    has_bias: bool = True  # if the layer has one
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,27 @@ class Mamba2:
     scales: tuple[tuple[float, int], ...] = ()  # what so many of the inputs' outputs are multiplied by, in turn
 
 
-Mixer = Attention | LatentAttention | ShortConvolution | DeltaNet | KimiDeltaNet | Mamba2
+@dataclass(frozen=True)
+class Mamba:
+    """A selective state space with a step for each channel, and a decay for each number of its state (Gu & Dao 2024).
+
+    `inputs` gives channels and gates beside each other. Of the convolved channels `selection` gives a vector of `rank`
+    numbers, from which `steps` makes those of all channels, B and C; each of these three may have a norm.
+    """
+
+    inputs: Weight
+    path: str  # of the kernel conv1d, A_log and D
+    selection: Weight
+    steps: Weight  # without its bias
+    step_bias: str  # the path of it
+    output: Weight
+    channels: int
+    state: int
+    rank: int
+    norms: tuple[Norm, Norm, Norm] | None = None
+
+
+Mixer = Attention | LatentAttention | ShortConvolution | DeltaNet | KimiDeltaNet | Mamba | Mamba2
 
 
 @dataclass(frozen=True)
@@ -241,10 +262,10 @@ class MLP:
     up: Weight
     down: Weight
     activation: Activation | Literal["xielu"] = "silu"
-    xielu: str | None = None  # the path of this activation's numbers (Huang & Schlag 2024)
     gate_scale: float = 1.0  # of what the gate gives, before the activation
     output_scale: float = 1.0
     gate_cutoff: float | None = None
+    xielu: str | None = None  # the path of this activation's numbers (Huang & Schlag 2024)
 
 
 @dataclass(frozen=True)
@@ -402,11 +423,11 @@ class DecoderDescription:
     embedding_scale: float = 1.0
     input_scale: float = 1.0
     input_norm: Norm | None = None
-    positions: Positions | None = None
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     per_layer_embeddings: PerLayerEmbeddings | None = None
     streams: Streams | None = None  # layers have AltUp
+    positions: Positions | None = None
 
 
 def mixers_of(layer: Layer) -> tuple[tuple[Mixer, float], ...]:

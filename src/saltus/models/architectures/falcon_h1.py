@@ -49,7 +49,8 @@ def describe(config: Any) -> DecoderDescription:
             (attention, inner * config.attention_out_multiplier),
         )
         gate, up, down = (Weight(f"{path}.feed_forward.{name}_proj") for name in ("gate", "up", "down"))
-        mlp = MLP(gate, up, down, activation(config.hidden_act), gate_scale, output_scale)
+        active = activation(config.hidden_act)
+        mlp = MLP(gate, up, down, active, gate_scale=gate_scale, output_scale=output_scale)
         norms = Norm(f"{path}.input_layernorm", epsilon), Norm(f"{path}.pre_ff_layernorm", epsilon)
         layers.append(Layer(ParallelMixers(mixers), mlp, *norms))
     return DecoderDescription(

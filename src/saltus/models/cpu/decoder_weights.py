@@ -58,7 +58,7 @@ class Resolver:
         if 0 in whole.shape:
             sides = " x ".join(map(str, whole.shape))
             raise ValueError(f"a decoder's {weight.path} has a weight of {sides} numbers; fetch it again")
-        bias = getattr(module, "bias", None)
+        bias = getattr(module, "bias", None) if weight.has_bias else None
         if weight.stop is None:
             return Matrix(whole, bias)
         rows = slice(weight.start, weight.stop)

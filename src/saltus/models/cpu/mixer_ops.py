@@ -1,4 +1,4 @@
-"""Make the operations of layers that keep a state: short convolutions, the gated delta rule, Mamba-2."""
+"""Make the operations of layers that keep a state: short convolutions, the gated delta rule, Mamba, Mamba-2."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saltus.kernels import native
 from saltus.models.cpu.operations import Operations
-from saltus.models.decoder_description import DeltaNet, KimiDeltaNet, Mamba2, Norm, ShortConvolution, Weight
+from saltus.models.decoder_description import DeltaNet, KimiDeltaNet, Mamba, Mamba2, Norm, ShortConvolution, Weight
 
 ALIGNMENT = 64  # bytes, of a layer's states
 KEY_UNIT = 4  # keys of a state are padded to multiples of it
@@ -23,12 +23,14 @@ class MixerOps:
 
     ops: Operations
 
-    def add(self, mixer: ShortConvolution | DeltaNet | KimiDeltaNet | Mamba2, norm: Norm | None) -> Tensor:
+    def add(self, mixer: ShortConvolution | DeltaNet | KimiDeltaNet | Mamba | Mamba2, norm: Norm | None) -> Tensor:
         """What the output layer of a mixer multiplies, [rows, size]."""
         if isinstance(mixer, ShortConvolution):
             return self._short_convolution(mixer, norm)
         if isinstance(mixer, KimiDeltaNet):
             return self._kimi_delta_net(mixer, norm)
+        if isinstance(mixer, Mamba):
+            return self._selective_scan(mixer, norm)
         return self._delta_net(mixer, norm) if isinstance(mixer, DeltaNet) else self._mamba(mixer, norm)
 
     def _short_convolution(self, mixer: ShortConvolution, norm: Norm | None) -> Tensor:
@@ -78,6 +80,40 @@ class MixerOps:
         )  # fmt: skip
         sigmoid = native.ACTIVATION_NUMBERS["sigmoid"]
         self.gate(out, gate, dim, mixer.norm, epsilon=mixer.epsilon, activation=sigmoid)
+        return out
+
+    def _selective_scan(self, mixer: Mamba, norm: Norm | None) -> Tensor:
+        ops, size, state = self.ops, mixer.channels, mixer.state
+        (inputs,) = self._inputs((mixer.inputs,), (2 * size,), norm)
+        x, gate = inputs.split(size, 1)
+        value = self._convolve(f"{mixer.path}.conv1d", x, silu=True)
+        (selected,) = self._inputs((mixer.selection,), (mixer.rank + 2 * state,), None, "selected", value)
+        parts, first = [], 0
+        for number, width in enumerate((mixer.rank, state, state)):
+            parts.append(ops.buffer(f"selected part {number}", width))
+            ops.copy(selected, parts[number], first)
+            first += width
+            if mixer.norms is not None:
+                ops.normalize(parts[number], mixer.norms[number], parts[number])
+        (step,) = self._inputs((mixer.steps,), (size,), None, "step", parts[0])
+        rates = -self._vector(f"{mixer.path}.A_log", size * state).view(size, state).exp()
+        columns, keys = native.STATE_COLUMNS, -(-state // KEY_UNIT) * KEY_UNIT
+        padded = rates.new_zeros(-(-size // columns) * columns, keys)
+        padded[:size, :state] = rates
+        skip = rates.new_zeros(len(padded))
+        skip[:size] = self._vector(f"{mixer.path}.D", size)
+        inputs = {"query": parts[2], "key": parts[1], "value": value, "step": step}
+        out = ops.buffer("recurrent", size)
+        struct = native.Recurrence(
+            **{name: each.data_ptr() for name, each in inputs.items()},
+            **{f"{name}_row": each.stride(0) for name, each in inputs.items()},
+            **self._places(4 * padded.numel(), (state + 2 * size) * value.element_size()),
+            bias=self._kept(self._vector(mixer.step_bias, size)), skip=self._kept(skip), out=out.data_ptr(),
+            rate=self._kept(padded.view(-1, columns, keys).transpose(1, 2).contiguous()), heads=1, groups=1,
+            key_dim=state, value_dim=size, steps=size, scale=1.0, most=float("inf"),
+        )  # fmt: skip
+        ops.op(native.RECUR, struct)
+        self.gate(out, gate, size, None)
         return out
 
     def _mamba(self, mixer: Mamba2, norm: Norm | None) -> Tensor:
