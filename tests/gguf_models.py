@@ -284,39 +284,17 @@ def _blocks_of(numbers: bytes, shape: tuple[int, ...], format: Q) -> tuple[np.nd
     return blocks, dequantize(blocks, format)
 
 
-def write(
-    model: Any,
-    case: Case,
-    file: Path,
-    formats: Sequence[Q],
-    left_out: str = "",
-    more: Any = None,
-    pre: str = "smollm",
-    later: Mapping[str, torch.Tensor] | None = None,
-) -> None:
-    """Write a model, matrices in these formats by turns; it gets the weights that were written.
+Tensors = dict[str, tuple[Q, list[np.ndarray]]]
+"""The format and the blocks of each tensor of a file, several if it is a stack of weights."""
 
-    Without the tensor `left_out`; `more` is called with the writer before anything is written. `later` are tensors of
-    layers after its last one, "model.layers.2.eh_proj.weight"; they, too, get what was written.
-    """
-    config = copy(model.config)
-    config.allow_global_per_layer_attribute_access = True  # of what most layers of Gemma 4 have
-    out = gguf.GGUFWriter(file, case.name)
-    _add_settings(out, config, case)
-    add_vocabulary(out, pre)
-    tensor_names = SAME_NAMES.get(case.name, case.name)
-    architecture = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == tensor_names)
-    layers = config.num_hidden_layers
-    num_later = len({name.split(".")[2] for name in later or ()})
-    names = gguf.get_tensor_name_map(architecture, layers + num_later)
-    if num_later:
-        settings = out.kv_data[0]
-        settings[f"{case.name}.block_count"].value = layers + num_later
-        for key in ("attention.head_count_kv", "feed_forward_length"):
-            if isinstance(by_layer := settings[f"{case.name}.{key}"].value, list):
-                by_layer.extend([0] * num_later)
-        out.add_nextn_predict_layers(num_later)
-    at, tensors = 0, {}  # blocks of each tensor, several if it is a stack of weights
+
+def converted(
+    model: Any, case: Case, formats: Sequence[Q], names: Any = None, later: Mapping[str, torch.Tensor] | None = None
+) -> Tensors:
+    """A model's tensors in a file of it, see `write`; it gets the weights that these are."""
+    config = own_config(model)
+    names = names or tensor_names(case, config.num_hidden_layers)
+    at, tensors = 0, {}
     stored = model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
     for name, weight in [*model.named_parameters(), *buffers, *(later or {}).items()]:
@@ -342,7 +320,54 @@ def write(
         keeps = any(kept in name for kept in model._keep_in_fp32_modules_strict or ())
         numbers = torch.from_numpy(np.ascontiguousarray(made)).reshape(weight.shape)
         weight.data = numbers if keeps else numbers.bfloat16()
-    for target, (format, parts) in tensors.items():
+    return tensors
+
+
+def own_config(model: Any) -> Any:
+    config = copy(model.config)
+    config.allow_global_per_layer_attribute_access = True  # of what most layers of Gemma 4 have
+    return config
+
+
+def tensor_names(case: Case, layers: int) -> Any:
+    file_names = SAME_NAMES.get(case.name, case.name)
+    architecture = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == file_names)
+    return gguf.get_tensor_name_map(architecture, layers)
+
+
+def write(
+    model: Any,
+    case: Case,
+    file: Path,
+    formats: Sequence[Q],
+    left_out: str = "",
+    more: Any = None,
+    pre: str = "smollm",
+    later: Mapping[str, torch.Tensor] | None = None,
+    tensors: Tensors | None = None,
+) -> None:
+    """Write a model, matrices in these formats by turns; it gets the weights that were written.
+
+    Without the tensor `left_out`; `more` is called with the writer before anything is written. `later` are tensors of
+    layers after its last one, "model.layers.2.eh_proj.weight"; they, too, get what was written. `tensors`: those of
+    the model, where they have been `converted`.
+    """
+    config = own_config(model)
+    out = gguf.GGUFWriter(file, case.name)
+    _add_settings(out, config, case)
+    add_vocabulary(out, pre)
+    layers = config.num_hidden_layers
+    num_later = len({name.split(".")[2] for name in later or ()})
+    names = tensor_names(case, layers + num_later)
+    if num_later:
+        settings = out.kv_data[0]
+        settings[f"{case.name}.block_count"].value = layers + num_later
+        for key in ("attention.head_count_kv", "feed_forward_length"):
+            if isinstance(by_layer := settings[f"{case.name}.{key}"].value, list):
+                by_layer.extend([0] * num_later)
+        out.add_nextn_predict_layers(num_later)
+    parts_of = tensors if tensors is not None else converted(model, case, formats, names, later)
+    for target, (format, parts) in parts_of.items():
         if target != left_out:
             join = np.concatenate if "attn_qkv" in target else np.stack
             block = parts[0] if len(parts) == 1 else join(parts)

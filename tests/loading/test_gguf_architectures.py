@@ -4,7 +4,7 @@ import math
 import random
 from copy import deepcopy
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 import pytest
@@ -40,18 +40,31 @@ def own_cache(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
 
 
-@lru_cache(maxsize=1)
+@cache
 def model_of(name: str):
     model = gguf_models.tiny(CASES[name])
     model.set_experts_implementation("eager")
     return model
 
 
+@lru_cache(maxsize=4)
+def converted(name: str, formats):
+    """A model, and its tensors in files of it."""
+    model = deepcopy(model_of(name))
+    return model, gguf_models.converted(model, CASES[name], formats)
+
+
+def file_of(name: str, tmp_path, formats, **more):
+    """A file of a model."""
+    file, (model, tensors) = tmp_path / "tiny.gguf", converted(name, tuple(formats))
+    write(model, CASES[name], file, formats, tensors=tensors, **more)
+    return file
+
+
 def written(name: str, tmp_path, formats, **more):
     """A model, and a file of it."""
-    case, file, model = CASES[name], tmp_path / "tiny.gguf", deepcopy(model_of(name))
-    write(model, case, file, formats, **more)
-    return model, file
+    file = file_of(name, tmp_path, formats, **more)
+    return deepcopy(converted(name, tuple(formats))[0]), file
 
 
 def in_float32(model):
@@ -124,7 +137,7 @@ def test_experts_that_are_packed_at_load_are_those_of_a_file(name, tmp_path, mon
 
 @pytest.mark.parametrize("name", CASES)
 def test_texts_of_methods_are_those_of_plain_decoding(name, tmp_path):
-    _, file = written(name, tmp_path, [Q.Q8_0, Q.Q4_0])
+    file = file_of(name, tmp_path, [Q.Q8_0, Q.Q4_0])
     engine = saltus.load(str(file), "jacobi+lookup", device="cpu")
     texts = {
         tuple(engine.generate("one two one two", raw=True, temperature=0.9, max_new_tokens=16, method=method).tokens)
@@ -146,6 +159,7 @@ def test_a_file_with_both_forms_of_an_expansion_is_read_by_the_whole_one(tmp_pat
         for name, values in whole:
             out.add_tensor(name, values)
 
+    converted.cache_clear()
     monkeypatch.setattr(gguf_models, "convert", whole_too)
     theirs, file = written("deepseek2", tmp_path, [Q.F32], more=add)
     text = torch.arange(2, 40)[None]
@@ -187,10 +201,10 @@ def complaint(file) -> str:
 
 @pytest.mark.parametrize("name", CASES)
 def test_tensors_that_are_missing_or_too_many_are_one_line(name, tmp_path):
-    _, file = written(name, tmp_path, [Q.Q8_0], left_out="token_embd.weight")
+    file = file_of(name, tmp_path, [Q.Q8_0], left_out="token_embd.weight")
     assert "lacks" in complaint(file)
     for tensor in ("blk.0.attn_rot_embd.weight", "blk.9.attn_q.weight", "unheard_of"):
-        _, file = written(
+        file = file_of(
             name, tmp_path, [Q.Q8_0], more=lambda out, tensor=tensor: out.add_tensor(tensor, np.ones(32, np.float32))
         )
         assert "has a tensor" in (line := complaint(file)) or "lacks" in line
@@ -198,7 +212,7 @@ def test_tensors_that_are_missing_or_too_many_are_one_line(name, tmp_path):
 
 def test_a_bias_with_too_few_rows_for_queries_keys_and_values_is_one_line(tmp_path):
     name, bias = "chatglm, one layer for queries, keys and values", "blk.0.attn_qkv.bias"
-    _, file = written(
+    file = file_of(
         name, tmp_path, [Q.F16], left_out=bias, more=lambda out: out.add_tensor(bias, np.ones(256, np.float32))
     )
     assert "256 rows, other ones than it needs" in complaint(file)
@@ -218,7 +232,7 @@ def test_what_deepseeks_layers_do_not_compute_is_one_line(name, key, value, said
         out.kv_data[0].pop(key_in_file, None)
         out.add_key_value(key_in_file, *typed(value))
 
-    _, file = written(name, tmp_path, [Q.Q8_0], more=change)
+    file = file_of(name, tmp_path, [Q.Q8_0], more=change)
     assert said in complaint(file)
 
 
@@ -228,7 +242,7 @@ def test_a_stack_that_lacks_weights_or_has_too_many_is_one_line(matrices, tmp_pa
         if matrices:
             out.add_tensor("altup_proj.weight", np.ones((matrices, 256, 256), np.float32))
 
-    _, file = written("gemma3n", tmp_path, [Q.Q8_0], left_out="altup_proj.weight", more=add)
+    file = file_of("gemma3n", tmp_path, [Q.Q8_0], left_out="altup_proj.weight", more=add)
     expected = f"altup_proj.weight of {matrices} x 256 x 256 numbers" if matrices else "lacks model.altup_projections.0"
     assert expected in complaint(file)
 
@@ -239,7 +253,7 @@ def test_activation_sparsity_that_no_model_has_is_one_line(scales, tmp_path):
         del out.kv_data[0]["gemma3n.activation_sparsity_scale"]
         out.add_activation_sparsity_scale(scales)
 
-    _, file = written("gemma3n", tmp_path, [Q.Q8_0], more=spoil)
+    file = file_of("gemma3n", tmp_path, [Q.Q8_0], more=spoil)
     assert "activation_sparsity_scale" in complaint(file)
 
 
@@ -260,7 +274,7 @@ def test_wrong_settings_are_one_line_or_a_model(name, tmp_path):
             out.add_key_value(key, *typed(values[chosen // len(own) % len(values)]))
             keys.append(key)
 
-        _, file = written(name, tmp_path, [Q.Q8_0], more=spoil)
+        file = file_of(name, tmp_path, [Q.Q8_0], more=spoil)
         try:
             network = load_checkpoint(str(file), "cpu").network
             network.forward([ForwardInputs(continuation([3, 4], 1), (), ())], [network.new_kv_cache()])
