@@ -25,6 +25,7 @@ from saltus.models.decoder_of import decoder_of
 from saltus.models.gated_lora import Adapter, Gate
 from saltus.models.packed_decoder import PackedDecoder, check_widths
 from saltus.models.packed_experts import has_forward_of_ours
+from saltus.models.rotary_angles import angles_of_positions
 from saltus.models.temperature_tuning import is_own_hook
 
 # angles depend on the position alone
@@ -308,9 +309,8 @@ class _AngleTable:
 
     def _of_module(self, positions: Tensor) -> Sequence[Tensor]:
         """Cosines and sines in both halves."""
-        kind = {} if self.angles.layer_type is None else {"layer_type": self.angles.layer_type}
         with BatchInvariantMode():
-            found = self.module(self.hidden[None], position_ids=positions[None], **kind)
+            found = angles_of_positions(self.module, self.hidden[None], positions[None], self.angles.layer_type)
         if isinstance(found, torch.Tensor):  # of complex numbers
             found = found.real, found.imag
         if self.angles.layout == "halves":

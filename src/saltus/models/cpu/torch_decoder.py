@@ -15,6 +15,7 @@ from saltus.kernels.packed_weight import select_rows
 from saltus.models.cpu import attention
 from saltus.models.cpu.attention import AttentionCall
 from saltus.models.gated_lora import Adapter, Gate
+from saltus.models.rotary_angles import angles_of_positions
 
 
 class TorchDecoder:
@@ -46,7 +47,7 @@ class TorchDecoder:
         exact = BatchInvariantMode() if call.batch_invariant and self.device.type == "cpu" else nullcontext()
         with attention.attention_context(call), exact:
             hidden, collected = select_rows(self.base.embed_tokens.weight, inputs), []
-            cos, sin = self.base.rotary_emb(hidden[None], position_ids=positions[None])
+            cos, sin = angles_of_positions(self.base.rotary_emb, hidden[None], positions[None])
             angles = cos[0].to(self.device), sin[0].to(self.device)
             for number, layer in enumerate(self.base.layers):
                 if number in hidden_state_layers:

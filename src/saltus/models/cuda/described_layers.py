@@ -26,6 +26,7 @@ from saltus.models.decoder_description import (
     mixers_of,
 )
 from saltus.models.decoder_of import decoder_of
+from saltus.models.rotary_angles import angles_of_positions
 
 ACTIVATIONS = {"silu", "gelu_tanh"}  # of gates, that `linear_kernels` computes
 
@@ -127,10 +128,9 @@ def _rotated_dims(angles: Angles, base: Any) -> int:
     rotary: Any = base.get_submodule(angles.path)
     kind = rotary.rope_type
     kind = kind[angles.layer_type] if isinstance(kind, dict) else kind
-    given = {} if angles.layer_type is None else {"layer_type": angles.layer_type}
     like = next(base.parameters())
     positions = torch.zeros(1, 1, dtype=torch.long, device=like.device)
-    found = rotary(like[None, :1], position_ids=positions, **given)
+    found = angles_of_positions(rotary, like[None, :1], positions, angles.layer_type)
     cos = found if isinstance(found, torch.Tensor) else found[0]  # one tensor of complex numbers, or two
     return cos.shape[-1] * (2 if angles.layout == "once" else 1) if kind in STATIC_ROPE_TYPES else 0
 

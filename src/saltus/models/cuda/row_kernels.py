@@ -15,6 +15,7 @@ from torch import Tensor
 
 from saltus.models.cuda.launching import device_function, kernel, power_of_two
 from saltus.models.decoder_description import Angles
+from saltus.models.rotary_angles import angles_of_positions
 
 
 @device_function
@@ -281,14 +282,13 @@ def rotate_and_store(
 def angle_table(rotary: Any, count: int, like: Tensor, angles: Angles, interleaved: bool = False) -> AngleTable:
     """The table of a description's angles, by a module of Transformers, in the dtype of `like` or in float32."""
     positions = torch.arange(count, device=like.device)[None]
-    kind = {} if angles.layer_type is None else {"layer_type": angles.layer_type}
     growth = None
     if angles.growth:
         steps = torch.floor((positions[0] + angles.shift).float() / angles.steps)
         growth = 1 + angles.growth * torch.log1p(steps)
     if angles.zeros:
         return AngleTable(like.new_empty(count, 0), like.new_empty(count, 0), interleaved, growth)
-    found = rotary(like[None], position_ids=positions, **kind)
+    found = angles_of_positions(rotary, like[None], positions, angles.layer_type)
     if isinstance(found, Tensor):  # complex numbers, in float32
         found = found.real, found.imag
     found = [x[0] for x in found]
