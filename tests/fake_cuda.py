@@ -26,7 +26,7 @@ CUDA, aten = torch.device("cuda", 0), torch.ops.aten
 INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
 MAY_MIX = {aten.copy_.default, aten._to_copy.default, *INDEXED}
 WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default}
-LEAVES = int, float, str, torch.dtype, torch.device
+LEAVES = {type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
 STATE = SimpleNamespace(capturing=False, launches=True, graphs=0, in_graph=0, operations=0)
 
 
@@ -52,10 +52,13 @@ def inside_graph() -> Iterator[None]:
 
 def mapped(function: Any, x: Any) -> Any:
     """The same structure of lists, tuples, dictionaries and dataclasses, with the function applied to each tensor."""
+    kind = type(x)
+    if kind in LEAVES:
+        return x
     if isinstance(x, Tensor):
         return function(x)
-    if x is None or isinstance(x, LEAVES):
-        return x
+    if kind is list or kind is tuple:
+        return kind([mapped(function, each) for each in x])
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         fields = [each.name for each in dataclasses.fields(x) if each.init]
         return dataclasses.replace(x, **{name: mapped(function, getattr(x, name)) for name in fields})
