@@ -49,8 +49,6 @@ def _have_all_tokens(inputs: PerLayerEmbeddings, model: Any) -> bool:
 
 def _is_known(layer: Layer, base: Any) -> bool:
     output_norms = layer.mixer_output_norm, layer.mlp_output_norm
-    if layer.residual_scale != 1 and any(output_norms):
-        return False
     if layer.altup is not None and (layer.output_scale is not None or not layer.mixer_norm or not layer.mlp):
         return False
     return (
@@ -81,8 +79,7 @@ def _is_known_mixer(mixer: Any, base: Any) -> bool:
 def _is_known_attention(a: Attention, base: Any) -> bool:
     if (
         a.fused
-        or a.gate is not None
-        or a.gate_activation != "sigmoid"
+        or (a.gate is not None and a.head_gate is not None)
         or ((a.norms_rotated or a.gated) and not a.norm_per_head)
         or not _are_known_angles(a, base)
     ):
@@ -95,7 +92,7 @@ def _is_known_attention(a: Attention, base: Any) -> bool:
         or (a.value_norm is not None and a.value_norm.path is not None)
     ):
         return False
-    projections = [each for each in (a.query, a.key, a.value, a.head_gate) if each]
+    projections = [each for each in (a.query, a.key, a.value, a.gate, a.head_gate) if each]
     return whole_layers(projections, base) is not None and a.output.stop is None
 
 

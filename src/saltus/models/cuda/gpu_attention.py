@@ -14,7 +14,7 @@ from saltus.models.cuda.described_layers import kinds_of_angles
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.kv_pages import KVPagePool
 from saltus.models.cuda.layer_weights import layers_of, merged, norm_of, one_weight
-from saltus.models.decoder_description import Angles, Attention
+from saltus.models.decoder_description import Angles, Attention, GateActivation
 
 KindOfAngles = tuple[Angles, bool]  # and whether pairs of dimensions lie beside each other
 ShapesOfKeys = tuple[tuple[int, int], tuple[int, int]]  # of a token's keys and values: heads and size
@@ -42,7 +42,8 @@ class GPUAttention:
     shares: int | None = None  # the layer whose keys and values it reads, if they are not its own
     output_bias: Tensor | None = None
     gated: bool = False  # a gate of outputs follows each query
-    head_gates: bool = False  # after queries, keys and values the product gives a gate of each head
+    gate_columns: int = 0  # after queries, keys and values the product gives gates: of heads, or of all their outputs
+    gate_activation: GateActivation = "sigmoid"
 
     @property
     def shapes(self) -> ShapesOfKeys:
@@ -69,13 +70,14 @@ class GPUAttention:
             both = zip((a.query_norm, a.key_norm or a.query_norm), sizes, strict=True)
             norms = (norm_of(norm, weights, every, size) for norm, size in both)
             norms = tuple(replace(norm, rotated=a.norms_rotated) for norm in norms)
-        projections = layers_of([each for each in (a.query, a.key, a.value, a.head_gate) if each], weights.base)
+        projections = layers_of([each for each in (a.query, a.key, a.value, a.gate, a.head_gate) if each], weights.base)
         return cls(
             a.heads, a.kv_heads, a.dim, a.scale, a.span, *merged(projections),
             *one_weight(weights.module(a.output.path)), norms, tuple(map(kinds.index, kinds_of_angles(a))),
             None if a.value_norm is None else a.value_norm.epsilon, a.softcap,
             None if a.sinks is None else weights.tensor(a.sinks), a.shares, weights.module(a.output.path).bias,
-            gated=a.gated, head_gates=a.head_gate is not None,
+            gated=a.gated, gate_columns=a.heads * a.dim if a.gate else a.heads if a.head_gate else 0,
+            gate_activation=a.gate_activation,
         )  # fmt: skip
 
     def parts(self, x: Tensor, number: int, angles: Sequence[Any], call: AttentionOfCall) -> Tensor:
@@ -89,13 +91,15 @@ class GPUAttention:
         new = (keys, values) if self.shares is None else (None, None)
         row_kernels.rotate_and_store(
             parts, self.bias, self.head_norms, angles, inputs.positions, inputs.slots, memory.queries, *new,
-            self.value_epsilon, self.gated, self.head_gates,
+            self.value_epsilon, self.gated, self.gate_columns,
         )  # fmt: skip
         call.attend(
             memory, keys, values, scale=self.scale, span=self.span, softcap=self.softcap, sinks=self.sinks
         )  # fmt: skip
-        if self.gated or self.head_gates:
-            recurrent_kernels.gate_heads(memory.attended[:rows], parts, self.bias, self.head_gates)
+        if self.gated or self.gate_columns:
+            recurrent_kernels.gate_heads(
+                memory.attended[:rows], parts, self.bias, self.gate_columns, self.gate_activation == "softplus"
+            )
         return output_parts(memory.attended, self.output, self.output_blocks, self.output_bias, rows)
 
 

@@ -7,6 +7,7 @@ MLP, which takes five kernels more.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -192,7 +193,7 @@ class GPUDecoder:
         from saltus.models.cuda.row_kernels import angle_table
 
         like = self.norm.weight.to(self.model.dtype)
-        return [angle_table(self.base.get_submodule(kind[0].path), count, like, *kind) for kind in self.kinds_of_angles]
+        return [angle_table(attrgetter(kind[0].path)(self.base), count, like, *kind) for kind in self.kinds_of_angles]
 
     def reserve_positions(self, count: int) -> bool:
         """Extend the tables of angles to so many positions; True if they moved, and graphs hold their old addresses."""

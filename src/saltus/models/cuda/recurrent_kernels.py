@@ -197,18 +197,25 @@ def _gate_outputs(
 def _gate_heads(
     x, parts, bias, num_rows,
     HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-    BIASED: tl.constexpr, ONE_GATE: tl.constexpr,
+    BIASED: tl.constexpr, GATES: tl.constexpr, SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
-    """A head of a row times the sigmoid of its gate, which stands after its query in each part of the product.
+    """A head of a row times the sigmoid or the softplus of its gate.
 
-    ONE_GATE: a head has one number, and those of all heads stand last.
+    In each part of the product so many GATES of all heads stand last, one of each or as many as outputs. 0: a head's
+    gate stands after its query.
     """
     row, head, at = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PADDED)
     inside = at < DIM
     dtype: tl.constexpr = x.dtype.element_ty
-    place = WIDTH - HEADS + head + 0 * at if ONE_GATE else (2 * head + 1) * DIM + at
+    if GATES == 0:
+        place = (2 * head + 1) * DIM + at
+    elif GATES == HEADS:
+        place = WIDTH - GATES + head + 0 * at
+    else:
+        place = WIDTH - GATES + head * DIM + at
     gate = summed_columns(parts, bias, row, place, inside, num_rows, WIDTH, PARTS, BIASED, dtype)
-    opened = (1.0 / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    opened = _softplus(gate) if SOFTPLUS else 1.0 / (1.0 + tl.exp(-gate))
+    opened = opened.to(dtype).to(tl.float32)
     to = x + (row * HEADS + head) * DIM + at
     tl.store(to, (tl.load(to, mask=inside, other=0.0).to(tl.float32) * opened).to(dtype), mask=inside)
 
@@ -293,14 +300,16 @@ def gate_outputs(
     )  # fmt: skip
 
 
-def gate_heads(x: Tensor, parts: Tensor, bias: Tensor | None, one_gate: bool = False) -> None:
-    """Multiply x [rows, heads, dim] by the sigmoids of gates, which follow each query in parts [parts, rows, width].
+def gate_heads(
+    x: Tensor, parts: Tensor, bias: Tensor | None, gate_columns: int = 0, softplus: bool = False
+) -> None:  # fmt: skip
+    """Multiply x [rows, heads, dim] by the sigmoids, or the softplus, of gates in parts [parts, rows, width].
 
-    `one_gate`: a head has one, and they stand last in parts.
+    They are the last `gate_columns`, one of each head or as many as x has; 0: one follows each query.
     """
     count, rows, width = parts.shape
     _, heads, dim = x.shape
     _gate_heads[(rows, heads)](
         x, parts, parts if bias is None else bias, rows, HEADS=heads, DIM=dim, PADDED=power_of_two(dim), WIDTH=width,
-        PARTS=count, BIASED=bias is not None, ONE_GATE=one_gate, num_warps=1,
+        PARTS=count, BIASED=bias is not None, GATES=gate_columns, SOFTPLUS=softplus, num_warps=1,
     )  # fmt: skip

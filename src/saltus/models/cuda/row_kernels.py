@@ -214,7 +214,7 @@ def add_and_norm(
 ) -> None:  # fmt: skip
     """hidden [rows, size] += the sum of parts [parts, rows, size], if there are any; `out` is its norm, if it has one.
 
-    The sum goes through `output_norm`, if there is one, and is multiplied by `scale` before; what it makes of hidden is
+    The sum goes through `output_norm`, if there is one, and is multiplied by `scale`; what it makes of hidden is
     multiplied by `state_scale`.
     """
     size = hidden.shape[1]
@@ -244,7 +244,7 @@ def rounds_once(norm: Any) -> bool:
 def rotate_and_store(
     parts: Tensor, bias: Tensor | None, norms: tuple[Any, Any] | None, angles: Sequence[AngleTable],
     positions: Tensor, slots: Tensor, queries: Tensor, keys: Tensor | None, values: Tensor | None,
-    value_epsilon: float | None = None, gated: bool = False, head_gates: bool = False,
+    value_epsilon: float | None = None, gated: bool = False, gate_columns: int = 0,
 ) -> None:  # fmt: skip
     """From parts [parts, rows, size] of a product with the weights of queries, keys and values.
 
@@ -252,7 +252,7 @@ def rotate_and_store(
     unless there are queries alone. `angles` are those of queries and of keys; where they are empty nothing is rotated,
     and where their tables are, queries are multiplied by their growth alone. Values have an RMSNorm without weights if
     it has an epsilon; the size of parts says if they are the keys. `gated`: a gate follows each head's query.
-    `head_gates`: after everything else there is a number of each head.
+    After everything else there are `gate_columns` numbers, which are not read.
     """
     heads, dim, rows, size = *queries.shape[1:], *parts.shape[1:]
     kv_heads = 0 if keys is None else keys.shape[1]
@@ -273,7 +273,7 @@ def rotate_and_store(
         WIDTH=width, INTERLEAVED=of_keys.interleaved, GROWS=growth is not None,
         ROTATES_ONCE=of_keys.cosines.dtype != queries.dtype,
         PADDED_HEADS=power_of_two(max(heads, kv_heads)), GATED=gated, PADDED_HALF=power_of_two(dim // 2),
-        VALUES=size - head_gates * heads == ((1 + gated) * heads + 2 * kv_heads) * dim,
+        VALUES=size - gate_columns == ((1 + gated) * heads + 2 * kv_heads) * dim,
         VALUE_NORMED=value_epsilon is not None, SIZE=size,
         num_warps=4 if all_heads else 1,
     )  # fmt: skip
