@@ -5,19 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from saltus.models.decoder_description import (
-    MLP,
-    Activation,
-    Angles,
-    Attention,
-    DecoderDescription,
-    Experts,
-    LatentAttention,
-    Layer,
-    Norm,
-    NotDescribed,
-    Weight,
-)
+from saltus.models.decoder_description import MLP, Activation, DecoderDescription, Experts, Layer, NotDescribed
+from saltus.models.mixer_description import Angles, Attention, LatentAttention, Norm, Weight
 
 ACTIVATIONS: dict[str, Activation] = {  # by their names in configurations
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu",

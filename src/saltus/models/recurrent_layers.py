@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from saltus.models.architectures import describe_decoder
-from saltus.models.decoder_description import Attention, LatentAttention, mixers_of
+from saltus.models.decoder_description import mixers_of
+from saltus.models.mixer_description import Attention, LatentAttention
 
 STATELESS = {"mlp", "moe"}  # kinds of layers without a mixer
 OTHER_KEYS = {  # kinds of layers that choose keys, or make new ones of several tokens

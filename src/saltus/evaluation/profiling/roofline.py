@@ -16,8 +16,9 @@ from saltus.evaluation.profiling.call_timing import CallShape, Clock
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import linear
 from saltus.models.architectures import describe_decoder
-from saltus.models.decoder_description import LatentAttention, mixers_of
+from saltus.models.decoder_description import mixers_of
 from saltus.models.memory_use import layer_sizes
+from saltus.models.mixer_description import LatentAttention
 from saltus.models.packed_experts import expert_stacks
 
 KNEE_COST_RATIO = 1.25  # the measured knee: a call costs so many times a call of one node

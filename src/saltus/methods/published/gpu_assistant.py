@@ -21,7 +21,8 @@ from saltus.models.cuda.fixed_shapes import FixedShapeRunner
 from saltus.models.cuda.gpu_decoder import GPUDecoder, fits_described, has_kernels_for
 from saltus.models.cuda.graphed_passes import SETTINGS, GraphedPasses, PassInputs
 from saltus.models.cuda.kv_pages import FixedShapeKVCache
-from saltus.models.decoder_description import Angles, DecoderDescription, Layer
+from saltus.models.decoder_description import DecoderDescription, Layer
+from saltus.models.mixer_description import Angles
 
 
 class GPUAssistant:

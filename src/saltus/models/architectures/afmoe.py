@@ -3,7 +3,7 @@
 from typing import Any
 
 from saltus.models.common_layers import head_norms, llama_attention, llama_decoder, llama_layer, llama_mlp, mixture
-from saltus.models.decoder_description import Angles, DecoderDescription, Norm, Weight
+from saltus.models.decoder_description import DecoderDescription
 from saltus.models.gguf_architecture import (
     SIGMOID,
     GgufArchitecture,
@@ -15,6 +15,7 @@ from saltus.models.gguf_architecture import (
     llama_config,
     shared_expert_tensors,
 )
+from saltus.models.mixer_description import Angles, Norm, Weight
 
 CLASSES = {"AfmoeForCausalLM"}
 

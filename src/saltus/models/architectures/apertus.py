@@ -3,7 +3,8 @@
 from typing import Any
 
 from saltus.models.common_layers import head_norms, llama_attention, llama_decoder, llama_layer
-from saltus.models.decoder_description import MLP, DecoderDescription, Norm, NotDescribed, Weight
+from saltus.models.decoder_description import MLP, DecoderDescription, NotDescribed
+from saltus.models.mixer_description import Norm, Weight
 
 CLASSES = {"ApertusForCausalLM"}
 

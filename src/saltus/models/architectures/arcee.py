@@ -3,8 +3,9 @@
 from typing import Any
 
 from saltus.models.common_layers import activation, llama_decoder, llama_layer
-from saltus.models.decoder_description import MLP, DecoderDescription, Weight
+from saltus.models.decoder_description import MLP, DecoderDescription
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config
+from saltus.models.mixer_description import Weight
 
 CLASSES = {"ArceeForCausalLM"}
 

@@ -4,7 +4,8 @@ from typing import Any
 
 from saltus.models.architectures.granitemoehybrid import mamba
 from saltus.models.common_layers import llama_attention, llama_mlp
-from saltus.models.decoder_description import DecoderDescription, Layer, Norm, NotDescribed
+from saltus.models.decoder_description import DecoderDescription, Layer, NotDescribed
+from saltus.models.mixer_description import Norm
 
 CLASSES = {"BambaForCausalLM"}
 

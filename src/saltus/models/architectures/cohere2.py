@@ -3,8 +3,9 @@
 from typing import Any
 
 from saltus.models.common_layers import llama_attention, llama_mlp
-from saltus.models.decoder_description import Angles, DecoderDescription, Layer, Norm
+from saltus.models.decoder_description import DecoderDescription, Layer
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, decoder_config, layer_types
+from saltus.models.mixer_description import Angles, Norm
 
 CLASSES = {"Cohere2ForCausalLM"}
 ANGLES = Angles(layout="interleaved")

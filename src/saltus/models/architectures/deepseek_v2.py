@@ -3,7 +3,8 @@
 from typing import Any
 
 from saltus.models.common_layers import latent_attention, llama_decoder, llama_layer, llama_mlp, mixture
-from saltus.models.decoder_description import Angles, DecoderDescription
+from saltus.models.decoder_description import DecoderDescription
+from saltus.models.mixer_description import Angles
 
 CLASSES = {"DeepseekV2ForCausalLM"}
 

@@ -3,8 +3,9 @@
 from typing import Any
 
 from saltus.models.common_layers import head_norms, llama_attention, llama_decoder, llama_layer
-from saltus.models.decoder_description import Angles, DecoderDescription, Norm
+from saltus.models.decoder_description import DecoderDescription
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, layer_types, llama_config
+from saltus.models.mixer_description import Angles, Norm
 
 CLASSES = {"Exaone4ForCausalLM"}
 

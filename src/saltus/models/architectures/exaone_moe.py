@@ -4,7 +4,7 @@ from typing import Any
 
 from saltus.models.architectures.deepseek_v3 import deepseek_expert_counts
 from saltus.models.common_layers import deepseek_mlp, head_norms, llama_attention, llama_decoder, llama_layer
-from saltus.models.decoder_description import Angles, DecoderDescription, NotDescribed
+from saltus.models.decoder_description import DecoderDescription, NotDescribed
 from saltus.models.gguf_architecture import (
     SIGMOID,
     GgufArchitecture,
@@ -15,6 +15,7 @@ from saltus.models.gguf_architecture import (
     llama_config,
     shared_expert_tensors,
 )
+from saltus.models.mixer_description import Angles
 
 CLASSES = {"ExaoneMoeForCausalLM"}
 

@@ -4,17 +4,9 @@ from typing import Any
 
 from saltus.models.architectures import mamba2
 from saltus.models.common_layers import activation, head_dim, llama_attention
-from saltus.models.decoder_description import (
-    MLP,
-    DecoderDescription,
-    Layer,
-    Mamba2,
-    Norm,
-    NotDescribed,
-    ParallelMixers,
-    Weight,
-)
+from saltus.models.decoder_description import MLP, DecoderDescription, Layer, NotDescribed
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config
+from saltus.models.mixer_description import Mamba2, Norm, ParallelMixers, Weight
 
 CLASSES = {"FalconH1ForCausalLM"}
 

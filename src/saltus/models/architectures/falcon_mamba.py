@@ -3,7 +3,8 @@
 from typing import Any
 
 from saltus.models.architectures import mamba
-from saltus.models.decoder_description import DecoderDescription, Norm
+from saltus.models.decoder_description import DecoderDescription
+from saltus.models.mixer_description import Norm
 
 CLASSES = {"FalconMambaForCausalLM"}
 

@@ -11,7 +11,8 @@ from saltus.models.common_layers import (
     mixture,
     sparse_layers,
 )
-from saltus.models.decoder_description import Angles, DecoderDescription, Norm
+from saltus.models.decoder_description import DecoderDescription
+from saltus.models.mixer_description import Angles, Norm
 
 CLASSES = {"FlintForCausalLM"}
 

@@ -4,8 +4,9 @@ from typing import Any
 
 from saltus.models.architectures import gemma2
 from saltus.models.common_layers import head_norms, llama_attention
-from saltus.models.decoder_description import Angles, DecoderDescription
+from saltus.models.decoder_description import DecoderDescription
 from saltus.models.gguf_architecture import FULL, SLIDING, GgufArchitecture, GgufModel, layer_types, rope
+from saltus.models.mixer_description import Angles
 
 CLASSES = {"Gemma3ForCausalLM"}
 

@@ -9,16 +9,7 @@ from saltus.kernels.native.altup import MAX_STREAMS
 from saltus.models.architectures import gemma2, gemma4_text
 from saltus.models.architectures.gemma4_text import PER_LAYER_TENSORS, is_of_unused_keys, norm
 from saltus.models.common_layers import llama_attention, llama_mlp
-from saltus.models.decoder_description import (
-    MLP,
-    AltUp,
-    DecoderDescription,
-    Laurel,
-    Layer,
-    NotDescribed,
-    Streams,
-    Weight,
-)
+from saltus.models.decoder_description import MLP, AltUp, DecoderDescription, Laurel, Layer, NotDescribed, Streams
 from saltus.models.gguf_architecture import (
     FULL,
     SLIDING,
@@ -32,6 +23,7 @@ from saltus.models.gguf_architecture import (
     rope,
     same_for_layers,
 )
+from saltus.models.mixer_description import Weight
 
 CLASSES = {"Gemma3nForCausalLM"}
 STATES = 4  # of a token; llama.cpp writes no other models

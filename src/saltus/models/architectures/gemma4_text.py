@@ -7,15 +7,11 @@ from saltus.models.architectures import gemma2
 from saltus.models.common_layers import activation, head_norms, llama_attention, llama_mlp, mixture, sliding_window
 from saltus.models.decoder_description import (
     MLP,
-    Angles,
-    Attention,
     DecoderDescription,
     Layer,
     MLPAndExperts,
-    Norm,
     PerLayerEmbeddings,
     PerLayerInput,
-    Weight,
 )
 from saltus.models.gguf_architecture import (
     FULL,
@@ -30,6 +26,7 @@ from saltus.models.gguf_architecture import (
     num_layers,
     same_for_layers,
 )
+from saltus.models.mixer_description import Angles, Attention, Norm, Weight
 
 CLASSES = {"Gemma4ForCausalLM"}
 

@@ -3,8 +3,9 @@
 from typing import Any
 
 from saltus.models.common_layers import fused_mlp, llama_attention, llama_layer
-from saltus.models.decoder_description import DecoderDescription, Norm
+from saltus.models.decoder_description import DecoderDescription
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config, partial_rope
+from saltus.models.mixer_description import Norm
 
 CLASSES = {"Glm4ForCausalLM"}
 

@@ -3,7 +3,8 @@
 from typing import Any
 
 from saltus.models.common_layers import activation, layer_norms
-from saltus.models.decoder_description import MLP, Attention, DecoderDescription, Layer, Norm, Weight
+from saltus.models.decoder_description import MLP, DecoderDescription, Layer
+from saltus.models.mixer_description import Attention, Norm, Weight
 
 CLASSES = {"GPTNeoXForCausalLM"}
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from saltus.models.common_layers import llama_attention, llama_decoder, llama_layer
-from saltus.models.decoder_description import Angles, DecoderDescription, Experts
+from saltus.models.decoder_description import DecoderDescription, Experts
 from saltus.models.gguf_architecture import (
     FULL,
     SLIDING,
@@ -15,6 +15,7 @@ from saltus.models.gguf_architecture import (
     num_layers,
     rope,
 )
+from saltus.models.mixer_description import Angles
 
 CLASSES = {"GptOssForCausalLM"}
 

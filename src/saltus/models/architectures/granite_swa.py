@@ -4,7 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from saltus.models.architectures import granite
-from saltus.models.decoder_description import Angles, Attention, DecoderDescription
+from saltus.models.decoder_description import DecoderDescription
+from saltus.models.mixer_description import Angles, Attention
 
 CLASSES = {"GraniteSWAForCausalLM"}
 

@@ -5,8 +5,9 @@ from typing import Any
 
 from saltus.models.architectures import granite, mamba2
 from saltus.models.common_layers import activation, llama_attention, mixture
-from saltus.models.decoder_description import MLP, DecoderDescription, Mamba2, Weight
+from saltus.models.decoder_description import MLP, DecoderDescription
 from saltus.models.gguf_architecture import FULL, GgufArchitecture, GgufModel, TensorPart, expert_tensors
+from saltus.models.mixer_description import Mamba2, Weight
 
 CLASSES = {"GraniteMoeHybridForCausalLM"}
 

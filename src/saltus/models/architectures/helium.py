@@ -3,7 +3,8 @@
 from typing import Any
 
 from saltus.models.common_layers import llama_attention, llama_decoder, llama_layer
-from saltus.models.decoder_description import DecoderDescription, Norm
+from saltus.models.decoder_description import DecoderDescription
+from saltus.models.mixer_description import Norm
 
 CLASSES = {"HeliumForCausalLM"}
 

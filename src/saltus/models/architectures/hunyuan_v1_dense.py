@@ -3,8 +3,9 @@
 from typing import Any
 
 from saltus.models.common_layers import llama_attention, llama_decoder, llama_layer
-from saltus.models.decoder_description import Attention, DecoderDescription, Norm
+from saltus.models.decoder_description import DecoderDescription
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config
+from saltus.models.mixer_description import Attention, Norm
 
 CLASSES = {"HunYuanDenseV1ForCausalLM"}
 

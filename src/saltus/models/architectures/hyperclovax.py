@@ -4,7 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from saltus.models.architectures import granite
-from saltus.models.decoder_description import DecoderDescription, Norm
+from saltus.models.decoder_description import DecoderDescription
+from saltus.models.mixer_description import Norm
 
 CLASSES = {"HyperCLOVAXForCausalLM"}
 

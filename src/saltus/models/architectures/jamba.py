@@ -4,7 +4,8 @@ from typing import Any
 
 from saltus.models.architectures.mamba import mamba
 from saltus.models.common_layers import llama_attention, llama_decoder, llama_layer, llama_mlp, mixture
-from saltus.models.decoder_description import DecoderDescription, Norm, NotDescribed
+from saltus.models.decoder_description import DecoderDescription, NotDescribed
+from saltus.models.mixer_description import Norm
 
 CLASSES = {"JambaForCausalLM"}
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from saltus.models.architectures import deepseek_v3
 from saltus.models.common_layers import deepseek_mlp, latent_attention, llama_decoder, llama_layer
-from saltus.models.decoder_description import DecoderDescription, KimiDeltaNet, NotDescribed, Weight
+from saltus.models.decoder_description import DecoderDescription, NotDescribed
 from saltus.models.gguf_architecture import (
     FULL,
     SIGMOID,
@@ -16,6 +16,7 @@ from saltus.models.gguf_architecture import (
     expert_counts,
     llama_config,
 )
+from saltus.models.mixer_description import KimiDeltaNet, Weight
 
 CLASSES = {"KimiLinearForCausalLM"}
 

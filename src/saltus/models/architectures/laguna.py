@@ -3,7 +3,8 @@
 from typing import Any
 
 from saltus.models.common_layers import head_norms, llama_attention, llama_decoder, llama_layer, llama_mlp, mixture
-from saltus.models.decoder_description import Angles, DecoderDescription, NotDescribed, Weight
+from saltus.models.decoder_description import DecoderDescription, NotDescribed
+from saltus.models.mixer_description import Angles, Weight
 
 CLASSES = {"LagunaForCausalLM"}
 

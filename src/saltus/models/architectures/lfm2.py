@@ -4,17 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from saltus.models.common_layers import llama_attention, llama_layer
-from saltus.models.decoder_description import (
-    MLP,
-    Angles,
-    Attention,
-    DecoderDescription,
-    Experts,
-    Norm,
-    ShortConvolution,
-    Weight,
-)
+from saltus.models.decoder_description import MLP, DecoderDescription, Experts
 from saltus.models.gguf_architecture import FULL, GgufArchitecture, GgufModel, TensorPart, decoder_config
+from saltus.models.mixer_description import Angles, Attention, Norm, ShortConvolution, Weight
 
 CLASSES = {"Lfm2ForCausalLM"}
 

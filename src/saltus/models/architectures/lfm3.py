@@ -4,7 +4,8 @@ from typing import Any
 
 from saltus.models.architectures import lfm2
 from saltus.models.common_layers import head_norms, llama_attention
-from saltus.models.decoder_description import Angles, Attention, DecoderDescription, Weight
+from saltus.models.decoder_description import DecoderDescription
+from saltus.models.mixer_description import Angles, Attention, Weight
 
 CLASSES = {"Lfm3ForCausalLM"}
 

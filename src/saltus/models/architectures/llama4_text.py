@@ -4,7 +4,7 @@ from typing import Any
 
 from saltus.models.attention_span import Chunks
 from saltus.models.common_layers import head_dim, llama_attention, llama_decoder, llama_layer, llama_mlp, mixture
-from saltus.models.decoder_description import Angles, Attention, DecoderDescription, Experts, Norm
+from saltus.models.decoder_description import DecoderDescription, Experts
 from saltus.models.gguf_architecture import (
     GgufArchitecture,
     GgufModel,
@@ -14,6 +14,7 @@ from saltus.models.gguf_architecture import (
     num_layers,
     shared_expert_tensors,
 )
+from saltus.models.mixer_description import Angles, Attention, Norm
 
 CLASSES = {"Llama4ForCausalLM"}
 ANGLES = Angles(layout="once")

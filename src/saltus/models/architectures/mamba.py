@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from saltus.models.decoder_description import DecoderDescription, Layer, Mamba, Norm, NotDescribed, Weight
+from saltus.models.decoder_description import DecoderDescription, Layer, NotDescribed
+from saltus.models.mixer_description import Mamba, Norm, Weight
 
 CLASSES = {"MambaForCausalLM"}
 

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from saltus.models.decoder_description import DecoderDescription, Layer, Mamba2, Norm, NotDescribed, Weight
+from saltus.models.decoder_description import DecoderDescription, Layer, NotDescribed
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, Target, TensorPart, num_layers
+from saltus.models.mixer_description import Mamba2, Norm, Weight
 
 CLASSES = {"Mamba2ForCausalLM"}
 

@@ -3,7 +3,8 @@
 from typing import Any
 
 from saltus.models.common_layers import activation, llama_attention, llama_layer
-from saltus.models.decoder_description import MLP, Angles, DecoderDescription, Norm, Weight
+from saltus.models.decoder_description import MLP, DecoderDescription
+from saltus.models.mixer_description import Angles, Norm, Weight
 
 CLASSES = {"NanoChatForCausalLM"}
 

@@ -5,17 +5,9 @@ from typing import Any
 from saltus.models.architectures import mamba2
 from saltus.models.architectures.deepseek_v3 import deepseek_expert_counts
 from saltus.models.common_layers import activation, deepseek_mixture, llama_attention
-from saltus.models.decoder_description import (
-    MLP,
-    DecoderDescription,
-    Experts,
-    Layer,
-    Mamba2,
-    Norm,
-    NotDescribed,
-    Weight,
-)
+from saltus.models.decoder_description import MLP, DecoderDescription, Experts, Layer, NotDescribed
 from saltus.models.gguf_architecture import FULL, SIGMOID, GgufArchitecture, GgufModel, check_gates, rope
+from saltus.models.mixer_description import Mamba2, Norm, Weight
 
 CLASSES = {"NemotronHForCausalLM"}
 

@@ -3,8 +3,9 @@
 from typing import Any
 
 from saltus.models.common_layers import llama_layer
-from saltus.models.decoder_description import DecoderDescription, Norm, NotDescribed
+from saltus.models.decoder_description import DecoderDescription, NotDescribed
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, decoder_config
+from saltus.models.mixer_description import Norm
 
 CLASSES = {"OlmoForCausalLM"}
 NORM = Norm(None, 1e-5, "layer")

@@ -3,8 +3,9 @@
 from typing import Any
 
 from saltus.models.common_layers import head_norms, llama_attention, llama_mlp
-from saltus.models.decoder_description import Attention, DecoderDescription, Layer, Norm
+from saltus.models.decoder_description import DecoderDescription, Layer
 from saltus.models.gguf_architecture import FULL, SLIDING, GgufArchitecture, GgufModel, layer_types, llama_config, rope
+from saltus.models.mixer_description import Attention, Norm
 
 CLASSES = {"Olmo2ForCausalLM"}
 

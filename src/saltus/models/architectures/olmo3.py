@@ -3,7 +3,8 @@
 from typing import Any
 
 from saltus.models.architectures import olmo2
-from saltus.models.decoder_description import Angles, DecoderDescription
+from saltus.models.decoder_description import DecoderDescription
+from saltus.models.mixer_description import Angles
 
 CLASSES = {"Olmo3ForCausalLM"}
 

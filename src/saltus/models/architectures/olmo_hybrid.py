@@ -4,7 +4,8 @@ from typing import Any
 
 from saltus.models.architectures import olmo2
 from saltus.models.common_layers import llama_layer
-from saltus.models.decoder_description import Angles, DecoderDescription, DeltaNet, Norm, NotDescribed, Weight
+from saltus.models.decoder_description import DecoderDescription, NotDescribed
+from saltus.models.mixer_description import Angles, DeltaNet, Norm, Weight
 
 CLASSES = {"OlmoHybridForCausalLM"}
 

@@ -3,16 +3,8 @@
 from typing import Any
 
 from saltus.models.common_layers import activation, layer_norms
-from saltus.models.decoder_description import (
-    MLP,
-    Attention,
-    DecoderDescription,
-    Layer,
-    Norm,
-    NotDescribed,
-    Positions,
-    Weight,
-)
+from saltus.models.decoder_description import MLP, DecoderDescription, Layer, NotDescribed, Positions
+from saltus.models.mixer_description import Attention, Norm, Weight
 
 CLASSES = {"OPTForCausalLM"}
 EPSILON = 1e-5

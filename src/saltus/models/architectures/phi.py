@@ -3,8 +3,9 @@
 from typing import Any
 
 from saltus.models.common_layers import activation, llama_attention
-from saltus.models.decoder_description import MLP, DecoderDescription, Layer, Norm, NotDescribed, Weight
+from saltus.models.decoder_description import MLP, DecoderDescription, Layer, NotDescribed
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, decoder_config, partial_rope
+from saltus.models.mixer_description import Norm, Weight
 
 CLASSES = {"PhiForCausalLM"}
 

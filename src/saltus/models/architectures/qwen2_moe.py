@@ -3,7 +3,7 @@
 from typing import Any
 
 from saltus.models.common_layers import llama_decoder, llama_layer, llama_mlp, mixture, sparse_layers
-from saltus.models.decoder_description import DecoderDescription, Experts, Weight
+from saltus.models.decoder_description import DecoderDescription, Experts
 from saltus.models.gguf_architecture import (
     GgufArchitecture,
     GgufModel,
@@ -13,6 +13,7 @@ from saltus.models.gguf_architecture import (
     llama_config,
     shared_expert_tensors,
 )
+from saltus.models.mixer_description import Weight
 
 CLASSES = {"Qwen2MoeForCausalLM"}
 

@@ -5,8 +5,9 @@ from typing import Any
 
 from saltus.models.architectures import qwen3_next
 from saltus.models.common_layers import llama_mlp
-from saltus.models.decoder_description import DecoderDescription, DeltaNet, Weight
+from saltus.models.decoder_description import DecoderDescription
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, Rows, llama_config
+from saltus.models.mixer_description import DeltaNet, Weight
 
 CLASSES = {"Qwen3_5ForCausalLM"}
 

@@ -6,7 +6,7 @@ from typing import Any
 from saltus.models.architectures import qwen2_moe
 from saltus.models.architectures.qwen2_moe import experts
 from saltus.models.common_layers import head_norms, llama_attention, llama_layer, llama_mlp, sparse_layers
-from saltus.models.decoder_description import MLP, DecoderDescription, DeltaNet, Experts, Norm, NotDescribed, Weight
+from saltus.models.decoder_description import MLP, DecoderDescription, Experts, NotDescribed
 from saltus.models.gguf_architecture import (
     FULL,
     GgufArchitecture,
@@ -18,6 +18,7 @@ from saltus.models.gguf_architecture import (
     llama_config,
     partial_rope,
 )
+from saltus.models.mixer_description import DeltaNet, Norm, Weight
 
 CLASSES = {"Qwen3NextForCausalLM"}
 

@@ -3,8 +3,9 @@
 from typing import Any
 
 from saltus.models.common_layers import llama_attention, llama_decoder, llama_layer
-from saltus.models.decoder_description import Angles, DecoderDescription
+from saltus.models.decoder_description import DecoderDescription
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config, num_layers
+from saltus.models.mixer_description import Angles
 
 CLASSES = {"SmolLM3ForCausalLM"}
 

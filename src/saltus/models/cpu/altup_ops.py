@@ -7,7 +7,8 @@ from torch import Tensor
 from saltus.kernels import native
 from saltus.kernels.native import altup
 from saltus.models.cpu.operations import Operations
-from saltus.models.decoder_description import AltUp, Norm, Streams, Weight
+from saltus.models.decoder_description import AltUp, Streams
+from saltus.models.mixer_description import Norm, Weight
 
 LEAST_SQUARE = 1e-5  # mean square of a projection by which it is scaled, at least
 

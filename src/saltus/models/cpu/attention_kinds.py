@@ -13,7 +13,7 @@ from saltus.kernels import native
 from saltus.models.attention_span import AttentionSpan
 from saltus.models.cpu.attention import AttentionCall
 from saltus.models.cpu.kv_cache import memories_of
-from saltus.models.decoder_description import Attention, LatentAttention, Mixer
+from saltus.models.mixer_description import Attention, LatentAttention, Mixer
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from saltus.kernels.packed_weight import GROUP_OUTPUTS, PackedWeight, Q, quantiz
 from saltus.models.cpu.attention_kinds import AttentionKinds
 from saltus.models.cpu.mixer_ops import MixerOps
 from saltus.models.cpu.operations import Operations
-from saltus.models.decoder_description import Angles, Attention, LatentAttention, Norm
+from saltus.models.mixer_description import Angles, Attention, LatentAttention, Norm
 from saltus.models.packed_decoder import check_heads, check_sizes
 
 

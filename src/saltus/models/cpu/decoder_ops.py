@@ -23,20 +23,15 @@ from saltus.models.cpu.mixer_ops import MixerOps
 from saltus.models.cpu.per_layer_ops import PerLayerOps
 from saltus.models.decoder_description import (
     MLP,
-    Angles,
-    Attention,
     DecoderDescription,
     Experts,
-    LatentAttention,
     Laurel,
     Layer,
-    Mixer,
     MLPAndExperts,
-    Norm,
     Positions,
-    Weight,
     mixers_of,
 )
+from saltus.models.mixer_description import Angles, Attention, LatentAttention, Mixer, Norm, Weight
 
 
 class DecoderOps:

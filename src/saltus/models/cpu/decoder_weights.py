@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saltus.kernels import native
 from saltus.kernels.packed_weight import PackedWeight, kernel_arguments, select_outputs
-from saltus.models.decoder_description import Norm, Weight
+from saltus.models.mixer_description import Norm, Weight
 
 
 @dataclass(frozen=True)

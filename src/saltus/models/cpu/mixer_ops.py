@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saltus.kernels import native
 from saltus.models.cpu.operations import Operations
-from saltus.models.decoder_description import DeltaNet, KimiDeltaNet, Mamba, Mamba2, Norm, ShortConvolution, Weight
+from saltus.models.mixer_description import DeltaNet, KimiDeltaNet, Mamba, Mamba2, Norm, ShortConvolution, Weight
 
 ALIGNMENT = 64  # bytes, of a layer's states
 KEY_UNIT = 4  # keys of a state are padded to multiples of it

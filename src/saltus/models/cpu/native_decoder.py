@@ -20,9 +20,10 @@ from saltus.models.cpu.decoder_weights import Resolver, linear_struct
 from saltus.models.cpu.hybrid_kv_cache import HybridKVCache, RecurrentCall
 from saltus.models.cpu.kv_cache import KVCache
 from saltus.models.cpu.prepared_call import PreparedCall, PreparedRows
-from saltus.models.decoder_description import Angles, Positions, weights_perhaps_in_float32
+from saltus.models.decoder_description import Positions, weights_perhaps_in_float32
 from saltus.models.decoder_of import decoder_of
 from saltus.models.gated_lora import Adapter, Gate
+from saltus.models.mixer_description import Angles
 from saltus.models.packed_decoder import PackedDecoder, check_widths
 from saltus.models.packed_experts import has_forward_of_ours
 from saltus.models.rotary_angles import angles_of_positions

@@ -8,7 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from saltus.models.cpu.hybrid_kv_cache import StateSizes
-from saltus.models.decoder_description import Angles, Norm, Positions, Weight
+from saltus.models.decoder_description import Positions
+from saltus.models.mixer_description import Angles, Norm, Weight
 
 
 @runtime_checkable

@@ -14,18 +14,15 @@ from saltus.models.cuda.gpu_recurrent import is_known_recurrence
 from saltus.models.cuda.layer_weights import whole_layers
 from saltus.models.decoder_description import (
     MLP,
-    Angles,
-    Attention,
     DecoderDescription,
     Experts,
-    LatentAttention,
     Layer,
     MLPAndExperts,
-    Norm,
     PerLayerEmbeddings,
     mixers_of,
 )
 from saltus.models.decoder_of import decoder_of
+from saltus.models.mixer_description import Angles, Attention, LatentAttention, Norm
 from saltus.models.rotary_angles import angles_of_positions
 
 ACTIVATIONS = {"silu", "gelu_tanh"}  # of gates, that `linear_kernels` computes

@@ -14,7 +14,7 @@ from saltus.models.cuda.described_layers import kinds_of_angles
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.kv_pages import KVPagePool
 from saltus.models.cuda.layer_weights import layers_of, merged, norm_of, one_weight
-from saltus.models.decoder_description import Angles, Attention, GateActivation
+from saltus.models.mixer_description import Angles, Attention, GateActivation
 
 KindOfAngles = tuple[Angles, bool]  # and whether pairs of dimensions lie beside each other
 ShapesOfKeys = tuple[tuple[int, int], tuple[int, int]]  # of a token's keys and values: heads and size

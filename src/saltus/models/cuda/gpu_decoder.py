@@ -29,17 +29,14 @@ from saltus.models.cuda.layer_weights import norm_of
 from saltus.models.cuda.state_pages import StateShape
 from saltus.models.decoder_description import (
     LLAMA_DECODERS,
-    Angles,
-    Attention,
     DecoderDescription,
-    KimiDeltaNet,
-    LatentAttention,
     experts_of,
     mixers_of,
     mlp_of,
     weights_perhaps_in_float32,
 )
 from saltus.models.decoder_of import decoder_of
+from saltus.models.mixer_description import Angles, Attention, KimiDeltaNet, LatentAttention
 from saltus.models.packed_decoder import PackedDecoder
 
 KERNEL_DTYPES = {torch.bfloat16, torch.float16}

@@ -18,7 +18,7 @@ from saltus.models.cuda.described_layers import kinds_of_angles
 from saltus.models.cuda.gpu_attention import AttentionOfCall, KindOfAngles, ShapesOfKeys, output_parts
 from saltus.models.cuda.layer_weights import layers_of, merged, norm_of, one_weight
 from saltus.models.cuda.packed_weight import GPUPackedWeight
-from saltus.models.decoder_description import LatentAttention
+from saltus.models.mixer_description import LatentAttention
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,7 @@ from saltus.models.cuda.layer_weights import bias_of, layers_of, norm_of, parts_
 from saltus.models.cuda.packed_weight import joined_packed
 from saltus.models.decoder_description import (
     MLP,
-    Attention,
-    LatentAttention,
     Layer,
-    Mixer,
     MLPAndExperts,
     PerLayerEmbeddings,
     PerLayerInput,
@@ -31,6 +28,7 @@ from saltus.models.decoder_description import (
     mixers_of,
     mlp_of,
 )
+from saltus.models.mixer_description import Attention, LatentAttention, Mixer
 
 NO_SCALE = 1.0
 KINDS_OF_ATTENTION = GPUAttention, GPULatentAttention

@@ -14,7 +14,7 @@ from saltus.models.cuda.layer_weights import one_weight
 from saltus.models.cuda.packed_weight import GPUPackedWeight, joined_packed
 from saltus.models.cuda.recurrent_inputs import RecurrentInputs
 from saltus.models.cuda.state_pages import StatePool, StateShape
-from saltus.models.decoder_description import DeltaNet, KimiDeltaNet, Mamba2, Mixer, ShortConvolution
+from saltus.models.mixer_description import DeltaNet, KimiDeltaNet, Mamba2, Mixer, ShortConvolution
 
 L2_EPSILON = 1e-6  # of the gated delta rule's keys and queries
 

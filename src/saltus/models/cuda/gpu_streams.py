@@ -11,7 +11,8 @@ from torch import Tensor
 
 from saltus.models.cpu.decoder_weights import Resolver
 from saltus.models.cuda.layer_weights import norm_of, one_weight
-from saltus.models.decoder_description import AltUp, Laurel, Norm, Streams, Weight
+from saltus.models.decoder_description import AltUp, Laurel, Streams
+from saltus.models.mixer_description import Norm, Weight
 
 Product = tuple[Sequence[Tensor], Any]  # weights, and how to cut their product
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saltus.models.cpu.decoder_weights import Resolver
 from saltus.models.cuda.packed_weight import GPUPackedWeight, joined_packed
-from saltus.models.decoder_description import Norm, Weight
+from saltus.models.mixer_description import Norm, Weight
 
 
 def whole_layers(weights: Sequence[Weight], base: Any) -> list[Any] | None:

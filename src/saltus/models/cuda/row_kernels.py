@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saltus.models.cuda.launching import device_function, kernel, power_of_two
-from saltus.models.decoder_description import Angles
+from saltus.models.mixer_description import Angles
 from saltus.models.rotary_angles import angles_of_positions
 
 

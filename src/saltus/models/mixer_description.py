@@ -1,0 +1,227 @@
+"""Describe what mixes the tokens of a layer, as data: attention, convolutions, recurrences; weights and norms by path.
+
+See decoder_description.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from saltus.models.attention_span import AttentionSpan
+
+GateActivation = Literal["sigmoid", "softplus"]  # of what attention gives
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A linear layer, or its outputs from `start` to `stop`."""
+
+    path: str
+    start: int = 0
+    stop: int | None = None
+    has_bias: bool = True  # if the layer has one
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm of rows, y = x / √(mean x² + ε) · w ("rms"), which first rounds the quotient.
+
+    "rms-float32" rounds once, after the product with w + `offset`. "layer" is LayerNorm: the mean is taken off before,
+    and biases are added. Without a path w is 1.
+    """
+
+    path: str | None
+    epsilon: float
+    kind: Literal["rms", "rms-float32", "layer"] = "rms"
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class Angles:
+    """Where cosines and sines come from: a module of Transformers, for some kind of layers where it has several.
+
+    `layout`: it gives each angle in both halves, twice in a row, or once. What is rotated is also multiplied by
+    1 + `growth` · log(1 + ⌊(position + `shift`) / `steps`⌋) (Nakanishi 2025), or that alone: `zeros` dimensions have
+    angles of 0. `backwards`: the other way around.
+    """
+
+    path: str = "rotary_emb"
+    layer_type: str | None = None
+    layout: Literal["halves", "interleaved", "once"] = "halves"
+    growth: float = 0.0
+    steps: int = 1
+    shift: int = 0
+    zeros: int = 0
+    backwards: bool = False
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Softmax attention of `heads` queries over `kv_heads` keys and values of size `dim`.
+
+    Queries and keys may have a norm, of each head or of all heads together (`norm_per_head`), before they are rotated,
+    or after it (`norms_rotated`). Without a key, the layer reads the keys and values of the layer `shares`; without a
+    value, values are the keys before their norm.
+    """
+
+    query: Weight
+    key: Weight | None
+    value: Weight | None
+    output: Weight
+    heads: int
+    kv_heads: int
+    dim: int
+    scale: float
+    angles: Angles | None = Angles()
+    query_angles: Angles | None = None  # where they are not those of keys
+    rope_interleaved: bool = False  # pairs of dimensions lie beside each other, not half the rotated ones apart
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    value_norm: Norm | None = None
+    norm_per_head: bool = True
+    norms_rotated: bool = False
+    span: AttentionSpan = None  # how far back it sees
+    softcap: float | None = None  # of scores
+    sinks: str | None = None  # the path of a score of each head that takes weight and has no value
+    shares: int | None = None
+    fused: bool = False  # `query`, which is also `key` and `value`, gives a query, a key and a value of each head
+    gated: bool = False  # `query` gives a query and a gate of each head; outputs are multiplied by the gate's sigmoid
+    gate: Weight | None = None  # gives a number for each output, by whose activation it is multiplied
+    head_gate: Weight | None = None  # the same with one number for each head
+    gate_activation: GateActivation = "sigmoid"  # of `gate` and `head_gate`
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention: keys and values are linear in a latent vector of each token (DeepSeek-AI 2024).
+
+    A head's query and key have `nope_dim` dimensions, then `rope_dim` rotated ones; of keys the latter are shared by
+    all heads; without angles nothing is rotated. `latent` gives the latent vector and these; `expand` each head's other
+    key dimensions and its value. The kernels multiply queries and outputs by these matrices, and attend to latent
+    vectors, which alone are kept. Queries may go through a latent vector, too: `query_latent`, with a norm. All their
+    dimensions grow with the position, as `Angles` says.
+    """
+
+    query: Weight
+    latent: Weight
+    latent_norm: Norm
+    expand: Weight
+    output: Weight
+    heads: int
+    latent_dim: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    scale: float
+    angles: Angles | None
+    rope_interleaved: bool
+    query_latent: Weight | None = None
+    query_norm: Norm | None = None
+    growth: float = 0.0
+    steps: int = 1
+
+
+@dataclass(frozen=True)
+class ShortConvolution:
+    """C · conv(B · x), a causal convolution of each channel over `width` tokens; `inputs` gives B, C and x beside."""
+
+    inputs: Weight
+    kernel: str  # the path of a convolution of PyTorch, [channels, 1, width]
+    output: Weight
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """The gated delta rule (Yang et al. 2025) over queries, keys and values that went through a convolution and SiLU.
+
+    `inputs` give queries, keys and values beside each other, or by a layer each; gates; weights of values, β; steps, a.
+    Or there are two whose outputs are those of one head of keys after the other: its query, key, values and gates;
+    weights and steps.
+    """
+
+    inputs: tuple[Weight, ...]
+    path: str  # of the kernel conv1d, A_log, dt_bias and the norm
+    output: Weight
+    heads: int  # of values
+    groups: int  # heads of queries and keys
+    key_dim: int
+    value_dim: int
+    epsilon: float  # of the norm
+    norm: str = "norm"  # its name
+    weight_scale: float = 1.0  # of β, after the sigmoid
+
+
+@dataclass(frozen=True)
+class KimiDeltaNet:
+    """The gated delta rule with channel-wise decays, of each number of a key (Kimi Team 2025); heads share no keys.
+
+    Queries, keys and values have a linear layer each, and parts of one convolution, in this order; decays and the gate
+    of outputs, a sigmoid after a norm, two, one after the other.
+    """
+
+    query: Weight
+    key: Weight
+    value: Weight
+    decay: tuple[Weight, Weight]
+    gate: tuple[Weight, Weight]
+    weight: Weight  # of values, β
+    kernel: str  # the path of the convolution
+    decays: str  # of A_log and dt_bias
+    norm: str
+    output: Weight
+    heads: int
+    dim: int
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """A selective state space with one decay a head (Dao & Gu 2024); `inputs` gives gates, x, B, C and steps beside.
+
+    The norm of its outputs is of `norm_groups` parts, after the gate or before it; without a norm the gate is alone.
+    """
+
+    inputs: Weight
+    path: str  # of the kernel conv1d, A_log, dt_bias, D and the norm
+    output: Weight
+    heads: int
+    head_dim: int
+    groups: int  # of B and C
+    state: int
+    epsilon: float
+    limits: tuple[float, float] = (0.0, float("inf"))  # of steps
+    has_norm: bool = True
+    norm_groups: int = 1
+    gate_first: bool = True
+    scales: tuple[tuple[float, int], ...] = ()  # what so many of the inputs' outputs are multiplied by, in turn
+
+
+@dataclass(frozen=True)
+class Mamba:
+    """A selective state space with a step for each channel, and a decay for each number of its state (Gu & Dao 2024).
+
+    `inputs` gives channels and gates beside each other. Of the convolved channels `selection` gives a vector of `rank`
+    numbers, from which `steps` makes those of all channels, B and C; each of these three may have a norm.
+    """
+
+    inputs: Weight
+    path: str  # of the kernel conv1d, A_log and D
+    selection: Weight
+    steps: Weight  # without its bias
+    step_bias: str  # the path of it
+    output: Weight
+    channels: int
+    state: int
+    rank: int
+    norms: tuple[Norm, Norm, Norm] | None = None
+
+
+Mixer = Attention | LatentAttention | ShortConvolution | DeltaNet | KimiDeltaNet | Mamba | Mamba2
+
+
+@dataclass(frozen=True)
+class ParallelMixers:
+    """Mixers that read the same; their outputs are added, each times its number."""
+
+    parts: tuple[tuple[Mixer, float], ...]
