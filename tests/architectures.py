@@ -80,6 +80,14 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
     "BioGpt": {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6},
     "GPTJ": {"n_embd": 48, "n_head": 6, "n_layer": 2, "n_positions": 512, "rotary_dim": 4},
     "GPTNeoX": {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6},
+    "OPT without weights of norms": {
+        "hidden_size": 48, "ffn_dim": 72, "num_attention_heads": 6, "word_embed_proj_dim": 48, "enable_bias": False,
+        "layer_norm_elementwise_affine": False, "activation_function": "gelu",
+    },
+    "GPTNeoX of layers after each other": {
+        "hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6, "use_parallel_residual": False,
+        "attention_bias": False,
+    },
     "OPT": {"hidden_size": 48, "ffn_dim": 72, "num_attention_heads": 6, "word_embed_proj_dim": 48},
     "Phi": {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6},
     "Exaone": {**LLAMA_LIKE, "head_dim": 8},
@@ -307,7 +315,7 @@ GEMMA4_EXPERTS = {
 
 WITH_FLOAT32_ROUTERS = [  # as Transformers loads them in bfloat16
     "DeepseekV2", "DeepseekV3", "Glm4Moe", "Glm4MoeLite", "Dots1", "ExaoneMoe", "Ernie4_5_Moe",
-    "NemotronH with experts",
+    "NemotronH with experts", "Flint", "HYV3", "SolarOpen", "SarvamMoE",
 ]  # fmt: skip
 TEXT_PARTS = {  # of models of pictures and text
     "Gemma3", "Gemma3n", "Gemma4", "Gemma4Unified", "Llama4", "Qwen3_5", "Qwen3_5Moe",
@@ -330,7 +338,8 @@ DESCRIBED = [  # by a file of saltus.models.architectures
     "Glm", "MiniCPM3", "Mellum",
     "NanoChat", "Jais2", "Exaone", "Phi", "StableLm", "StableLm of parallel layers", "Nemotron", "Afmoe", "SolarOpen",
     "VaultGemma", "HyperCLOVAX", "FlexOlmo", "HYV3", "GraniteMoeShared", "SarvamMoE", "Flint", "Laguna",
-    "Laguna with other gates", "Apertus", "GPT2", "GPTBigCode", "GPTNeoX", "OPT", "GraniteSWA",
+    "Laguna with other gates", "Apertus", "GPT2", "GPTBigCode", "GPTNeoX", "OPT", "OPT without weights of norms",
+    "GPTNeoX of layers after each other", "GraniteSWA",
     "GraniteMoeSWA",
     *RECURRENT,
 ]  # fmt: skip
@@ -374,6 +383,8 @@ def tiny(name: str, seed: int = 0, **changes) -> PreTrainedModel:
     for path, values in (*model.named_parameters(), *model.named_buffers()):
         if path.endswith(ZEROS):
             torch.nn.init.uniform_(values, -0.3, 0.3)
+        elif values.ndim == 1 and len(values) > 1 and values.dtype.is_floating_point and (values == values[0]).all():
+            values.data += torch.empty_like(values).uniform_(-0.3, 0.3)  # norms and biases
     return model
 
 

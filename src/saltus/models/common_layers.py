@@ -9,8 +9,8 @@ from saltus.models.decoder_description import MLP, Activation, DecoderDescriptio
 from saltus.models.mixer_description import Angles, Attention, LatentAttention, Norm, Weight
 
 ACTIVATIONS: dict[str, Activation] = {  # by their names in configurations
-    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu",
-    "relu": "relu", "relu2": "relu_squared",
+    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh", "gelu": "gelu", "relu": "relu", "relu2": "relu_squared",
 }  # fmt: skip
 
 

@@ -238,9 +238,9 @@ def mlp_of(layer: Layer) -> MLP | None:
 def weights_perhaps_in_float32(description: DecoderDescription) -> tuple[str, ...]:
     """How parameters end that may be in float32 beside the model's dtype, as Transformers keeps some.
 
-    They are those of routers, and the constants of recurrences.
+    They are those of routers, sinks, and the constants of recurrences.
     """
-    found = [".A_log", ".dt_bias", ".D"]
+    found = [".A_log", ".dt_bias", ".D", ".sinks"]
     for experts in filter(None, map(experts_of, description.layers)):
         named = experts.selection_bias, experts.expert_scale, experts.router_scale
         found += [f"{experts.router}.weight", f"{experts.router}.bias", *filter(None, named)]

@@ -37,7 +37,7 @@ def describe(config: Any) -> DecoderDescription:
         experts = mixture(
             config, layer, router=f"{path}.mlp.router.gate", scoring="sigmoid", is_normalized=True, least_sum=1e-20,
             scale=config.route_scale, selection_bias=f"{path}.mlp.expert_bias",
-            shared=llama_mlp(config, layer, "mlp.shared_experts"),
+            shared=llama_mlp(config, layer, "mlp.shared_experts") if config.num_shared_experts else None,
         )  # fmt: skip
         layers.append(
             llama_layer(
@@ -56,11 +56,13 @@ def describe(config: Any) -> DecoderDescription:
 def gguf_config(model: GgufModel) -> dict[str, Any]:
     """See GgufArchitecture; llama.cpp always multiplies embeddings by the root of their size."""
     check_gates(model, SIGMOID)
+    if not model.flag("expert_weights_norm"):
+        raise ValueError("it does not normalise the weights of experts, which Transformers does; it is not supported")
     return llama_config(
         model, "afmoe", "AfmoeForCausalLM", sliding_window=model.size("attention.sliding_window"),
         layer_types=layer_types(model, 4), mup_enabled=True,
         num_dense_layers=model.size("leading_dense_block_count", 0, least=0),
-        num_shared_experts=model.size("expert_shared_count"),
+        num_shared_experts=model.size("expert_shared_count", 0, least=0),
         route_scale=model.number("expert_weights_scale", 0.0) or 1.0, **expert_counts(model),
     )  # fmt: skip
 

@@ -33,7 +33,7 @@ def describe(config: Any) -> DecoderDescription:
         )  # fmt: skip
         experts = mixture(
             config, layer, scoring="sigmoid", is_normalized=config.norm_topk_prob,
-            shared=llama_mlp(config, layer, "mlp.shared_expert"),
+            shared=llama_mlp(config, layer, "mlp.shared_expert") if config.shared_expert_intermediate_size else None,
         )  # fmt: skip
         layers.append(
             llama_layer(

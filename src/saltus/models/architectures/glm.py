@@ -50,10 +50,10 @@ def rows_of(part: int) -> Callable[[Mapping[str, Any], int], Rows]:
     return rows
 
 
-TENSORS: Mapping[str, Target] = {"ffn_up": "mlp.gate_up_proj"} | {
+FUSED_QUERIES: Mapping[str, Target] = {
     f"attn_qkv.{kind}": tuple(
         TensorPart(f"self_attn.{name}_proj.{kind}", rows=rows_of(part)) for part, name in enumerate("qkv")
     )
     for kind in ("weight", "bias")
 }
-GGUF = GgufArchitecture("chatglm", gguf_config, TENSORS)
+GGUF = GgufArchitecture("chatglm", gguf_config, {"ffn_up": "mlp.gate_up_proj", **FUSED_QUERIES})

@@ -13,7 +13,7 @@ def describe(config: Any) -> DecoderDescription:
     """See saltus.models.architectures."""
     if config.moe_router_logit_softcapping:
         raise NotDescribed("a router with capped logits")
-    gate, layers = "gate" if config.gating == "per-element" else "head_gate", []
+    gate, layers = "head_gate" if config.gating in (True, "per-head") else "gate", []
     for layer, kind in enumerate(config.layer_types):
         path = f"layers.{layer}"
         mixer = llama_attention(
@@ -23,7 +23,7 @@ def describe(config: Any) -> DecoderDescription:
         experts = mixture(
             config, layer, scoring="sigmoid", is_normalized=True, scale=config.moe_routed_scaling_factor,
             selection_bias=f"{path}.mlp.gate.e_score_correction_bias",
-            shared=llama_mlp(config, layer, "mlp.shared_experts"),
+            shared=llama_mlp(config, layer, "mlp.shared_experts") if config.shared_expert_intermediate_size else None,
         )  # fmt: skip
         is_sparse = config.mlp_layer_types[layer] == "sparse"
         layers.append(llama_layer(config, layer, mixer=mixer, mlp=experts if is_sparse else llama_mlp(config, layer)))

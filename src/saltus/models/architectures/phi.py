@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from saltus.models.architectures.glm import FUSED_QUERIES
 from saltus.models.common_layers import activation, llama_attention
 from saltus.models.decoder_description import MLP, DecoderDescription, Layer, NotDescribed
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, decoder_config, partial_rope
@@ -33,7 +34,7 @@ def gguf_config(model: GgufModel) -> dict[str, Any]:
 
 
 TENSORS = {
-    "attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2",
+    **FUSED_QUERIES, "attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2",
     "output_norm": "model.final_layernorm",
 }  # fmt: skip
 GGUF = GgufArchitecture("phi2", gguf_config, TENSORS)

@@ -23,13 +23,13 @@ def describe(config: Any) -> DecoderDescription:
 
 
 def gguf_config(model: GgufModel) -> dict[str, Any]:
-    """See GgufArchitecture."""
+    """See GgufArchitecture; what files say of parallel layers is not always so."""
     if "blk.0.attn_q_norm.weight" in model.shapes:
         raise ValueError("it has a norm of each head of its own (StableLM 2 12B), which is not supported")
     return decoder_config(
         model, "stablelm", "StableLmForCausalLM", rope_parameters=partial_rope(model),
         layer_norm_eps=model.number("attention.layer_norm_epsilon"), use_qkv_bias="blk.0.attn_q.bias" in model.shapes,
-        use_parallel_residual=model.flag("use_parallel_residual"), qk_layernorm=False,
+        use_parallel_residual="blk.0.ffn_norm.weight" not in model.shapes, qk_layernorm=False,
     )  # fmt: skip
 
 
