@@ -383,8 +383,6 @@ def tiny(name: str, seed: int = 0, **changes) -> PreTrainedModel:
     for path, values in (*model.named_parameters(), *model.named_buffers()):
         if path.endswith(ZEROS):
             torch.nn.init.uniform_(values, -0.3, 0.3)
-        elif values.ndim == 1 and len(values) > 1 and values.dtype.is_floating_point and (values == values[0]).all():
-            values.data += torch.empty_like(values).uniform_(-0.3, 0.3)  # norms and biases
     return model
 
 

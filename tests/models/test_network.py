@@ -107,6 +107,19 @@ def test_a_read_gives_the_logits_of_the_models_own_forward(name, dtype):
     assert errors.max() < BOUNDS[dtype]
 
 
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_each_norm_and_bias_is_where_the_model_has_it(name):
+    """At first the weights of norms are alike, and biases 0."""
+    model, tokens = tiny(name), text(LENGTH)
+    for values in model.parameters():
+        if values.ndim == 1 and (values == values[0]).all():
+            values.data += torch.empty_like(values).uniform_(-0.3, 0.3)
+    if name in SENSITIVE:
+        assert is_as_near_as_its_own(model, tokens)
+    else:
+        assert off(chain(CausalNetwork(model), tokens), own_logits(model, tokens)).max() < BOUNDS[torch.float32]
+
+
 def test_layers_of_llama_under_another_name_run_on_kernels():
     config = IQuestCoderConfig(vocab_size=VOCAB, num_hidden_layers=2, head_dim=8, **LLAMA_LIKE)
     assert describe_decoder(LlamaForCausalLM(config)) is not None
