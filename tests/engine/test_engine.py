@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
 import saltus
 from architectures import tiny
@@ -619,13 +619,15 @@ def test_loading_is_silent(tiny_folder, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_model_without_attention_is_refused_with_the_reason_and_a_cure(engine, tmp_path):
-    config = MambaConfig(vocab_size=300, hidden_size=16, num_hidden_layers=2, state_size=4)
-    MambaForCausalLM(config).save_pretrained(tmp_path)
+def test_a_model_with_states_of_another_kind_is_refused_with_the_reason_and_a_cure(engine, tmp_path):
+    config = RecurrentGemmaConfig(
+        vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2, lru_width=16
+    )
+    RecurrentGemmaForCausalLM(config).save_pretrained(tmp_path)
     engine.tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="cannot be served") as error:
         saltus.load(str(tmp_path))
-    for part in ("MambaForCausalLM", "keeps a state in", "discard a rejected draft", "such as Llama"):
+    for part in ("RecurrentGemmaForCausalLM", "keeps a state in", "discard a rejected draft", "such as Llama"):
         assert part in str(error.value)
 
 
