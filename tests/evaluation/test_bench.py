@@ -12,7 +12,8 @@ from test_cli import saltus_
 
 import saltus
 from invented_run import invented_records, results_of
-from saltus.cli.bench import _remove_results, _variants, _varied
+from saltus.cli.bench import _variants, _varied
+from saltus.cli.bench_results import remove_results
 from saltus.cli.bench_tables import print_tables
 from saltus.core.sampling import Sampling
 from saltus.engine.prompts import Prompt
@@ -530,10 +531,10 @@ def test_fresh_removes_the_files_of_the_run_before_and_no_others(tmp_path):
     (tmp_path / "model_answer").mkdir()
     for name in (*ours, *others):
         (tmp_path / name).write_text('{"methods": {"plain": {}, "endpoint:a/b": {}}}')
-    _remove_results(tmp_path)
+    remove_results(tmp_path)
     assert [name for name in (*ours, *others) if (tmp_path / name).exists()] == others
     (tmp_path / "results.json").write_text("damaged")
-    _remove_results(tmp_path)
+    remove_results(tmp_path)
     assert not (tmp_path / "results.json").exists()
 
 

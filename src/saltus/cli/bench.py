@@ -11,6 +11,7 @@ from typing import Annotated, Any, no_type_check
 import typer
 
 from saltus.cli import options as o
+from saltus.cli.bench_results import has_problems, remove_results, results_of, write_results
 from saltus.cli.bench_step import step
 
 COMPARED_PANEL, TASKS_PANEL = "Compare", "Tasks"
@@ -204,15 +205,15 @@ def run(
     info = run_info(engine, settings, _joined(names).split("+"))
     records = open_records(out, _run_plan(engine, suite, run, settings), tasks, info, fresh)
     if out and fresh:
-        _remove_results(out)
+        remove_results(out)
     whole = _measure(run, records)
     if whole and not records.answers:
         raise ValueError(f"no task fits into the context of all systems; of the first, {records.skipped[0]['skipped']}")
     if not records.answers:
         raise KeyboardInterrupt
-    results = _results(suite, records)
+    results = results_of(suite, records)
     if out:
-        _write(results, records.answers, out)
+        write_results(results, records.answers, out)
     if json:
         from saltus.cli.report import print_json
 
@@ -223,7 +224,7 @@ def run(
         print_tables(results)
     if not whole:
         raise KeyboardInterrupt
-    if _has_problems(results):
+    if has_problems(results):
         raise typer.Exit(1)
 
 
@@ -378,76 +379,3 @@ def _measure(run: Any, records: Any) -> bool:
         print_note(f"interrupted after {records.num_finished_tasks} of {total} tasks{kept}")
         return False
     return True
-
-
-def _results(suite: str, records: Any) -> dict[str, Any]:
-    from saltus.evaluation.benchmarks.suites import suite_label
-    from saltus.evaluation.reports.aggregation import aggregate_records, few_tasks_note, list_skipped
-
-    answers = records.answers
-    tasks, turns = (
-        {tuple(record[key] for key in keys) for record in answers} for keys in (("task",), ("task", "turn"))
-    )
-    return {
-        **records.run_info,
-        "suite": {"name": suite_label(suite), "tasks": len(tasks), "turns": len(turns)},
-        "notes": [note for note in (few_tasks_note(len(tasks)),) if note],
-        "skipped": list_skipped(records.skipped),
-        "methods": aggregate_records(answers),
-    }
-
-
-def _write(results: dict[str, Any], records: list[dict[str, Any]], folder: Path) -> None:
-    """Write all files of a run; figures last, since matplotlib may be missing."""
-    from json import dumps
-
-    from saltus.cli.answers import print_note
-    from saltus.evaluation.reports.markdown import render_markdown
-    from saltus.evaluation.reports.spec_bench import spec_bench_answers
-
-    (folder / "results.md").write_text(render_markdown(results), encoding="utf-8")
-    (folder / "results.json").write_text(dumps(results, indent=1) + "\n", encoding="utf-8")
-    if results["suite"]["name"].startswith("spec-bench"):
-        (folder / "model_answer").mkdir(exist_ok=True)
-        for system in results["methods"]:
-            lines = "".join(
-                dumps(answer) + "\n" for answer in spec_bench_answers(records, system, results["model"]["name"])
-            )
-            (folder / _answer_file(system)).write_text(lines, encoding="utf-8")
-    try:
-        from saltus.evaluation.reports.benchmark_plots import write_figures
-        from saltus.evaluation.reports.page import render_page
-
-        write_figures(results, records, folder)
-        (folder / "page.html").write_text(render_page(results, records), encoding="utf-8")
-    except ModuleNotFoundError:
-        print_note(f'written: {folder / "results.json"}; for figures and the page: pip install ".[bench]" in the clone')
-    else:
-        print_note(f"written: {folder / 'page.html'}, results.json, records.jsonl and figures")
-
-
-def _answer_file(system: str) -> str:
-    name = system.replace("/", "-").replace(":", "-")
-    return f"model_answer/{name}.jsonl"
-
-
-def _remove_results(folder: Path) -> None:
-    """Remove the files that `_write` has written there; systems and figures of the next run may be fewer."""
-    from json import loads
-
-    from saltus.evaluation.reports.benchmark_plots import FIGURES
-
-    try:
-        systems = list(loads((folder / "results.json").read_text(encoding="utf-8"))["methods"])
-    except (OSError, ValueError, KeyError, TypeError):
-        systems = []
-    figures = [f"{name}.{kind}" for name in FIGURES for kind in ("svg", "png")]
-    for name in ("results.md", "results.json", "page.html", *figures, *map(_answer_file, systems)):
-        (folder / name).unlink(missing_ok=True)
-
-
-def _has_problems(results: Mapping[str, Any]) -> bool:
-    """True if a method's text differs from plain's where it must not, or has problems."""
-    ours = [system for system in results["methods"].values() if system["kind"] == "method"]
-    exact = results["settings"]["rule"] == "match" or results["settings"]["temperature"] == 0
-    return any(system["problems"] or (exact and system["identical"] != system["texts"]) for system in ours)

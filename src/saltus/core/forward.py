@@ -98,9 +98,7 @@ class ForwardInputs:
     hidden_states: Float[Tensor, "slots hidden"] | None = None  # for a drafter: of the target, see below
     gumbel_max: GumbelMax | None = None  # of the decided text and draft tokens; None: the host picks
     candidate_temperature: float = 0.0  # of sampling for which candidates are enough; 0: they are of no use
-    drafts: Sequence[
-        Drafts
-    ] = ()  # all that drafters offered, of which the draft tokens were chosen; no network reads it
+    drafts: Sequence[Drafts] = ()  # all offered ones, of which the tokens were chosen; no network reads them
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents)

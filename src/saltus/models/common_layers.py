@@ -155,6 +155,11 @@ def llama_layer(config: Any, layer: int, **changes: Any) -> Layer:
     return Layer(**changes)
 
 
+def float32_norm(config: Any, path: str) -> Norm:
+    """An RMSNorm that is rounded once, after the product with its weight."""
+    return Norm(path, config.rms_norm_eps, "rms-float32")
+
+
 def layer_norms(path: str, epsilon: float, mixer: str, mlp: str, offset: float = 0.0) -> tuple[Norm, Norm]:
     """LayerNorm before the mixer and before the MLP of the layer with this path, by their names."""
     return Norm(f"{path}.{mixer}", epsilon, "layer", offset), Norm(f"{path}.{mlp}", epsilon, "layer", offset)

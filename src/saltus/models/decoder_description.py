@@ -28,7 +28,7 @@ class NotDescribed(ValueError):
 
 
 @dataclass(frozen=True)
-class Positions:
+class PositionEmbedding:
     """Learned embeddings of positions, which are added to inputs: that of position 0 is row `first`."""
 
     path: str
@@ -199,7 +199,7 @@ class DecoderDescription:
     """A whole decoder. Logits are multiplied by `logit_scale`, then limited to ± `logit_softcap`.
 
     `embedding_scale` is part of the embedding, and multiplies tokens alone; `input_scale` multiplies all inputs; then
-    come their `input_norm` and `positions`.
+    come their `input_norm` and `position_embedding`.
     """
 
     layers: tuple[Layer, ...]
@@ -212,7 +212,7 @@ class DecoderDescription:
     logit_softcap: float = 0.0
     per_layer_embeddings: PerLayerEmbeddings | None = None
     streams: Streams | None = None  # layers have AltUp
-    positions: Positions | None = None
+    position_embedding: PositionEmbedding | None = None
 
 
 def mixers_of(layer: Layer) -> tuple[tuple[Mixer, float], ...]:

@@ -108,7 +108,7 @@ typedef struct {
   const void *query, *key, *value;  // [rows, groups, key_dim], the same, [rows, heads, value_dim], by strides of rows
   const void *step, *weight;        // [rows, steps]: before bias and softplus; [rows, heads] before the sigmoid, NULL: Mamba-2
   int64_t query_row, key_row, value_row, step_row, weight_row;
-  const float *bias, *rate, *skip;  // [steps]: of the step; [heads]: of decay, −exp(A_log); D or NULL. Of SCANNED both last
+  const float *bias, *rate, *skip;  // [steps]: of the step; [heads]: of decay, −exp(A_log); D or NULL. Of SELECTIVE_SCAN both last
                                     // are of each value, rates as states are kept, with zeros where those are padded
   void *out;                        // [rows, heads, value_dim], dense
   int64_t heads, groups, key_dim, value_dim, state_place, node_place;
@@ -120,10 +120,10 @@ typedef struct {
 } Recurrence;
 // Recurrences: Mamba-2, the gated delta rule, the same with channel-wise decays, and Mamba, whose one head has a step of
 // each value and a decay of each number of the state.
-enum { SELECTIVE, DELTA, CHANNELWISE, SCANNED };
+enum { SELECTIVE, DELTA, CHANNELWISE, SELECTIVE_SCAN };
 static inline int recurrence_of(const Recurrence *a) {
   if (a->weight) return a->steps == a->heads ? DELTA : CHANNELWISE;
-  return a->steps == a->heads ? SELECTIVE : SCANNED;
+  return a->steps == a->heads ? SELECTIVE : SELECTIVE_SCAN;
 }
 static inline int is_channelwise(const Recurrence *a) { return recurrence_of(a) == CHANNELWISE; }
 

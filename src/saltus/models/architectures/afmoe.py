@@ -2,7 +2,15 @@
 
 from typing import Any
 
-from saltus.models.common_layers import head_norms, llama_attention, llama_decoder, llama_layer, llama_mlp, mixture
+from saltus.models.common_layers import (
+    float32_norm,
+    head_norms,
+    llama_attention,
+    llama_decoder,
+    llama_layer,
+    llama_mlp,
+    mixture,
+)
 from saltus.models.decoder_description import DecoderDescription
 from saltus.models.gguf_architecture import (
     SIGMOID,
@@ -15,14 +23,9 @@ from saltus.models.gguf_architecture import (
     llama_config,
     shared_expert_tensors,
 )
-from saltus.models.mixer_description import Angles, Norm, Weight
+from saltus.models.mixer_description import Angles, Weight
 
 CLASSES = {"AfmoeForCausalLM"}
-
-
-def norm(config: Any, path: str) -> Norm:
-    """AFMoE's norm."""
-    return Norm(path, config.rms_norm_eps, "rms-float32")
 
 
 def describe(config: Any) -> DecoderDescription:
@@ -43,14 +46,14 @@ def describe(config: Any) -> DecoderDescription:
             llama_layer(
                 config, layer, mixer=mixer,
                 mlp=experts if layer >= config.num_dense_layers else llama_mlp(config, layer),
-                mixer_norm=norm(config, f"{path}.input_layernorm"),
-                mixer_output_norm=norm(config, f"{path}.post_attention_layernorm"),
-                mlp_norm=norm(config, f"{path}.pre_mlp_layernorm"),
-                mlp_output_norm=norm(config, f"{path}.post_mlp_layernorm"),
+                mixer_norm=float32_norm(config, f"{path}.input_layernorm"),
+                mixer_output_norm=float32_norm(config, f"{path}.post_attention_layernorm"),
+                mlp_norm=float32_norm(config, f"{path}.pre_mlp_layernorm"),
+                mlp_output_norm=float32_norm(config, f"{path}.post_mlp_layernorm"),
             )
         )  # fmt: skip
     scale = config.hidden_size**0.5 if config.mup_enabled else 1.0
-    return llama_decoder(config, layers, norm=norm(config, "norm"), input_scale=scale)
+    return llama_decoder(config, layers, norm=float32_norm(config, "norm"), input_scale=scale)
 
 
 def gguf_config(model: GgufModel) -> dict[str, Any]:

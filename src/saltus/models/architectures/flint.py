@@ -3,6 +3,7 @@
 from typing import Any
 
 from saltus.models.common_layers import (
+    float32_norm,
     head_norms,
     llama_attention,
     llama_decoder,
@@ -12,14 +13,9 @@ from saltus.models.common_layers import (
     sparse_layers,
 )
 from saltus.models.decoder_description import DecoderDescription
-from saltus.models.mixer_description import Angles, Norm
+from saltus.models.mixer_description import Angles
 
 CLASSES = {"FlintForCausalLM"}
-
-
-def norm(config: Any, path: str) -> Norm:
-    """Flint's norm."""
-    return Norm(path, config.rms_norm_eps, "rms-float32")
 
 
 def describe(config: Any) -> DecoderDescription:
@@ -38,8 +34,8 @@ def describe(config: Any) -> DecoderDescription:
         layers.append(
             llama_layer(
                 config, layer, mixer=mixer, mlp=experts if is_sparse else llama_mlp(config, layer),
-                mixer_norm=norm(config, f"{path}.input_layernorm"),
-                mlp_norm=norm(config, f"{path}.post_attention_layernorm"),
+                mixer_norm=float32_norm(config, f"{path}.input_layernorm"),
+                mlp_norm=float32_norm(config, f"{path}.post_attention_layernorm"),
             )
         )  # fmt: skip
-    return llama_decoder(config, layers, norm=norm(config, "norm"))
+    return llama_decoder(config, layers, norm=float32_norm(config, "norm"))

@@ -2,17 +2,11 @@
 
 from typing import Any
 
-from saltus.models.common_layers import fused_mlp, llama_attention, llama_layer
+from saltus.models.common_layers import float32_norm, fused_mlp, llama_attention, llama_layer
 from saltus.models.decoder_description import DecoderDescription
 from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config, partial_rope
-from saltus.models.mixer_description import Norm
 
 CLASSES = {"Glm4ForCausalLM"}
-
-
-def norm(config: Any, path: str) -> Norm:
-    """GLM's norm."""
-    return Norm(path, config.rms_norm_eps, "rms-float32")
 
 
 def describe(config: Any) -> DecoderDescription:
@@ -24,13 +18,13 @@ def describe(config: Any) -> DecoderDescription:
             llama_layer(
                 config, layer, mixer=llama_attention(config, layer, rope_interleaved=True),
                 mlp=fused_mlp(config, layer),
-                mixer_norm=norm(config, f"{path}.input_layernorm"),
-                mixer_output_norm=norm(config, f"{path}.post_self_attn_layernorm"),
-                mlp_norm=norm(config, f"{path}.post_attention_layernorm"),
-                mlp_output_norm=norm(config, f"{path}.post_mlp_layernorm"),
+                mixer_norm=float32_norm(config, f"{path}.input_layernorm"),
+                mixer_output_norm=float32_norm(config, f"{path}.post_self_attn_layernorm"),
+                mlp_norm=float32_norm(config, f"{path}.post_attention_layernorm"),
+                mlp_output_norm=float32_norm(config, f"{path}.post_mlp_layernorm"),
             )
         )  # fmt: skip
-    return DecoderDescription(tuple(layers), norm(config, "norm"))
+    return DecoderDescription(tuple(layers), float32_norm(config, "norm"))
 
 
 def gguf_config(model: GgufModel) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from saltus.models.common_layers import activation, layer_norms
-from saltus.models.decoder_description import MLP, DecoderDescription, Layer, NotDescribed, Positions
+from saltus.models.decoder_description import MLP, DecoderDescription, Layer, NotDescribed, PositionEmbedding
 from saltus.models.mixer_description import Attention, Norm, Weight
 
 CLASSES = {"GPT2LMHeadModel"}
@@ -33,5 +33,5 @@ def decoder(config: Any, kv_heads: int) -> DecoderDescription:
         mlp = MLP(None, Weight(f"{path}.mlp.c_fc"), Weight(f"{path}.mlp.c_proj"), active)
         layers.append(Layer(attention, mlp, *layer_norms(path, epsilon, "ln_1", "ln_2")))
     return DecoderDescription(
-        tuple(layers), Norm("ln_f", epsilon, "layer"), embedding="wte", positions=Positions("wpe")
+        tuple(layers), Norm("ln_f", epsilon, "layer"), embedding="wte", position_embedding=PositionEmbedding("wpe")
     )  # fmt: skip

@@ -2,16 +2,10 @@
 
 from typing import Any
 
-from saltus.models.common_layers import llama_attention, llama_decoder, llama_layer
+from saltus.models.common_layers import float32_norm, llama_attention, llama_decoder, llama_layer
 from saltus.models.decoder_description import DecoderDescription
-from saltus.models.mixer_description import Norm
 
 CLASSES = {"HeliumForCausalLM"}
-
-
-def norm(config: Any, path: str) -> Norm:
-    """Helium's norm."""
-    return Norm(path, config.rms_norm_eps, "rms-float32")
 
 
 def describe(config: Any) -> DecoderDescription:
@@ -19,9 +13,9 @@ def describe(config: Any) -> DecoderDescription:
     layers = [
         llama_layer(
             config, layer, mixer=llama_attention(config, layer, rope_interleaved=True),
-            mixer_norm=norm(config, f"layers.{layer}.input_layernorm"),
-            mlp_norm=norm(config, f"layers.{layer}.post_attention_layernorm"),
+            mixer_norm=float32_norm(config, f"layers.{layer}.input_layernorm"),
+            mlp_norm=float32_norm(config, f"layers.{layer}.post_attention_layernorm"),
         )
         for layer in range(config.num_hidden_layers)
     ]  # fmt: skip
-    return llama_decoder(config, layers, norm=norm(config, "norm"))
+    return llama_decoder(config, layers, norm=float32_norm(config, "norm"))

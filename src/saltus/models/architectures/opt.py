@@ -3,7 +3,7 @@
 from typing import Any
 
 from saltus.models.common_layers import activation, layer_norms
-from saltus.models.decoder_description import MLP, DecoderDescription, Layer, NotDescribed, Positions
+from saltus.models.decoder_description import MLP, DecoderDescription, Layer, NotDescribed, PositionEmbedding
 from saltus.models.mixer_description import Attention, Norm, Weight
 
 CLASSES = {"OPTForCausalLM"}
@@ -27,4 +27,4 @@ def describe(config: Any) -> DecoderDescription:
         norms = layer_norms(path, EPSILON, "self_attn_layer_norm", "final_layer_norm") if has_weights else (NORM, NORM)
         layers.append(Layer(mixer, mlp, *norms))
     last = Norm("final_layer_norm", EPSILON, "layer") if has_weights else NORM
-    return DecoderDescription(tuple(layers), last, positions=Positions("embed_positions", 2))
+    return DecoderDescription(tuple(layers), last, position_embedding=PositionEmbedding("embed_positions", 2))

@@ -106,7 +106,7 @@ class AttentionOps:
         """What queries are multiplied by [heads, latent, nope], and what is attended to [heads, value, latent].
 
         Where the model multiplies activations of 8 bits, these matrices are packed, too: those of values as they are in
-        the model, turned ones in 8 bits.
+        the model, those of keys, which are transposed, in 8 bits.
         """
         weight, nope, value = self.ops.weights.matrix(layer.expand).weight.detach(), layer.nope_dim, layer.value_dim
         if weight.shape != (size := (layer.heads * (nope + value), layer.latent_dim)):

@@ -28,7 +28,7 @@ from saltus.models.decoder_description import (
     Laurel,
     Layer,
     MLPAndExperts,
-    Positions,
+    PositionEmbedding,
     mixers_of,
 )
 from saltus.models.mixer_description import Angles, Attention, LatentAttention, Mixer, Norm, Weight
@@ -43,7 +43,7 @@ class DecoderOps:
         self.weights, self.hidden = weights, hidden
         self.buffers: dict[tuple[str, int], Tensor] = {}
         self.products: list[tuple[native.Linear, Sequence[Weight]]] = []  # and the layers whose outputs they are
-        self.angles: list[Angles | Positions] = []  # of rotations, and embeddings of positions
+        self.angles: list[Angles | PositionEmbedding] = []  # of rotations, and embeddings of positions
         mixers = [mixer for layer in description.layers for mixer, _ in mixers_of(layer)]
         self.attention = AttentionKinds(mixers, same_everywhere)
         self.states = StateSizes(0, 0, tuple(filter(None, map(_kept_sizes, mixers))))
@@ -53,10 +53,10 @@ class DecoderOps:
             self.add(hidden, None, description.input_scale)
         if description.input_norm is not None:
             self.normalize(hidden, description.input_norm, hidden)
-        if description.positions is not None:
+        if description.position_embedding is not None:
             x = hidden.data_ptr()
             self.op(native.ADD_POSITIONS, native.Addition(x=x, out=x, size=hidden.shape[1]), len(self.angles))
-            self.angles.append(description.positions)
+            self.angles.append(description.position_embedding)
         self.per_layer = None
         if (inputs := description.per_layer_embeddings) is not None:
             tokens = len(weights.module(description.embedding).weight)

@@ -41,7 +41,7 @@ class Resolver:
 
     base: Any  # the model without its output layer
     made: list[Tensor] = field(default_factory=list)
-    turned: dict[str, Tensor] = field(default_factory=dict)  # by path
+    transposed: dict[str, Tensor] = field(default_factory=dict)  # by path
 
     def module(self, path: str) -> Any:
         return self.base.get_submodule(path)
@@ -54,7 +54,7 @@ class Resolver:
     def matrix(self, weight: Weight) -> Matrix:
         """Errors: ValueError for one without numbers, which kernels would divide by."""
         module = self.module(weight.path)
-        whole = self._turned(weight.path) if type(module).__name__ == "Conv1D" else module.weight
+        whole = self._transposed(weight.path) if type(module).__name__ == "Conv1D" else module.weight
         if 0 in whole.shape:
             sides = " x ".join(map(str, whole.shape))
             raise ValueError(f"a decoder's {weight.path} has a weight of {sides} numbers; fetch it again")
@@ -65,11 +65,11 @@ class Resolver:
         assert weight.stop <= len(whole)
         return Matrix(select_outputs(whole, rows), None if bias is None else bias.detach()[rows])
 
-    def _turned(self, path: str) -> Tensor:
+    def _transposed(self, path: str) -> Tensor:
         """The matrix [outputs, inputs] of a layer that has it the other way around, as GPT-2's have."""
-        if path not in self.turned:
-            self.turned[path] = self.module(path).weight.detach().T.contiguous()
-        return self.turned[path]
+        if path not in self.transposed:
+            self.transposed[path] = self.module(path).weight.detach().T.contiguous()
+        return self.transposed[path]
 
     def output_layer(self, model: Any) -> Matrix:
         return Matrix(model.lm_head.weight, getattr(model.lm_head, "bias", None))

@@ -102,11 +102,11 @@ class MixerOps:
         padded[:size, :state] = rates
         skip = rates.new_zeros(len(padded))
         skip[:size] = self._vector(f"{mixer.path}.D", size)
-        inputs = {"query": parts[2], "key": parts[1], "value": value, "step": step}
+        of_rows = {"query": parts[2], "key": parts[1], "value": value, "step": step}
         out = ops.buffer("recurrent", size)
         struct = native.Recurrence(
-            **{name: each.data_ptr() for name, each in inputs.items()},
-            **{f"{name}_row": each.stride(0) for name, each in inputs.items()},
+            **{name: each.data_ptr() for name, each in of_rows.items()},
+            **{f"{name}_row": each.stride(0) for name, each in of_rows.items()},
             **self._places(4 * padded.numel(), (state + 2 * size) * value.element_size()),
             bias=self._kept(self._vector(mixer.step_bias, size)), skip=self._kept(skip), out=out.data_ptr(),
             rate=self._kept(padded.view(-1, columns, keys).transpose(1, 2).contiguous()), heads=1, groups=1,

@@ -20,7 +20,7 @@ from saltus.models.cpu.decoder_weights import Resolver, linear_struct
 from saltus.models.cpu.hybrid_kv_cache import HybridKVCache, RecurrentCall
 from saltus.models.cpu.kv_cache import KVCache
 from saltus.models.cpu.prepared_call import PreparedCall, PreparedRows
-from saltus.models.decoder_description import Positions, weights_perhaps_in_float32
+from saltus.models.decoder_description import PositionEmbedding, weights_perhaps_in_float32
 from saltus.models.decoder_of import decoder_of
 from saltus.models.gated_lora import Adapter, Gate
 from saltus.models.mixer_description import Angles
@@ -110,7 +110,7 @@ class NativeDecoder:
         self.seconds: native.SecondsOfParts | None = None  # of its calls, while somebody asks for them
         self.tables = [
             _PositionTable(self.base, each)
-            if isinstance(each, Positions)
+            if isinstance(each, PositionEmbedding)
             else _AngleTable(self.base, each, self.hidden)
             for each in self.layers.angles
         ]
@@ -324,7 +324,7 @@ class _PositionTable:
 
     is_static = True
 
-    def __init__(self, base: Any, positions: Positions) -> None:
+    def __init__(self, base: Any, positions: PositionEmbedding) -> None:
         weight = base.get_submodule(positions.path).weight.detach()
         whole = weight.dequantize() if isinstance(weight, PackedWeight) else weight
         self.table = [whole[positions.first :]] * 2

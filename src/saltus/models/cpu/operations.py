@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from saltus.models.cpu.hybrid_kv_cache import StateSizes
-from saltus.models.decoder_description import Positions
+from saltus.models.decoder_description import PositionEmbedding
 from saltus.models.mixer_description import Angles, Norm, Weight
 
 
@@ -19,7 +19,7 @@ class Operations(Protocol):
     hidden: Tensor
     weights: Any
     states: StateSizes
-    angles: list[Angles | Positions]  # of rotations, and embeddings of positions
+    angles: list[Angles | PositionEmbedding]  # of rotations, and embeddings of positions
 
     def buffer(self, name: str, width: int) -> Tensor: ...
 

@@ -31,7 +31,7 @@ ACTIVATIONS = {"silu", "gelu_tanh"}  # of gates, that `linear_kernels` computes
 def described_for_gpu(model: Any) -> DecoderDescription | None:
     """What an unmodified model of an architecture computes, if our kernels for GPUs know all of it; else None."""
     description = describe_decoder(model) if is_unmodified_decoder(model) else None
-    if description is None or description.positions is not None:
+    if description is None or description.position_embedding is not None:
         return None
     base = decoder_of(model)
     known = all(_is_known(layer, base) for layer in description.layers)
