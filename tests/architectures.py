@@ -64,8 +64,8 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
     "MiMoV2Flash": {  # the second layer has sinks, a window and twice the key heads; values are shorter than keys
         **LLAMA_LIKE, **WINDOW, "num_key_value_heads": 1, "layer_types": ["full_attention", "sliding_attention"],
         "head_dim": 16, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
-        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-                            for kind in ("full_attention", "sliding_attention")},
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
+                            for kind, theta in (("full_attention", 1e4), ("sliding_attention", 1e2))},
     },
     "Llama4": {  # the first and the last layer attend by chunks, the second one without rotary embeddings
         **LLAMA_LIKE, "num_hidden_layers": 3, "head_dim": 20, "attention_chunk_size": 12, "no_rope_layers": [1, 0, 1],
@@ -315,7 +315,7 @@ GEMMA4_EXPERTS = {
 
 WITH_FLOAT32_ROUTERS = [  # as Transformers loads them in bfloat16
     "DeepseekV2", "DeepseekV3", "Glm4Moe", "Glm4MoeLite", "Dots1", "ExaoneMoe", "Ernie4_5_Moe",
-    "NemotronH with experts", "Flint", "HYV3", "SolarOpen", "SarvamMoE",
+    "NemotronH with experts", "Flint", "HYV3", "SolarOpen", "SarvamMoE", "MiMoV2Flash",
 ]  # fmt: skip
 TEXT_PARTS = {  # of models of pictures and text
     "Gemma3", "Gemma3n", "Gemma4", "Gemma4Unified", "Llama4", "Qwen3_5", "Qwen3_5Moe",
@@ -340,7 +340,7 @@ DESCRIBED = [  # by a file of saltus.models.architectures
     "VaultGemma", "HyperCLOVAX", "FlexOlmo", "HYV3", "GraniteMoeShared", "SarvamMoE", "Flint", "Laguna",
     "Laguna with other gates", "Apertus", "GPT2", "GPTBigCode", "GPTNeoX", "OPT", "OPT without weights of norms",
     "GPTNeoX of layers after each other", "GraniteSWA",
-    "GraniteMoeSWA",
+    "GraniteMoeSWA", "MiMoV2Flash",
     *RECURRENT,
 ]  # fmt: skip
 

@@ -238,6 +238,12 @@ CASES = {
         "num_shared_experts": 2}),
     "hunyuan-dense": Case("hunyuan_v1_dense", "hunyuan-dense", {"head_dim": 32}, tied=True),
     "hunyuan-moe": Case("hunyuan_v1_moe", "hunyuan-moe", {"head_dim": 32, "num_experts": 4, "moe_topk": [2, 2]}),
+    "mimo2": Case("mimo_v2_flash", "mimo2", {
+        "head_dim": 48, "v_head_dim": 32, "num_hidden_layers": 3, "sliding_window": 9, "num_key_value_heads": 1,
+        "layer_types": [FULL, SLIDING, FULL], "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
+        "topk_group": 2, "moe_intermediate_size": 64, "attention_value_scale": 0.75, "rope_parameters": {
+            kind: {"rope_theta": theta, "rope_type": "default", "partial_rotary_factor": 1 / 3 + 1e-9}
+            for kind, theta in ((FULL, 5000.0), (SLIDING, 500.0))}}),
     "gemma4, experts": Case("gemma4_text", "gemma4", GEMMA4 | {
         "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64,
         "hidden_size_per_layer_input": 0}, tied=True),
@@ -442,14 +448,15 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
     if case.name not in ("gemma", "gemma2", "kimi-linear", *NEMOTRONS):
         _add_rope(out, config.rope_parameters)
     if window := getattr(config, "sliding_window", None):
-        out.add_sliding_window(window)
+        out.add_sliding_window(window - (case.name == "mimo2"))  # which counts the tokens before
     elif case.name == "phi3":
         out.add_sliding_window(0)
     head_dim = config.hidden_size // config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or head_dim
-    partial = "phi3", "glm4moe", "qwen3next", "qwen35", "qwen35moe", "minimax-m2"
+    partial = "phi3", "glm4moe", "qwen3next", "qwen35", "qwen35moe", "minimax-m2", "mimo2"
     if case.name in partial or case.model_type in HALF_ROTATED:
-        out.add_rope_dimension_count(int(head_dim * config.rope_parameters["partial_rotary_factor"]))
+        full = config.rope_parameters.get(FULL, config.rope_parameters)
+        out.add_rope_dimension_count(int(head_dim * full["partial_rotary_factor"]))
     elif case.name in ("granite", "smollm3", "cohere2"):
         out.add_rope_dimension_count(head_dim)
     if case.name == "gemma2":
@@ -466,6 +473,10 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
         out.add_rope_scaling_type(RopeScalingType.NONE)
     if case.model_type in ("olmo3", "exaone4", "exaone_moe", "mellum"):
         out.add_sliding_window_pattern([kind == SLIDING for kind in config.layer_types])
+    if case.name == "mimo2":
+        out.add_sliding_window_pattern([int(kind == SLIDING) for kind in config.layer_types])
+        out.add_value_length(config.v_head_dim)
+        out.add_float32("mimo2.attention.value_scale", config.attention_value_scale)
     if case.name == "gemma4":
         _add_gemma4(out, config, case)
     if case.name == "gemma3n":

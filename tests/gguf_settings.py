@@ -16,6 +16,8 @@ def heads_of_keys(config: Any, name: str) -> int | list[int]:
         return [int(kind == "full_attention") for kind in config.layer_types]
     if name in ("lfm2", "lfm2moe", "granitehybrid", "nemotron_h", "nemotron_h_moe"):
         return [config.num_key_value_heads * (kind == "full_attention") for kind in config.layer_types]
+    if name == "mimo2":
+        return [config.num_key_value_heads * (1 + (kind == "sliding_attention")) for kind in config.layer_types]
     return config.num_key_value_heads
 
 
@@ -67,6 +69,10 @@ def add_experts(out: gguf.GGUFWriter, config: Any, name: str) -> None:
         out.add_expert_group_used_count(config.topk_group)
         is_softmax = config.model_type in ("deepseek_v2", "mistral4")
         out.add_expert_gating_func(ExpertGatingFuncType.SOFTMAX if is_softmax else ExpertGatingFuncType.SIGMOID)
+    if name == "mimo2":
+        out.add_expert_group_count(config.n_group)
+        out.add_expert_group_used_count(config.topk_group)
+        out.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
     if name == "kimi-linear":
         out.add_leading_dense_block_count(config.mlp_layer_types.count("dense"))
         out.add_expert_shared_count(config.num_shared_experts)

@@ -58,7 +58,7 @@ class Angles:
 
 @dataclass(frozen=True)
 class Attention:
-    """Softmax attention of `heads` queries over `kv_heads` keys and values of size `dim`.
+    """Softmax attention of `heads` queries over `kv_heads` keys of size `dim` and values of this or another size.
 
     Queries and keys may have a norm, of each head or of all heads together (`norm_per_head`), before they are rotated,
     or after it (`norms_rotated`). Without a key, the layer reads the keys and values of the layer `shares`; without a
@@ -90,6 +90,13 @@ class Attention:
     gate: Weight | None = None  # gives a number for each output, by whose activation it is multiplied
     head_gate: Weight | None = None  # the same with one number for each head
     gate_activation: GateActivation = "sigmoid"  # of `gate` and `head_gate`
+    value_dim: int | None = None  # the size of values where it is not that of keys
+    value_scale: float = 1.0  # values are multiplied by it
+
+    @property
+    def size_of_values(self) -> int:
+        """The size of a head's values, and of what it gives."""
+        return self.dim if self.value_dim is None else self.value_dim
 
 
 @dataclass(frozen=True)

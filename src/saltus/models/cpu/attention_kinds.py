@@ -127,4 +127,4 @@ def _memory_sizes(mixer: Mixer) -> tuple[int, int, int] | None:
     """The heads of a layer's keys and values, and the sizes of both; None: it has none."""
     if isinstance(mixer, LatentAttention):
         return 1, mixer.latent_dim + mixer.rope_dim, 0
-    return (mixer.kv_heads, mixer.dim, mixer.dim) if isinstance(mixer, Attention) else None
+    return (mixer.kv_heads, mixer.dim, mixer.size_of_values) if isinstance(mixer, Attention) else None

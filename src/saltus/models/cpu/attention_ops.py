@@ -28,21 +28,23 @@ class AttentionOps:
         ops = self.ops
         check_heads(layer.heads, layer.kv_heads, layer.dim)
         parts = 3 if layer.fused else 1 + layer.gated  # a head's query, perhaps with its gate, or its key and value
-        dim, width = layer.dim, layer.dim * parts
-        q, out = ops.buffer("q", layer.heads * width), ops.buffer("out", layer.heads * dim)
+        dim, width, value_dim = layer.dim, layer.dim * parts, layer.size_of_values
+        assert value_dim == dim or not (layer.fused or layer.value is None)
+        check_sizes(value_length=value_dim)
+        q, out = ops.buffer("q", layer.heads * width), ops.buffer("out", layer.heads * value_dim)
         wide = q.view(len(q), -1, width)
         given = [(layer.query, q)]
         if layer.fused:
             k, v = q[:, dim:], q[:, 2 * dim :]
             keys, values = wide[..., dim : 2 * dim], wide[..., 2 * dim :]
         else:
-            k, v = (ops.buffer(name, layer.kv_heads * dim) for name in ("k", "v"))
-            keys, values = (x.view(len(x), -1, dim) for x in (k, v))
+            k, v = ops.buffer("k", layer.kv_heads * dim), ops.buffer("v", layer.kv_heads * value_dim)
+            keys, values = k.view(len(k), -1, dim), v.view(len(v), -1, value_dim)
             given += [(weight, x) for weight, x in ((layer.key, k), (layer.value, v)) if weight is not None]
         if layer.head_gate is not None:
             given.append((layer.head_gate, ops.buffer("head gate", layer.heads)))
         if layer.gate is not None:
-            given.append((layer.gate, ops.buffer("gate of heads", layer.heads * dim)))
+            given.append((layer.gate, ops.buffer("gate of heads", layer.heads * value_dim)))
         ops.product(ops.hidden, given, norm)
         if layer.key is not None and layer.value is None:
             ops.copy(k, v)
@@ -50,16 +52,19 @@ class AttentionOps:
         if layer.key is not None:
             self._prepare_heads(k, layer.kv_heads, layer, layer.key_norm, layer.angles)
             if layer.value_norm is not None:
-                self._rotate(v, layer.kv_heads, dim, layer.value_norm)
-        self._attend(number, layer, wide[..., :dim], keys, values, out.view(len(out), -1, dim))
+                self._rotate(v, layer.kv_heads, value_dim, layer.value_norm)
+            if layer.value_scale != 1:
+                ops.add(v, None, layer.value_scale, v)
+        self._attend(number, layer, wide[..., :dim], keys, values, out.view(len(out), -1, value_dim))
         if layer.gated:
             MixerOps(ops).gate(out, wide[..., dim:], dim, None, activation=native.ACTIVATION_NUMBERS["sigmoid"])
         activation = native.ACTIVATION_NUMBERS[layer.gate_activation]
         if layer.gate is not None:
-            gate = ops.buffer("gate of heads", layer.heads * dim)
-            MixerOps(ops).gate(out, gate.view(len(gate), -1, dim), dim, None, activation=activation)
+            gate = ops.buffer("gate of heads", layer.heads * value_dim)
+            MixerOps(ops).gate(out, gate.view(len(gate), -1, value_dim), value_dim, None, activation=activation)
         if layer.head_gate is not None:
-            MixerOps(ops).gate(out, ops.buffer("head gate", layer.heads)[..., None], dim, None, activation=activation)
+            gate = ops.buffer("head gate", layer.heads)
+            MixerOps(ops).gate(out, gate[..., None], value_dim, None, activation=activation)
         return out
 
     def add_latent(self, number: int, layer: LatentAttention, norm: Norm | None) -> Tensor:

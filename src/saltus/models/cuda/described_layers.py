@@ -78,6 +78,8 @@ def _is_known_mixer(mixer: Any, base: Any) -> bool:
 def _is_known_attention(a: Attention, base: Any) -> bool:
     if (
         a.fused
+        or a.size_of_values != a.dim
+        or a.value_scale != 1
         or (a.gate is not None and a.head_gate is not None)
         or ((a.norms_rotated or a.gated) and not a.norm_per_head)
         or not _are_known_angles(a, base)
