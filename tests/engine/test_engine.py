@@ -13,7 +13,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, RecurrentGemmaConfig, RecurrentGemmaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
+)
 
 import saltus
 from architectures import tiny
@@ -580,6 +586,32 @@ def test_attention_that_overlooks_the_tree_is_found_out_in_mixtures_of_experts(s
     overlook_the_tree(monkeypatch)
     with refused("a tree of tokens gets other logits"):
         make_network(tiny("Mixtral", seed).bfloat16(), "tiny")
+
+
+def model_that_amplifies_rounding() -> LlamaForCausalLM:
+    """Saturated attention, large weights: another rounding of its embeddings moves logits by most of their spread."""
+    torch.manual_seed(1)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 40, **heads}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.4)).bfloat16().eval()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data.mul_(10)
+    return model
+
+
+def test_a_model_that_amplifies_rounding_has_no_wrong_attention(monkeypatch):
+    """As Gemma 3 270M, whose logits in bfloat16 are off by a third after texts without `<bos>`."""
+    assert isinstance(make_network(model_that_amplifies_rounding(), "tiny"), causal.CausalNetwork)
+    monkeypatch.setattr(target_network, "ROUNDINGS", 0)
+    with refused("a tree of tokens gets other logits"):
+        make_network(model_that_amplifies_rounding(), "tiny")
+
+
+def test_attention_that_overlooks_the_tree_is_found_out_where_rounding_is_amplified(monkeypatch):
+    overlook_the_tree(monkeypatch)
+    monkeypatch.setattr(target_network, "ROUNDINGS", 100)
+    with refused("a tree of tokens gets other logits"):
+        make_network(model_that_amplifies_rounding(), "tiny")
 
 
 def test_attention_that_is_not_ours_is_found_out(tiny_folder, monkeypatch):
