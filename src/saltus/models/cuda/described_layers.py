@@ -22,10 +22,11 @@ from saltus.models.decoder_description import (
     mixers_of,
 )
 from saltus.models.decoder_of import decoder_of
-from saltus.models.mixer_description import Angles, Attention, LatentAttention, Norm
+from saltus.models.mixer_description import Angles, Attention, LatentAttention, Norm, Weight
 from saltus.models.rotary_angles import angles_of_positions
 
-ACTIVATIONS = {"silu", "gelu_tanh"}  # of gates, that `linear_kernels` computes
+ACTIVATIONS = {"silu", "gelu_tanh", "gelu"}  # of gates, that `linear_kernels` computes
+UNGATED = ACTIVATIONS | {"relu_squared"}
 
 
 def described_for_gpu(model: Any) -> DecoderDescription | None:
@@ -46,7 +47,7 @@ def _have_all_tokens(inputs: PerLayerEmbeddings, model: Any) -> bool:
 
 def _is_known(layer: Layer, base: Any) -> bool:
     output_norms = layer.mixer_output_norm, layer.mlp_output_norm
-    if layer.parallel and layer.mlp_norm != layer.mixer_norm:
+    if layer.parallel and not _have_like_settings(layer.mlp_norm, layer.mixer_norm, base):
         return False
     if layer.altup is not None and (layer.output_scale is not None or not layer.mixer_norm or not layer.mlp):
         return False
@@ -63,6 +64,14 @@ def _is_known_norm(norm: Norm | None, base: Any) -> bool:
     return norm is None or norm.path is None or getattr(base.get_submodule(norm.path), "bias", None) is None
 
 
+def _have_like_settings(norm: Norm | None, other: Norm | None, base: Any) -> bool:
+    """True for norms that differ in their weights and biases alone, or not at all."""
+    if norm is None or other is None or norm.path is None or other.path is None:
+        return norm == other
+    unbiased = {getattr(base.get_submodule(path), "bias", None) is None for path in (norm.path, other.path)}
+    return norm == replace(other, path=norm.path) and len(unbiased) == 1
+
+
 def _is_centred(norm: Norm | None) -> bool:
     return norm is not None and norm.kind == "layer"
 
@@ -77,7 +86,7 @@ def _is_known_mixer(mixer: Any, base: Any) -> bool:
 
 def _is_known_attention(a: Attention, base: Any) -> bool:
     if (
-        a.fused
+        (a.fused and (a.heads != a.kv_heads or a.gated or a.gate is not None or a.head_gate is not None))
         or a.size_of_values != a.dim
         or a.value_scale != 1
         or (a.gate is not None and a.head_gate is not None)
@@ -93,8 +102,12 @@ def _is_known_attention(a: Attention, base: Any) -> bool:
         or (a.value_norm is not None and a.value_norm.path is not None)
     ):
         return False
-    projections = [each for each in (a.query, a.key, a.value, a.gate, a.head_gate) if each]
-    return whole_layers(projections, base) is not None and a.output.stop is None
+    return whole_layers(projections_of(a), base) is not None and a.output.stop is None
+
+
+def projections_of(a: Attention) -> list[Weight]:
+    """The weights of what is computed of attention's input, in the order in which it lies beside each other."""
+    return [a.query] if a.fused else [each for each in (a.query, a.key, a.value, a.gate, a.head_gate) if each]
 
 
 def _are_known_angles(a: Attention, base: Any) -> bool:
@@ -158,8 +171,7 @@ def _is_known_mlp_or_experts(mlp: MLP | Experts | MLPAndExperts | None, base: An
 
 
 def _is_known_mlp(mlp: MLP, base: Any) -> bool:
-    known = ACTIVATIONS if mlp.gate is not None else ACTIVATIONS | {"relu_squared"}
-    if mlp.activation not in known or mlp.down.stop is not None:
+    if mlp.activation not in (UNGATED if mlp.gate is None else ACTIVATIONS) or mlp.down.stop is not None:
         return False
     feeding = [each for each in (mlp.gate, mlp.up) if each is not None]
     return whole_layers(feeding, base) is not None

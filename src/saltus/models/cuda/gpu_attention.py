@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saltus.models.attention_span import AttentionSpan
 from saltus.models.cpu.decoder_weights import Resolver
-from saltus.models.cuda.described_layers import kinds_of_angles
+from saltus.models.cuda.described_layers import kinds_of_angles, projections_of
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.kv_pages import KVPagePool
 from saltus.models.cuda.layer_weights import layers_of, merged, norm_of, one_weight
@@ -44,6 +44,7 @@ class GPUAttention:
     gated: bool = False  # a gate of outputs follows each query
     gate_columns: int = 0  # after queries, keys and values the product gives gates: of heads, or of all their outputs
     gate_activation: GateActivation = "sigmoid"
+    fused: bool = False  # each head's query, key and value stand together
 
     @property
     def shapes(self) -> ShapesOfKeys:
@@ -70,14 +71,14 @@ class GPUAttention:
             both = zip((a.query_norm, a.key_norm or a.query_norm), sizes, strict=True)
             norms = (norm_of(norm, weights, every, size) for norm, size in both)
             norms = tuple(replace(norm, rotated=a.norms_rotated) for norm in norms)
-        projections = layers_of([each for each in (a.query, a.key, a.value, a.gate, a.head_gate) if each], weights.base)
+        projections = layers_of(projections_of(a), weights.base)
         return cls(
             a.heads, a.kv_heads, a.dim, a.scale, a.span, *merged(projections),
             *one_weight(weights.module(a.output.path)), norms, tuple(map(kinds.index, kinds_of_angles(a))),
             None if a.value_norm is None else a.value_norm.epsilon, a.softcap,
             None if a.sinks is None else weights.tensor(a.sinks), a.shares, weights.module(a.output.path).bias,
             gated=a.gated, gate_columns=a.heads * a.dim if a.gate else a.heads if a.head_gate else 0,
-            gate_activation=a.gate_activation,
+            gate_activation=a.gate_activation, fused=a.fused,
         )  # fmt: skip
 
     def parts(self, x: Tensor, number: int, angles: Sequence[Any], call: AttentionOfCall) -> Tensor:
@@ -91,7 +92,7 @@ class GPUAttention:
         new = (keys, values) if self.shares is None else (None, None)
         row_kernels.rotate_and_store(
             parts, self.bias, self.head_norms, angles, inputs.positions, inputs.slots, memory.queries, *new,
-            self.value_epsilon, self.gated, self.gate_columns,
+            self.value_epsilon, self.gated, self.gate_columns, self.fused,
         )  # fmt: skip
         call.attend(
             memory, keys, values, scale=self.scale, span=self.span, softcap=self.softcap, sinks=self.sinks

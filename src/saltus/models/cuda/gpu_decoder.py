@@ -264,13 +264,14 @@ class GPUDecoder:
         streams = None if self.streams is None else self.streams.of_call(hidden, rows)
         for number, layer in enumerate(self.layers):
             states.layers_read, read = number, x
+            of_mlp = torch.empty_like(x) if layer.parallel and layer.post_norm is not None else x
             if streams is not None and layer.altup is not None:
                 states.keep(streams.active)
                 streams.predict(layer.altup, hidden)
             if number == 0 and first_input is not None:
                 read = first_input
             elif layer.mixers:
-                states.normalise(layer.input_norm, x)
+                states.normalise(layer.input_norm, x, None if of_mlp is x else (layer.post_norm, of_mlp))
             beside = None if layer.laurel is None else layer.laurel(x, rows)
             for mixer, scale in layer.mixers:
                 if isinstance(mixer, KINDS_OF_ATTENTION):
@@ -285,9 +286,9 @@ class GPUDecoder:
                 if not layer.parallel:
                     states.normalise(layer.post_norm, x)
                 if isinstance(layer.mlp, GPUMLPAndExperts):
-                    parts = layer.mlp.parts(x, hidden, inputs, pool.page_size)
+                    parts = layer.mlp.parts(of_mlp, hidden, inputs, pool.page_size)
                 else:
-                    parts = layer.mlp.parts(x, inputs, pool.page_size)
+                    parts = layer.mlp.parts(of_mlp, inputs, pool.page_size)
                 scale = layer.mlp_scale * layer.residual_scale
                 states.add(parts, output_norm=layer.mlp_output_norm, scale=scale)
             if streams is not None and layer.altup is not None:
@@ -362,11 +363,11 @@ class _HiddenStates:
             self.normalise(None, torch.empty_like(self.hidden))
         self.parts, self.output = parts, output
 
-    def normalise(self, norm: Any, out: Tensor) -> None:
-        """Let `out` [padded rows, hidden] be the norm of the states, or the states."""
+    def normalise(self, norm: Any, out: Tensor, other: tuple[Any, Tensor] | None = None) -> None:
+        """Let `out` [padded rows, hidden] be the norm of the states, or the states; `other`: see `add_and_norm`."""
         from saltus.models.cuda import row_kernels
 
-        row_kernels.add_and_norm(self.parts, self.hidden, norm, out, self.rows, **self.output)
+        row_kernels.add_and_norm(self.parts, self.hidden, norm, out, self.rows, other=other, **self.output)
         self.parts, self.output = None, {}
         self.keep(self.hidden)
 

@@ -203,7 +203,7 @@ class GPULayer:
     mlp_scale: float = NO_SCALE  # of what the MLP gives, too
     output_scale: float = NO_SCALE  # of what the layer gives
     per_layer_input: GPUPerLayerInput | None = None
-    parallel: bool = False  # the MLP reads what attention reads
+    parallel: bool = False  # the MLP reads what attention reads, or the same state through `post_norm`
     laurel: GPULaurel | None = None
     altup: GPUAltUp | None = None
 
@@ -237,7 +237,7 @@ class GPULayer:
         return cls(
             norm_of(layer.mixer_norm, weights),
             mixers,
-            norm_of(layer.mlp_norm, weights),
+            None if layer.parallel and layer.mlp_norm == layer.mixer_norm else norm_of(layer.mlp_norm, weights),
             of_mlp,
             norm_of(layer.mixer_output_norm, weights), norm_of(layer.mlp_output_norm, weights), layer.residual_scale,
             NO_SCALE if mlp is None else mlp.output_scale,

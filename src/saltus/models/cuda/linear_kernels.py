@@ -88,7 +88,9 @@ def _linear(
 
 @device_function
 def _active(gated, ACTIVATION: tl.constexpr):
-    """SiLU, or GELU by tanh: x · sigmoid(2 u) with u = √(2 / π) (x + 0.044715 x³); in float32."""
+    """SiLU; GELU, or that by tanh: x · sigmoid(2 u) with u = √(2 / π) (x + 0.044715 x³); in float32."""
+    if ACTIVATION == "gelu":
+        return gated * 0.5 * (1.0 + tl.erf(gated * 0.7071067811865476))
     inner = gated
     if ACTIVATION == "gelu_tanh":
         inner = 1.5957691216057308 * (gated + 0.044715 * gated * gated * gated)

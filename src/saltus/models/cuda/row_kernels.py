@@ -37,14 +37,15 @@ def normed_row(
 
 @kernel("num_rows", "epsilon", "output_epsilon", "scale", "state_scale")
 def _add_and_norm(
-    parts, hidden, weight, bias, output_weight, out, num_rows, epsilon, output_epsilon, scale, state_scale,
+    parts, hidden, weight, bias, output_weight, out, other_weight, other_bias, other_out, num_rows, epsilon,
+    output_epsilon, scale, state_scale,
     SIZE: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, NORMED: tl.constexpr, OUTPUT_NORMED: tl.constexpr,
     ROUNDS_ONCE: tl.constexpr, OUTPUT_ROUNDS_ONCE: tl.constexpr, SCALED: tl.constexpr, STATE_SCALED: tl.constexpr,
-    CENTRED: tl.constexpr, BIASED: tl.constexpr,
+    CENTRED: tl.constexpr, BIASED: tl.constexpr, TWICE: tl.constexpr,
 ):  # fmt: skip
     """hidden += Σ parts, in their order, perhaps through a norm and scaled; out is the norm of that.
 
-    The state may be scaled after the sum.
+    The state may be scaled after the sum. TWICE: `other_out` is its norm with other weights.
     """
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     inside = at < SIZE
@@ -66,6 +67,12 @@ def _add_and_norm(
             state = (state.to(tl.float32) * state_scale).to(dtype)
         tl.store(hidden + row * SIZE + at, state, mask=inside)
         state = state.to(tl.float32)
+    if TWICE:
+        factors = tl.load(other_weight + at, mask=inside, other=0.0).to(tl.float32)
+        other = normed_row(state, factors, epsilon, inside, SIZE, ROUNDS_ONCE, CENTRED, dtype)
+        if BIASED:
+            other += tl.load(other_bias + at, mask=inside, other=0.0)
+        tl.store(other_out + row * SIZE + at, other, mask=inside)
     if NORMED:
         factors = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
         state = normed_row(state, factors, epsilon, inside, SIZE, ROUNDS_ONCE, CENTRED, dtype)
@@ -109,15 +116,15 @@ def _rotate_and_store(
     NORMED: tl.constexpr, ALL_HEADS: tl.constexpr, ROTATED: tl.constexpr, ROUNDS_ONCE: tl.constexpr,
     WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, PADDED_HEADS: tl.constexpr, VALUES: tl.constexpr,
     VALUE_NORMED: tl.constexpr, GATED: tl.constexpr, GROWS: tl.constexpr, ROTATES_ONCE: tl.constexpr,
-    PADDED_HALF: tl.constexpr, SIZE: tl.constexpr,
+    PADDED_HALF: tl.constexpr, SIZE: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
     """One head of one row: sum its parts, rotate queries and keys (Su et al. 2021), write keys and values to slots.
 
     The first WIDTH dimensions are rotated, in pairs that lie beside each other or half of them apart. A norm is that of
     the head, or of all heads of queries or of keys, or that of the ROTATED head. Without VALUES, values are the keys
-    before their norm; they may have a norm of their own, without weights. GATED: a gate follows each query. GROWS:
-    queries are multiplied by a number of their position. ROTATES_ONCE: products with angles are not rounded, their sums
-    are. A row of parts has SIZE numbers.
+    before their norm; they may have a norm of their own, without weights. GATED: a gate follows each query. FUSED: a
+    head's query, key and value stand together. GROWS: queries are multiplied by a number of their position.
+    ROTATES_ONCE: products with angles are not rounded, their sums are. A row of parts has SIZE numbers.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half: tl.constexpr = DIM // 2
@@ -135,6 +142,8 @@ def _rotate_and_store(
         source = tl.where(head >= HEADS + KV_HEADS, head - KV_HEADS, head)
     if GATED:
         source += tl.minimum(head, HEADS)
+    if FUSED:
+        source = 3 * (head % HEADS) + head // HEADS
     first = summed_columns(parts, bias, row, source * DIM + at_first, exists, num_rows, SIZE, PARTS, BIASED, dtype)
     second = summed_columns(parts, bias, row, source * DIM + at_second, exists, num_rows, SIZE, PARTS, BIASED, dtype)
     slot = tl.load(slots + row)
@@ -210,23 +219,25 @@ class AngleTable(NamedTuple):
 
 def add_and_norm(
     parts: Tensor | None, hidden: Tensor, norm: Any, out: Tensor, rows: int, output_norm: Any = None,
-    scale: float = 1.0, state_scale: float = 1.0,
+    scale: float = 1.0, state_scale: float = 1.0, other: tuple[Any, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """hidden [rows, size] += the sum of parts [parts, rows, size], if there are any; `out` is its norm, if it has one.
 
     The sum goes through `output_norm`, if there is one, and is multiplied by `scale`; what it makes of hidden is
-    multiplied by `state_scale`.
+    multiplied by `state_scale`. `other`: one more norm, which differs in weights and bias alone, and its `out`.
     """
     size = hidden.shape[1]
     first, second = norm or no_norm(hidden), output_norm or no_norm(hidden)
-    bias = getattr(norm, "bias", None)
+    bias, (other_norm, other_out) = getattr(norm, "bias", None), other or (first, hidden)
+    other_bias = getattr(other_norm, "bias", None)
     _add_and_norm[(rows,)](
         hidden if parts is None else parts, hidden, first.weight, hidden if bias is None else bias, second.weight, out,
-        rows, first.variance_epsilon, second.variance_epsilon, scale, state_scale,
+        other_norm.weight, hidden if other_bias is None else other_bias, other_out, rows,
+        first.variance_epsilon, second.variance_epsilon, scale, state_scale,
         SIZE=size, PADDED=power_of_two(size), PARTS=0 if parts is None else len(parts), NORMED=norm is not None,
         OUTPUT_NORMED=output_norm is not None, ROUNDS_ONCE=rounds_once(norm),
         OUTPUT_ROUNDS_ONCE=rounds_once(output_norm), SCALED=scale != 1, STATE_SCALED=state_scale != 1,
-        CENTRED=getattr(norm, "centred", False), BIASED=bias is not None,
+        CENTRED=getattr(norm, "centred", False), BIASED=bias is not None, TWICE=other is not None,
         num_warps=4 if size <= 2048 else 8,
     )  # fmt: skip
 
@@ -244,7 +255,7 @@ def rounds_once(norm: Any) -> bool:
 def rotate_and_store(
     parts: Tensor, bias: Tensor | None, norms: tuple[Any, Any] | None, angles: Sequence[AngleTable],
     positions: Tensor, slots: Tensor, queries: Tensor, keys: Tensor | None, values: Tensor | None,
-    value_epsilon: float | None = None, gated: bool = False, gate_columns: int = 0,
+    value_epsilon: float | None = None, gated: bool = False, gate_columns: int = 0, fused: bool = False,
 ) -> None:  # fmt: skip
     """From parts [parts, rows, size] of a product with the weights of queries, keys and values.
 
@@ -252,7 +263,8 @@ def rotate_and_store(
     unless there are queries alone. `angles` are those of queries and of keys; where they are empty nothing is rotated,
     and where their tables are, queries are multiplied by their growth alone. Values have an RMSNorm without weights if
     it has an epsilon; the size of parts says if they are the keys. `gated`: a gate follows each head's query.
-    After everything else there are `gate_columns` numbers, which are not read.
+    `fused`: each head's query, key and value stand together. After everything else there are `gate_columns` numbers,
+    which are not read.
     """
     heads, dim, rows, size = *queries.shape[1:], *parts.shape[1:]
     kv_heads = 0 if keys is None else keys.shape[1]
@@ -274,7 +286,7 @@ def rotate_and_store(
         ROTATES_ONCE=of_keys.cosines.dtype != queries.dtype,
         PADDED_HEADS=power_of_two(max(heads, kv_heads)), GATED=gated, PADDED_HALF=power_of_two(dim // 2),
         VALUES=size - gate_columns == ((1 + gated) * heads + 2 * kv_heads) * dim,
-        VALUE_NORMED=value_epsilon is not None, SIZE=size,
+        VALUE_NORMED=value_epsilon is not None, SIZE=size, FUSED=fused,
         num_warps=4 if all_heads else 1,
     )  # fmt: skip
 
