@@ -215,11 +215,13 @@ def decode_described() -> None:
         Gemma2Config,
         Gemma3TextConfig,
         Glm4Config,
+        GPT2Config,
         GPTNeoXConfig,
         GptOssConfig,
         HunYuanDenseV1Config,
         LlamaConfig,
         Olmo2Config,
+        OPTConfig,
         Phi3Config,
         Starcoder2Config,
     )
@@ -232,7 +234,8 @@ def decode_described() -> None:
         Gemma3TextConfig(**sizes), Exaone4Config(**sizes), Glm4Config(**sizes, pad_token_id=0),
         Olmo2Config(**sizes | many_heads), Gemma2Config(**sizes), CohereConfig(**sizes), gemma4(), llama4(), gemma3n(),
         HunYuanDenseV1Config(**sizes), GptOssConfig(**sizes, num_local_experts=4), latent(),
-        Starcoder2Config(**sizes), GPTNeoXConfig(**sizes), LlamaConfig(**sizes, mlp_bias=True, pad_token_id=0),
+        Starcoder2Config(**sizes), GPTNeoXConfig(**sizes), GPT2Config(**sizes),
+        OPTConfig(**sizes, word_embed_proj_dim=256, ffn_dim=512), LlamaConfig(**sizes, mlp_bias=True, pad_token_id=0),
         Phi3Config(**sizes | {"num_attention_heads": 32, "head_dim": 96, "hidden_size": 3072, "pad_token_id": 0}),
     ):  # fmt: skip
         run(described(config), 1)

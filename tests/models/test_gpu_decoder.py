@@ -96,6 +96,8 @@ LATENT = {
     "num_attention_heads": 20, "num_key_value_heads": 20, "q_lora_rank": 64, "kv_lora_rank": 48, "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 16, "moe_intermediate_size": 64,
 }  # fmt: skip
+GPT2 = {"n_embd": 64, "n_head": 2}
+OPT = {"word_embed_proj_dim": 64, "ffn_dim": 128}
 DESCRIBED = {
     "Gemma": {}, "Gemma3": {"sliding_window": 50}, "Granite": {}, "SmolLM3": {}, "Exaone4": {}, "SeedOss": {},
     "Phi3": {}, "Cwm": {}, "Ministral": {}, "Glm4": {}, "Ernie4_5": {}, "Helium": {}, "Olmo2": {}, "Olmo3": {},
@@ -117,7 +119,8 @@ DESCRIBED = {
     "Laguna with other gates": {"mlp_layer_types": ["dense"] * 2, "sliding_window": 50},
     "Starcoder2": {"sliding_window": 50}, "Jais2": {}, "InternLM3": {}, "Nemotron": {},
     "Phi": {"num_key_value_heads": None}, "StableLm": {},
-    "GPTNeoX": {}, "GPTNeoX of layers after each other": {},
+    "GPTNeoX": {}, "GPTNeoX of layers after each other": {}, "GPT2": GPT2, "GPTBigCode": GPT2,
+    "OPT": OPT, "OPT without weights of norms": OPT,
     "Gemma3n": {
         "sliding_window": 50, "num_hidden_layers": 4, "laurel_rank": 64, "hidden_size_per_layer_input": 64,
         "altup_num_inputs": 3, "activation_sparsity_pattern": [0.6, 0.0] * 2, "vocab_size_per_layer_input": 80,
@@ -142,9 +145,25 @@ def test_described_layers_are_those_of_transformers_and_rows_do_not_depend_on_ea
     assert torch.equal(together[1].logits.float().cpu(), torch.stack(alone))
 
 
-@pytest.mark.parametrize("name", ["GPT2", "Arcee of a plain ReLU"])
-def test_layers_that_the_kernels_do_not_know_are_left_to_others(name):
-    assert described_for_gpu(tiny(name, **{"hidden_act": "relu"} if "of" in name else {})) is None
+def test_layers_that_the_kernels_do_not_know_are_left_to_others():
+    assert described_for_gpu(tiny("GraniteMoeHybrid", mamba_proj_bias=True)) is None
+
+
+def test_drafts_may_lie_beyond_the_learned_positions():
+    network, plain = decoded("GPT2", described=True, **GPT2, num_hidden_layers=1, n_positions=5)
+    found, expected = logits(network, text(5), ((7,), (-1,)))[0], logits(plain, text(5))[0]
+    assert (found - expected).norm() < BOUND * expected.norm()
+
+
+def test_a_model_of_transposed_weights_is_decoded_twice_and_keeps_its_numbers():
+    model = tiny("GPT2", **SIZES | GPT2).to(DEVICE, DTYPE)
+    numbers = model.state_dict()["transformer.h.0.mlp.c_fc.weight"].clone()
+    for _ in range(2):
+        description = described_for_gpu(model)
+        assert fits_described(model, description)
+        decoder = by_our_kernels(model, description, SETTINGS).fixed_shape_runner.decoder
+        assert decoder.layers[0].mlp.gate_and_up[0].data_ptr() == model.transformer.h[0].mlp.c_fc.weight.data_ptr()
+    assert torch.equal(model.transformer.h[0].mlp.c_fc.weight, numbers)
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,13 @@ from saltus.models.mixer_description import Angles, Attention, LatentAttention, 
 from saltus.models.rotary_angles import angles_of_positions
 
 ACTIVATIONS = {"silu", "gelu_tanh", "gelu"}  # of gates, that `linear_kernels` computes
-UNGATED = ACTIVATIONS | {"relu_squared"}
+UNGATED = ACTIVATIONS | {"relu", "relu_squared"}
 
 
 def described_for_gpu(model: Any) -> DecoderDescription | None:
     """What an unmodified model of an architecture computes, if our kernels for GPUs know all of it; else None."""
     description = describe_decoder(model) if is_unmodified_decoder(model) else None
-    if description is None or description.position_embedding is not None:
+    if description is None:
         return None
     base = decoder_of(model)
     known = all(_is_known(layer, base) for layer in description.layers)

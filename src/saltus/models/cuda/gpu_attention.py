@@ -13,7 +13,7 @@ from saltus.models.cpu.decoder_weights import Resolver
 from saltus.models.cuda.described_layers import kinds_of_angles, projections_of
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.kv_pages import KVPagePool
-from saltus.models.cuda.layer_weights import layers_of, merged, norm_of, one_weight
+from saltus.models.cuda.layer_weights import layers_of, linear_layer, merged, norm_of, one_weight
 from saltus.models.mixer_description import Angles, Attention, GateActivation
 
 KindOfAngles = tuple[Angles, bool]  # and whether pairs of dimensions lie beside each other
@@ -72,11 +72,12 @@ class GPUAttention:
             norms = (norm_of(norm, weights, every, size) for norm, size in both)
             norms = tuple(replace(norm, rotated=a.norms_rotated) for norm in norms)
         projections = layers_of(projections_of(a), weights.base)
+        output = linear_layer(weights.module(a.output.path))
         return cls(
             a.heads, a.kv_heads, a.dim, a.scale, a.span, *merged(projections),
-            *one_weight(weights.module(a.output.path)), norms, tuple(map(kinds.index, kinds_of_angles(a))),
+            *one_weight(output), norms, tuple(map(kinds.index, kinds_of_angles(a))),
             None if a.value_norm is None else a.value_norm.epsilon, a.softcap,
-            None if a.sinks is None else weights.tensor(a.sinks), a.shares, weights.module(a.output.path).bias,
+            None if a.sinks is None else weights.tensor(a.sinks), a.shares, output.bias,
             gated=a.gated, gate_columns=a.heads * a.dim if a.gate else a.heads if a.head_gate else 0,
             gate_activation=a.gate_activation, fused=a.fused,
         )  # fmt: skip

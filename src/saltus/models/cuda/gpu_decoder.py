@@ -25,7 +25,7 @@ from saltus.models.cuda.gpu_recurrent import StatesOfCall
 from saltus.models.cuda.gpu_streams import GPUStreams
 from saltus.models.cuda.kernel_support import has_kernels
 from saltus.models.cuda.kv_pages import KVPagePool
-from saltus.models.cuda.layer_weights import norm_of
+from saltus.models.cuda.layer_weights import is_transposed, norm_of
 from saltus.models.cuda.state_pages import StateShape
 from saltus.models.decoder_description import (
     LLAMA_DECODERS,
@@ -110,7 +110,8 @@ def fits_described(model: Any, description: DecoderDescription) -> bool:
     matrices += [each for layer in layers if (beside := layer.per_layer_input) for each in (beside.gate, beside.output)]
     matrices += [each for layer in layers if (beside := layer.laurel) for each in (beside.down, beside.up)]
     matrices += description.streams.projections if description.streams is not None else ()
-    summed = [base.get_submodule(path).weight.shape[-1] for path in {*routers, *(each.path for each in matrices)}]
+    read = [base.get_submodule(path) for path in {*routers, *(each.path for each in matrices)}]
+    summed = [layer.weight.shape[0 if is_transposed(layer) else -1] for layer in read]
     dims = {each.dim for each in attention}
     vectors = {size for each in latent for size in (each.latent_dim, each.nope_dim, each.rope_dim)}
     return (
@@ -128,8 +129,9 @@ def _are_known_sizes(dims: Iterable[int], summed: Sequence[int]) -> bool:
 
 
 def _have_dtype(model: Any, perhaps_float32: tuple[str, ...] = ()) -> bool:
+    transposed = {f"{name}.weight" for name, layer in model.named_modules() if is_transposed(layer)}
     return all(
-        weight.is_contiguous()
+        (weight.is_contiguous() or name in transposed)
         and (weight.dtype == model.dtype or (weight.dtype == torch.float32 and name.endswith(perhaps_float32)))
         for name, weight in model.named_parameters()
     )
@@ -151,6 +153,7 @@ class GPUDecoder:
         self.model, self.description = model, description
         self.per_layer_embeddings: GPUPerLayerEmbeddings | None = None
         self.streams: GPUStreams | None = None
+        self.positions: Tensor | None = None  # their embeddings [positions, hidden], if they are learned
         if description is None:
             self.base, self.kinds_of_angles = model.model, [(Angles(), False)]
             windows = windows or [sliding_window(model.config, number) for number in range(len(self.base.layers))]
@@ -164,6 +167,8 @@ class GPUDecoder:
             self.layers = [GPULayer.described(each, self.weights, self.kinds_of_angles) for each in description.layers]
             self.norm = norm_of(description.norm, self.weights)
             self.input_norm = norm_of(description.input_norm, self.weights)
+            if (learned := description.position_embedding) is not None:
+                self.positions = self.weights.module(learned.path).weight.detach()[learned.first :]
             if description.streams is not None:
                 self.streams = GPUStreams.described(description.streams, self.weights)
             if description.per_layer_embeddings is not None:
@@ -219,6 +224,9 @@ class GPUDecoder:
                     hidden[:rows].mul_(scale)
         if self.input_norm is not None:
             row_kernels.add_and_norm(None, hidden, self.input_norm, hidden, rows)
+        if self.positions is not None:  # none of a text lies beyond the table, drafts may
+            places = inputs.positions.clamp(max=len(self.positions) - 1)
+            hidden[:rows] += self.positions.index_select(0, places)
         parts = None
         if self.per_layer_embeddings is not None:
             parts = self.per_layer_embeddings.gates_and_parts(inputs.tokens, hidden, rows)

@@ -16,7 +16,7 @@ from saltus.models.cuda.gpu_experts import Mixture
 from saltus.models.cuda.gpu_latent import GPULatentAttention
 from saltus.models.cuda.gpu_recurrent import GPURecurrence, GPUShortConvolution, recurrence_of
 from saltus.models.cuda.gpu_streams import GPUAltUp, GPULaurel
-from saltus.models.cuda.layer_weights import bias_of, layers_of, norm_of, parts_of
+from saltus.models.cuda.layer_weights import bias_of, layers_of, linear_layer, norm_of, parts_of
 from saltus.models.cuda.packed_weight import joined_packed
 from saltus.models.decoder_description import (
     MLP,
@@ -63,7 +63,7 @@ class GPUMLP:
     def described(cls, mlp: MLP, weights: Resolver) -> GPUMLP:
         """Of a description which `described_for_gpu` knows."""
         given = [each for each in (mlp.gate, mlp.up) if each is not None]
-        layers, down = layers_of(given, weights.base), weights.module(mlp.down.path)
+        layers, down = layers_of(given, weights.base), linear_layer(weights.module(mlp.down.path))
         return cls.of(
             parts_of(layers, len(given)), down.weight, mlp.activation, mlp.gate is not None, mlp.gate_scale,
             bias_of(layers), bias_of([down]), mlp.gate_cutoff,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,27 +13,52 @@ from saltus.models.cuda.packed_weight import GPUPackedWeight, joined_packed
 from saltus.models.mixer_description import Norm, Weight
 
 
+class LinearLayer(NamedTuple):
+    """What our kernels read of a linear layer: weight [outputs, inputs], bias [outputs]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def is_transposed(layer: Any) -> bool:
+    """True for a linear layer of [inputs, outputs], as GPT-2's are."""
+    return type(layer).__name__ == "Conv1D"
+
+
+def linear_layer(layer: Any) -> Any:
+    """A linear layer of [outputs, inputs]; the weight of one that is transposed becomes a view of that."""
+    if not is_transposed(layer):
+        return layer
+    weight = layer.weight.detach().T.contiguous()
+    layer.weight.data = weight.T
+    return LinearLayer(weight, layer.bias)
+
+
 def whole_layers(weights: Sequence[Weight], base: Any) -> list[Any] | None:
     """The linear layers whose outputs these are, all of them and in this order; None if they are not."""
     layers, at = [base.get_submodule(weights[0].path)], 0
     for weight in weights:
         layer: Any = base.get_submodule(weight.path)
         if layer is not layers[-1]:
-            if at not in (0, len(layers[-1].weight)):
+            if at not in (0, _outputs(layers[-1])):
                 return None
             layers.append(layer)
             at = 0
         if weight.start != at:
             return None
-        at = len(layer.weight) if weight.stop is None else weight.stop
-    return layers if at == len(layers[-1].weight) else None
+        at = _outputs(layer) if weight.stop is None else weight.stop
+    return layers if at == _outputs(layers[-1]) else None
+
+
+def _outputs(layer: Any) -> int:
+    return layer.weight.shape[1 if is_transposed(layer) else 0]
 
 
 def layers_of(weights: Sequence[Weight], base: Any) -> list[Any]:
     """The linear layers whose outputs these are, in order."""
     layers = whole_layers(weights, base)
     assert layers is not None, "of a known description"
-    return layers
+    return [linear_layer(each) for each in layers]
 
 
 def parts_of(layers: Sequence[Any], count: int) -> list[Tensor]:

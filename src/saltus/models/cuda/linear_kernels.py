@@ -120,6 +120,8 @@ def _activate(
         up = (up + 1.0).to(dtype).to(tl.float32)
         share = 1.0 / (1.0 + tl.exp(-(gate * alpha).to(dtype).to(tl.float32)))
         active = gate * share.to(dtype).to(tl.float32)
+    elif ACTIVATION == "relu":
+        active = tl.maximum(gate, 0.0)
     elif ACTIVATION == "relu_squared":
         active = tl.maximum(gate, 0.0) * tl.maximum(gate, 0.0)
     else:
@@ -239,7 +241,7 @@ def activate(
 ) -> None:
     """out [rows, N] of the products [rows, 2 N] with gate and up, perhaps in turns, or [rows, N] without a gate.
 
-    The activation is one that `_active` knows, or relu_squared or clamped_swiglu (see `Experts`).
+    The activation is one that `_active` knows, or relu, relu_squared or clamped_swiglu (see `Experts`).
     """
     size, block = out.shape[1], 1024
     _activate[(len(both), -(-size // block))](
