@@ -2,8 +2,9 @@
 
     python benchmarks/perplexity.py wikitext-2_valid.txt --tokens 16384 --formats file q8_0 q4_k
 
-The text is read in windows, whose first token is given. `file` is the model as it is stored; the other formats pack its
-expanded weights anew (q4_k by minimum and maximum, not by llama.cpp's search).
+The text is read in windows, whose first token is given: `<bos>`, where the tokenizer begins texts with it. `file` is
+the model as it is stored; the other formats pack its expanded weights anew (q4_k by minimum and maximum, not by
+llama.cpp's search).
 """
 
 from __future__ import annotations
@@ -48,12 +49,14 @@ def perplexity(asked: argparse.Namespace, text: str, format: str, arithmetic: Ar
     """Of the first tokens of a text."""
     checkpoint = packed_checkpoint(asked.model, format, arithmetic)
     tokens = checkpoint.tokenizer(text[: 8 * asked.tokens], add_special_tokens=False).input_ids[: asked.tokens]
+    begins_with = checkpoint.tokenizer("").input_ids
     losses: list[float] = []
     with torch.inference_mode():
         for start in tqdm(range(0, len(tokens), asked.window), f"{format} {arithmetic}", leave=False):
-            scores, cache = PromptScores(tokens[start : start + asked.window]), checkpoint.network.new_kv_cache()
+            scores = PromptScores([*begins_with, *tokens[start : start + asked.window]])
+            cache = checkpoint.network.new_kv_cache()
             while scores.num_unscored:
-                scores.score_piece(checkpoint.network, cache)
+                scores.score_chunk(checkpoint.network, cache, len(scores.tokens))
             losses += scores.log_probabilities
     return math.exp(-sum(losses) / len(losses))
 

@@ -225,3 +225,17 @@ def test_the_command_fills_by_a_model_of_code_without_a_method(coder):
     found = saltus_("infill", "-m", folder, "--open", 12, "--json", f"{BEFORE}[[…]]{AFTER}")
     assert json.loads(found.stdout)["method"] == "lookup"
     assert "lookup" in saltus_("infill", "-m", folder, "--open", 12, f"{BEFORE}[[…]]{AFTER}").stderr
+
+
+def test_a_hole_that_is_cut_off_says_so_and_has_room_for_128_tokens(coder, engine):
+    folder = coder("qwen").target.name
+    cut = saltus_("infill", "-m", folder, "--open", 2, f"{BEFORE}[[…]]{AFTER}")
+    assert "cut at the length limit; raise --open" in cut.stderr
+    assert (
+        json.loads(saltus_("infill", "-m", folder, "--open", 2, "--json", f"{BEFORE}[[…]]{AFTER}").stdout)[
+            "finish_reason"
+        ]
+        == "length"
+    )
+    request = engine.infill_request(f"{BEFORE}[[…]]{AFTER}").request
+    assert request.max_new_tokens == 128

@@ -1,6 +1,5 @@
 """Texts with holes: how they are read, filled by the engine and the command, and learned from."""
 
-import inspect
 import json
 import re
 import textwrap
@@ -16,12 +15,11 @@ from typer.testing import CliRunner
 import saltus
 from conftest import byte_tokenizer, space_tokenizer, tiny_llama, tiny_xlnet
 from saltus.cli.app import app
-from saltus.cli.infill import infill
 from saltus.cli.shipped_infill_models import check_model
 from saltus.core.canvas import HOLE, infilling
 from saltus.core.forward import ForwardInputs
 from saltus.engine.infill import InfillOutput
-from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS, InfillTemplate, parse_template, tokenize_template
+from saltus.engine.infill_template import InfillTemplate, parse_template, tokenize_template
 from saltus.engine.scheduler import run_requests
 from saltus.kernels.packed_weight import dequantize_blocks, describe_weights
 from saltus.loading.gguf_storage import remove_gguf, require_packable, store_as_gguf
@@ -229,10 +227,6 @@ def test_the_command_fills_a_text(filler: str, tmp_path):
     code, coloured, _ = run("-m", filler, "--steps", "the [[4]] cat")
     assert code == 0
     assert "\x1b[" in coloured
-
-
-def test_open_holes_are_as_long_by_the_command_as_by_the_engine():
-    assert inspect.signature(infill).parameters["open_tokens"].default == DEFAULT_OPEN_TOKENS
 
 
 def test_the_command_says_in_a_line_what_is_wrong(filler: str, tmp_path):

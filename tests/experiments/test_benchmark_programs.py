@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from test_cli import lines, saltus_
 
 import saltus
@@ -143,3 +144,16 @@ def test_the_control_of_drafts_is_simulated(run, capsys):
     run("benchmarks/draft_control.py", "--calls", 30, "--scenarios", "right calibration", "drafts seem dear")
     table = capsys.readouterr().out.splitlines()
     assert [row.split("|")[1].strip() for row in table[2:]] == ["right calibration", "drafts seem dear", "all"]
+
+
+def test_perplexity_of_packed_weights_is_near_that_of_bfloat16(run, tiny_folder, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("the cat sat on the mat and the dog sat on the log " * 4)
+    run(
+        "benchmarks/perplexity.py", tmp_path / "text.txt", "--tokens", 30, "--window", 16, "--formats", "q8_0",
+        "--model", tiny_folder(dtype=torch.bfloat16, hidden_size=64, intermediate_size=64),
+    )  # fmt: skip
+    _, row = capsys.readouterr().out.splitlines()
+    name, bf16, int8, ratio = row.split()
+    assert name == "q8_0"
+    assert float(int8) == pytest.approx(float(bf16), rel=0.05)
+    assert ratio.endswith("%")

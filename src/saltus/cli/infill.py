@@ -25,8 +25,15 @@ def infill(
     model_options: o.ModelOptions,
     method_options: o.InfillMethodOptions,
     open_tokens: Annotated[
-        int, o.in_panel(o.LENGTH_PANEL, "--open", metavar="N", min=1, help="Tokens of a hole [[…]], at most.")
-    ] = 24,
+        int | None,
+        o.in_panel(
+            o.LENGTH_PANEL,
+            "--open",
+            metavar="N",
+            min=1,
+            help="Tokens of a hole [[…]], at most. Without it 24, and 128 of a code model.",
+        ),
+    ] = None,
     sampling_options: o.SamplingOptions,
     steps: Annotated[
         bool, o.in_panel(o.OUTPUT_PANEL, "--steps", help="Colour the fillings by the call that decided them.")
@@ -53,10 +60,11 @@ def infill(
 
         saltus infill --file story.txt --json
 
-        saltus infill -m Qwen/Qwen2.5-Coder-0.5B --open 64 --file program.py
+        saltus infill -m Qwen/Qwen2.5-Coder-0.5B --file program.py
 
     [bold]With --json[/bold] the text is one object: text, fillings, tokens, model, method,
-    calls, tokens_per_call, seconds, tokens_per_second, tokens_by_call.
+    calls, tokens_per_call, seconds, tokens_per_second, tokens_by_call, and of a code
+    model's hole finish_reason.
     """
     if (text is None) == (file is None):
         raise ValueError("give one text with holes: in quotes, by --file, or - for stdin")
@@ -65,6 +73,7 @@ def infill(
     inputs = read_text(file) if file is not None else read_stdin() if text == "-" else typed_text(str(text))
     from saltus.cli.answers import print_note
     from saltus.cli.open_engine import open_with_options
+    from saltus.cli.report import FINISH_WORDS
     from saltus.cli.shipped_infill_models import check_model, choose_model
     from saltus.engine.infill_template import parse_template
 
@@ -82,7 +91,8 @@ def infill(
         _print_record(infilling, model_options.model, engine.method)
         return
     _print_text(infilling, steps)
-    print_note(f"{infilling.statistics} · {engine.method} on {model_options.model}")
+    cut = f" · {FINISH_WORDS['length']}; raise --open" if infilling.finish_reason == "length" else ""
+    print_note(f"{infilling.statistics} · {engine.method} on {model_options.model}{cut}")
 
 
 def _print_record(infilling: Any, model: str, method: str) -> None:
@@ -94,6 +104,7 @@ def _print_record(infilling: Any, model: str, method: str) -> None:
         "method": method, "calls": counted.calls, "tokens_per_call": counted.tokens_per_call,
         "seconds": counted.seconds, "tokens_per_second": counted.tokens_per_second,
         "tokens_by_call": counted.tokens_by_call,
+        **({"finish_reason": infilling.finish_reason} if infilling.finish_reason else {}),
     })  # fmt: skip
 
 

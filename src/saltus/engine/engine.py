@@ -32,7 +32,7 @@ from saltus.engine.fim import fim_prompt
 from saltus.engine.fim_formats import find_fim_format
 from saltus.engine.grammar import MakesConstraint
 from saltus.engine.infill import FimRequest, HolesRequest, fim_layout, infill_request
-from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS, InfillTemplate, as_template
+from saltus.engine.infill_template import DEFAULT_MIDDLE_TOKENS, DEFAULT_OPEN_TOKENS, InfillTemplate, as_template
 from saltus.engine.request import Request
 from saltus.engine.results import (
     Chunk,
@@ -346,7 +346,7 @@ class Engine:
         text: str | InfillTemplate,
         *,
         suffix: str | None = None,
-        open_tokens: int = DEFAULT_OPEN_TOKENS,
+        open_tokens: int | None = None,
         seed: int = 0,
         logprobs: bool = False,
         verbatim: bool = False,
@@ -356,6 +356,8 @@ class Engine:
 
         With `verbatim` a space before a hole stays, as it does with a `suffix`.
         """
+        if open_tokens is None:
+            open_tokens = DEFAULT_OPEN_TOKENS if self.network.any_subset else DEFAULT_MIDDLE_TOKENS
         if open_tokens < 1:
             raise ValueError(f"open_tokens is {open_tokens}, but a hole has one token or more")
         template = as_template(text, suffix)

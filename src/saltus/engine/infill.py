@@ -143,7 +143,7 @@ class FimRequest:
         shown = self.output.detokenizer
         detokenizer = Detokenizer(shown.tokenizer, before, shown.hidden)
         parts = [detokenizer.add(token) for token in request.tokens]
-        return _infilling(self.layout, request, [text], [parts])
+        return replace(_infilling(self.layout, request, [text], [parts]), finish_reason=request.finish_reason)
 
 
 def _infilling(layout: InfillLayout, request: Request, texts: list[str], token_texts: list[list[str]]) -> Infilling:

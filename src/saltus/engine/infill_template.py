@@ -14,6 +14,7 @@ from saltus.engine.text_bounds import PromptTooLongError
 
 HOLE_PATTERN = re.compile(r"\[\[\s*(\d+|…|\.\.\.)\s*\]\]")
 DEFAULT_OPEN_TOKENS = 24  # tokens that a hole of unknown length may have
+DEFAULT_MIDDLE_TOKENS = 128  # the same of a causal model, which writes until it ends the hole
 
 
 @dataclass(frozen=True)

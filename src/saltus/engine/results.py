@@ -62,7 +62,7 @@ class InfillSettings(SamplingSettings, total=False):
     """The settings of `infill` and `stream_infill`; each has the default given here."""
 
     suffix: str | None  # None; the text after a single hole, the text given being what stands before it
-    open_tokens: int  # 24; a hole marked [[…]] has at most so many tokens
+    open_tokens: int | None  # None: 24, of a causal model 128; a hole marked [[…]] has at most so many tokens
 
 
 def make_sampling(settings: Mapping[str, Any], known: type[Any]) -> Sampling:
@@ -154,6 +154,7 @@ class Infilling:
     calls: list[CallRecord] = field(repr=False)
     logprobs: list[float] | None
     statistics: Statistics
+    finish_reason: str | None = None  # of a causal model's hole: stop, or length where open_tokens cut it off
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from saltus.engine.encoding import tokens_of_text
 from saltus.engine.engine import AnyRequest, Engine, TextRequest
-from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS
 from saltus.engine.prompt_texts import prompt_texts
 from saltus.engine.reasoning import Reasoning
 from saltus.engine.text_bounds import PromptTooLongError, require_fits
@@ -199,7 +198,7 @@ class Service:
                         400, f"the holes of this model have lengths or ends of their own; leave out {field}", field
                     )
             given = "n_predict" in body.model_fields_set and body.n_predict > 0
-            open_tokens = body.n_predict if given else DEFAULT_OPEN_TOKENS
+            open_tokens = body.n_predict if given else None
             return [infill_request(self.engine, template, body, open_tokens, seeds[0])]
         if template.hole_lengths != (None,):
             raise ApiError(400, "this model fills one hole and ends it itself; give two parts", "parts")

@@ -152,7 +152,7 @@ def reasoning_of(engine: Engine, messages: Sequence[dict[str, Any]], body: Any) 
 
 
 def infill_request(
-    engine: Engine, template: InfillTemplate, body: SamplingFields, open_tokens: int, seed: int
+    engine: Engine, template: InfillTemplate, body: SamplingFields, open_tokens: int | None, seed: int
 ) -> AnyRequest:
     """A request of the engine for the holes of a text, which is taken as it is. Errors: ApiError 400."""
     check_logit_bias(engine, body)
