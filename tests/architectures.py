@@ -67,6 +67,35 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
                             for kind, theta in (("full_attention", 1e4), ("sliding_attention", 1e2))},
     },
+    "Phimoe": {
+        **LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.05,
+        "attention_bias": True, "lm_head_bias": True,
+    },
+    "Phimoe with long angles": {
+        **LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.1, "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16,
+            "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0] * 4, "short_mscale": 1.2, "long_mscale": 1.2,
+        },
+    },
+    "Cohere2Moe": {
+        **LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 16, "num_experts": 4, "num_shared_experts": 2,
+        "logit_scale": 0.25,
+    },
+    "Cohere2Moe with a dense layer": {
+        **LLAMA_LIKE, **WINDOW, "num_hidden_layers": 3, "head_dim": 8, "num_experts": 4,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"], "expert_selection_fn": "sigmoid", "rms_norm_eps": 1e-6,
+        "prefix_dense_intermediate_size": 40, "shared_expert_combination_strategy": "sum", "num_shared_experts": 1,
+        "attention_bias": True, "norm_topk_prob": False,
+    },
+    "Kolibri1": {
+        **{key: LLAMA_LIKE[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads")}, **WINDOW,
+        **ALTERNATING, **EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 56,
+    },
+    "AXK1": {
+        **LLAMA_LIKE, "num_key_value_heads": 6, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8, "v_head_dim": 12, **DEEPSEEK_EXPERTS, "mlp_layer_types": ["dense", "sparse"],
+    },
     "Llama4": {  # the first and the last layer attend by chunks, the second one without rotary embeddings
         **LLAMA_LIKE, "num_hidden_layers": 3, "head_dim": 20, "attention_chunk_size": 12, "no_rope_layers": [1, 0, 1],
         "floor_scale": 4, "attn_scale": 0.5, "intermediate_size_mlp": 72, "num_local_experts": 4,
@@ -316,6 +345,7 @@ GEMMA4_EXPERTS = {
 WITH_FLOAT32_ROUTERS = [  # as Transformers loads them in bfloat16
     "DeepseekV2", "DeepseekV3", "Glm4Moe", "Glm4MoeLite", "Dots1", "ExaoneMoe", "Ernie4_5_Moe",
     "NemotronH with experts", "Flint", "HYV3", "SolarOpen", "SarvamMoE", "MiMoV2Flash",
+    "AXK1",
 ]  # fmt: skip
 TEXT_PARTS = {  # of models of pictures and text
     "Gemma3", "Gemma3n", "Gemma4", "Gemma4Unified", "Llama4", "Qwen3_5", "Qwen3_5Moe",
@@ -340,7 +370,8 @@ DESCRIBED = [  # by a file of saltus.models.architectures
     "VaultGemma", "HyperCLOVAX", "FlexOlmo", "HYV3", "GraniteMoeShared", "SarvamMoE", "Flint", "Laguna",
     "Laguna with other gates", "Apertus", "GPT2", "GPTBigCode", "GPTNeoX", "OPT", "OPT without weights of norms",
     "GPTNeoX of layers after each other", "GraniteSWA",
-    "GraniteMoeSWA", "MiMoV2Flash",
+    "GraniteMoeSWA", "MiMoV2Flash", "Phimoe", "Cohere2Moe", "Cohere2Moe with a dense layer",
+    "Kolibri1", "AXK1",
     *RECURRENT,
 ]  # fmt: skip
 

@@ -244,11 +244,27 @@ CASES = {
         "topk_group": 2, "moe_intermediate_size": 64, "attention_value_scale": 0.75, "rope_parameters": {
             kind: {"rope_theta": theta, "rope_type": "default", "partial_rotary_factor": 1 / 3 + 1e-9}
             for kind, theta in ((FULL, 5000.0), (SLIDING, 500.0))}}),
+    "phimoe": Case("phimoe", "phimoe", {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True,
+        "sliding_window": 8}),
+    "phimoe, long": Case("phimoe", "phimoe", {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 5000.0, "original_max_position_embeddings": 32,
+            "short_mscale": 1.243163121016122, "long_mscale": 1.243163121016122,
+            "short_factor": [1.0 + i / 16 for i in range(32)], "long_factor": [1.0 + i / 2 for i in range(32)]}}),
+    "cohere2moe": Case("cohere2_moe", "cohere2moe", {
+        "head_dim": 32, "num_hidden_layers": 4, "sliding_window": 8, "logit_scale": 0.25, "num_experts": 4,
+        "layer_types": [FULL, SLIDING, SLIDING, FULL], "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+        "prefix_dense_intermediate_size": 512, "intermediate_size": 64, "num_shared_experts": 2,
+        "expert_selection_fn": "sigmoid"}, tied=True),
     "gemma4, experts": Case("gemma4_text", "gemma4", GEMMA4 | {
         "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64,
         "hidden_size_per_layer_input": 0}, tied=True),
 }  # fmt: skip
-SAME_NAMES = {"mellum": "qwen3moe"}  # of tensors, as another architecture; `gguf` may not have it yet
+SAME_NAMES = {
+    "mellum": "qwen3moe",
+    "cohere2moe": "dots1",
+}  # of tensors, as another architecture; `gguf` may not have it yet
 INTERLEAVED = {"llama", "granite", "smollm3", "arcee", "granitemoe", "granitehybrid", "mistral3", "olmo"}
 NEMOTRONS = ("nemotron_h", "nemotron_h_moe")
 MORE_IN_NORMS = {"gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe", "nemotron"}
@@ -418,7 +434,7 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
     out.add_block_count(config.num_hidden_layers)
     out.add_context_length(getattr(config, "max_position_embeddings", 1 << 20))
     out.add_embedding_length(config.hidden_size)
-    if hasattr(config, "rms_norm_eps"):
+    if getattr(config, "rms_norm_eps", None):
         out.add_layer_norm_rms_eps(config.rms_norm_eps)
     elif case.name in ("lfm2", "lfm2moe"):
         out.add_layer_norm_rms_eps(config.norm_eps)
@@ -468,10 +484,10 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
         out.add_embedding_scale(config.embedding_multiplier)
         out.add_residual_scale(config.residual_multiplier)
         out.add_logit_scale(config.logits_scaling)
-    if case.model_type in ("cohere", "cohere2"):
+    if case.model_type in ("cohere", "cohere2", "cohere2_moe"):
         out.add_logit_scale(config.logit_scale)
         out.add_rope_scaling_type(RopeScalingType.NONE)
-    if case.model_type in ("olmo3", "exaone4", "exaone_moe", "mellum"):
+    if case.model_type in ("olmo3", "exaone4", "exaone_moe", "mellum", "cohere2_moe"):
         out.add_sliding_window_pattern([kind == SLIDING for kind in config.layer_types])
     if case.name == "mimo2":
         out.add_sliding_window_pattern([int(kind == SLIDING) for kind in config.layer_types])

@@ -127,9 +127,11 @@ class Experts:
     `router` is the path of a module with `weight` [experts, hidden] and perhaps `bias`; `experts` that of a module with
     `gate_up_proj` (or `gate_proj` and `up_proj`) and `down_proj` [experts, out, in], or [experts, in, out] if
     `is_transposed`, and perhaps their biases `…_bias`. Scores are the softmax of the router's logits or the sigmoid of
-    each. Experts are chosen by score plus the selection bias, of equal ones the first; with groups, only from those
-    whose `best_of_group` best scores have the greatest sums. A weight is the score, divided by `least_sum` plus the sum
-    of the chosen ones if `is_normalized`, times `scale` and the expert's own `expert_scale`.
+    each. Experts are chosen by score (or logit, `biases_logits`) plus the selection bias, of equal ones the first; with
+    groups, only from those whose `best_of_group` best scores have the greatest sums. A weight is the score, divided by
+    `least_sum` plus the sum of the chosen ones if `is_normalized`, times `scale` and the expert's own `expert_scale`.
+    "sparse_mixer" chooses two, one after the other (Liu et al. 2024): a weight is the softmax over the logits that are
+    left and at most `margin` below the greatest, as a part of this one or of their own size.
 
     The router reads what the experts read, or the layer's input through `router_norm`; each of its inputs is multiplied
     by `router_scale` (the path of a tensor) and `router_factor`.
@@ -140,7 +142,7 @@ class Experts:
     top_k: int
     activation: Activation | Literal["clamped_swiglu"] = "silu"
     has_gate: bool = True
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "sparse_mixer"] = "softmax"
     is_normalized: bool = False
     least_sum: float = 0.0
     scale: float = 1.0
@@ -159,6 +161,9 @@ class Experts:
     alpha: float = 0.0
     shared: MLP | None = None  # added to the sum, times the sigmoid of what `shared_gate` gives
     shared_gate: Weight | None = None
+    biases_logits: bool = False
+    margin: float = 0.0  # of sparse_mixer
+    output_scale: float = 1.0  # of what all experts and the shared one give
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ ACTIVATION_NUMBERS = {
 }  # fmt: skip
 SILU_ALONE = 5  # not of a gate
 INTERLEAVED = 64  # added to the numbers of formats, see integer_weights.h
-SCORINGS = {"softmax": 0, "sigmoid": 1}
+SCORINGS = {"softmax": 0, "sigmoid": 1, "sparse_mixer": 2}
 
 
 class Angles(ctypes.Structure):
@@ -166,8 +166,8 @@ class Experts(ctypes.Structure):
         *((name, INTEGER) for name in ("rows", "hidden", "width", "routed_inputs", "experts", "top_k")),
         *((name, INTEGER) for name in ("groups", "top_groups", "best_of_group")),
         *((name, INTEGER) for name in ("router_is_float32", "scoring", "normalized", "scales_inputs")),
-        *((name, INTEGER) for name in ("norm_kind", "activation", "interleaved")),
-        *((name, REAL) for name in ("epsilon", "scale", "least_sum", "limit", "alpha")),
+        *((name, INTEGER) for name in ("norm_kind", "activation", "interleaved", "biases_logits")),
+        *((name, REAL) for name in ("epsilon", "scale", "least_sum", "limit", "alpha", "margin")),
     ]
 
 

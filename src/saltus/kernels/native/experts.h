@@ -3,7 +3,7 @@
 #pragma once
 #include "lanes.h"
 
-enum { SOFTMAX_SCORES, SIGMOID_SCORES };  // of experts, from the router's logits
+enum { SOFTMAX_SCORES, SIGMOID_SCORES, SPARSE_MIXER };  // of experts, from the router's logits
 enum { GATE, UP, DOWN, EXPERT_WEIGHTS };
 // Of experts only: gates below the limit times their sigmoid, by values within it plus one (gpt-oss).
 #define CLAMPED_SWIGLU 6
@@ -24,7 +24,8 @@ typedef struct {
   int64_t groups, top_groups, best_of_group;
   int64_t router_is_float32, scoring, normalized, scales_inputs, norm_kind, activation;
   int64_t interleaved;  // the gate's weight has 2 · width outputs, of gate and up in turns; up's is NULL
-  float epsilon, scale, least_sum, limit, alpha;
+  int64_t biases_logits;  // the selection bias is added to logits, not to scores
+  float epsilon, scale, least_sum, limit, alpha, margin;
 } Experts;
 
 // The places of the `most` greatest of n numbers, the greatest first, of equal ones the first; NAN is less than none.
@@ -53,6 +54,26 @@ static void exclude_groups(const Experts *a, float *choice, float *sums, int32_t
   }
 }
 
+// SparseMixer (Liu et al. 2024): the experts of the two greatest logits, one after the other. A weight is the softmax over the
+// logits that are left and less than `margin` below the greatest, relative to this one or to their own size.
+static void mix_sparsely(const Experts *a, const float *logits, int32_t *chosen, float *weights) {
+  find_greatest(logits, a->experts, 2, chosen);
+  for (int64_t i = 0; i < 2; i++) {
+    const float most = logits[chosen[i]];
+    float sum = 0;
+    for (int64_t e = 0; e < a->experts; e++) {
+      const float size = fabsf(logits[e]) > most ? fabsf(logits[e]) : most;
+      if ((i && e == chosen[0]) || (most - logits[e]) / size > a->margin) continue;
+      sum += exp_lanes(all_lanes(logits[e] - most))[0];
+    }
+    weights[i] = a->scale / sum;
+  }
+  if (chosen[0] < chosen[1]) return;
+  const int32_t second = chosen[0];
+  const float weight = weights[0];
+  chosen[0] = chosen[1], weights[0] = weights[1], chosen[1] = second, weights[1] = weight;
+}
+
 // The row's `top_k` experts, ascending, and their weights, from its logits [experts, padded to 16]. A score is the softmax
 // of all logits or the sigmoid of one. Experts are chosen by score plus selection bias, of equal ones the first. A weight is
 // the score, divided by the sum of the chosen ones and `least_sum` if they are normalized, times `scale` and the expert's.
@@ -65,6 +86,10 @@ static void choose_experts(const Experts *a, float *logits, float *room, int32_t
     if (a->router_bias) logits[e] += a->router_bias[e];
     choice[e] = logits[e], most = logits[e] > most ? logits[e] : most;
   }
+  if (a->scoring == SPARSE_MIXER) {
+    mix_sparsely(a, logits, chosen, weights);
+    return;
+  }
   float *scores = logits;
   for (int64_t e = 0; e < padded; e += LANES) {
     const lanes here = load_f32(logits + e);
@@ -76,7 +101,8 @@ static void choose_experts(const Experts *a, float *logits, float *room, int32_t
   }
   // without bias and groups the logits have the same order, and fewer equal ones
   if (a->selection_bias || a->groups > 1)
-    for (int64_t e = 0; e < a->experts; e++) choice[e] = scores[e] + (a->selection_bias ? a->selection_bias[e] : 0);
+    for (int64_t e = 0; e < a->experts; e++)
+      choice[e] = (a->biases_logits ? choice[e] : scores[e]) + (a->selection_bias ? a->selection_bias[e] : 0);
   if (a->groups > 1) exclude_groups(a, choice, sums, places);
   find_greatest(choice, a->experts, a->top_k, chosen);
   for (int64_t i = 1; i < a->top_k; i++)

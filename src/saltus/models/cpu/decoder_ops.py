@@ -143,9 +143,9 @@ class DecoderOps:
         if beside is not None:
             self.add(beside, self.hidden, 1.0)
             self.add(self.hidden, None, 0.5**0.5)
-        assert isinstance(layer.mlp, MLP) or not layer.parallel
+        assert isinstance(layer.mlp, MLP | Experts) or not layer.parallel
         if isinstance(layer.mlp, Experts):
-            self._experts(layer.mlp, layer.mlp_norm, layer.mlp_output_norm, layer.residual_scale)
+            self._experts(layer.mlp, layer, mixed if layer.parallel else None)
         elif isinstance(layer.mlp, MLPAndExperts):
             self._mlp_and_experts(layer.mlp, layer.mlp_norm, layer.mlp_output_norm, layer.residual_scale)
         elif layer.mlp is not None:
@@ -221,14 +221,20 @@ class DecoderOps:
             self.normalize(made, norm, made)
             self.add(made, self.hidden, scale)
 
-    def _experts(self, experts: Experts, norm: Norm | None, output_norm: Norm | None, scale: float) -> None:
-        """Add what a mixture of experts gives, through its norm and scaled, to the hidden states."""
-        if output_norm is None and scale == 1:
-            self._mix(experts, norm, self.hidden, add=self.hidden)
+    def _experts(self, experts: Experts, layer: Layer, mixed: Sequence[Any] | None) -> None:
+        """Add what a mixture of experts gives, through its norm and scaled, to the hidden states.
+
+        The outputs of mixers beside it, if they are given, are added first.
+        """
+        scale = layer.residual_scale * experts.output_scale
+        if layer.mlp_output_norm is None and scale == 1 and mixed is None:
+            self._mix(experts, layer.mlp_norm, self.hidden, add=self.hidden)
             return
-        made = self.buffer("made", self.hidden.shape[1])
-        self._mix(experts, norm, made)
-        self._add_normed(made, output_norm, scale)
+        given = self.buffer("given by experts", self.hidden.shape[1])
+        self._mix(experts, layer.mlp_norm, given)
+        if mixed is not None:
+            self._add_mixed(mixed, layer.residual_scale)
+        self._add_normed(given, layer.mlp_output_norm, scale)
 
     def _mix(self, experts: Experts, norm: Norm | None, out: Tensor, add: Tensor | None = None) -> None:
         """out = a mixture of experts of the hidden states + add"""

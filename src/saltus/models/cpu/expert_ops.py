@@ -39,7 +39,7 @@ def experts_struct(layer: Experts, weights: Resolver, hidden: int, norm: dict[st
         top_groups=layer.top_groups, best_of_group=layer.best_of_group, scoring=native.SCORINGS[layer.scoring],
         normalized=layer.is_normalized, least_sum=layer.least_sum, scale=layer.scale, scales_inputs=layer.scales_inputs,
         activation=native.ACTIVATION_NUMBERS[layer.activation], interleaved=layer.gate_up_interleaved,
-        limit=layer.limit, alpha=layer.alpha, **norm,
+        limit=layer.limit, alpha=layer.alpha, biases_logits=layer.biases_logits, margin=layer.margin, **norm,
     )  # fmt: skip
     if (bias := getattr(router, "bias", None)) is not None:
         struct.router_bias = weights.floats(bias, experts).data_ptr()
@@ -66,6 +66,7 @@ def _check(layer: Experts, experts: int, width: int) -> None:
         experts_per_token=layer.top_k, expert_groups=layer.groups, top_expert_groups=layer.top_groups,
         best_of_group=layer.best_of_group, experts=experts, expert_width=width,
     )  # fmt: skip
+    assert layer.scoring != "sparse_mixer" or (layer.top_k == 2 and layer.groups == 1)
     members = experts // layer.groups
     if experts % layer.groups or layer.top_groups > layer.groups or layer.best_of_group > members:
         raise ValueError(

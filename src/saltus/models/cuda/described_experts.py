@@ -18,7 +18,10 @@ def is_known_experts(experts: Experts, base: Any) -> bool:
     router, module, gate = base.get_submodule(experts.router), base.get_submodule(experts.experts), experts.shared_gate
     first = "gate_up_proj" if experts.has_gate else "up_proj"
     return (
-        experts.activation in (GATED if experts.has_gate else UNGATED)
+        experts.scoring != "sparse_mixer"
+        and not experts.biases_logits
+        and experts.output_scale == 1
+        and experts.activation in (GATED if experts.has_gate else UNGATED)
         and hasattr(module, first)
         and _can_choose(experts, len(router.weight))
         and (gate is None or (gate.stop is None and base.get_submodule(gate.path).bias is None))
