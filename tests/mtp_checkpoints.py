@@ -21,9 +21,13 @@ FORMS: dict[str, tuple[str, dict]] = {  # the target's architecture, and what di
     "GLM-4.7-Flash": ("Glm4MoeLite", {}),
     "ERNIE 4.5": ("Ernie4_5", {}),
     "MiMo": ("Qwen2", {}),
+    "MiMo V2": ("MiMoV2Flash", {"mlp_layer_types": ["sparse", "dense"]}),
     "K-EXAONE": ("ExaoneMoe", {"mlp_layer_types": ["sparse", "dense"], "mtp_layer_types": ["full_attention"]}),
     "EXAONE 4.5": ("Exaone4", {"layer_types": ["sliding_attention"] * 2, "num_nextn_predict_layers": 1}),
 }
+MIMO_V2 = {  # of a layer's tensors, by Transformers' names
+    "post_attention_layernorm.weight": "pre_mlp_layernorm.weight", "self_attn.sinks": "self_attn.attention_sink_bias",
+}  # fmt: skip
 QWENS_NAMES = ("Qwen", "K-EXAONE", "EXAONE")
 VOCAB = 300  # of the byte-level tokenizer
 
@@ -64,6 +68,11 @@ def head_tensors(form: str, model: Any, module: int = 0, seed: int = 3) -> dict[
     elif form.startswith("ERNIE"):
         names = [f"model.mtp_{name}.{module}.weight" for name in ("linear_proj", "emb_norm", "hidden_norm")]
         at = f"model.mtp_block.{module}."
+    elif form == "MiMo V2":
+        at = f"model.mtp.layers.{module}."
+        names = [f"{at}{name}.weight" for name in ("eh_proj", "enorm", "hnorm", "final_layernorm")]
+        for ours, theirs in MIMO_V2.items():
+            layer[theirs] = layer.pop(ours)
     elif form == "MiMo":
         at = f"model.mtp_layers.{module}."
         norms_of = ("token_layernorm", "hidden_layernorm", "final_layernorm")

@@ -17,6 +17,7 @@ import saltus
 from conftest import byte_tokenizer
 from mtp_checkpoints import (
     FORMS,
+    MIMO_V2,
     QWENS_NAMES,
     edit,
     edit_config,
@@ -86,9 +87,12 @@ def reference_layer(form, model, tensors, module):
     like = next(i for i in reversed(range(config.num_hidden_layers)) if hasattr(model.model.layers[i], "self_attn"))
     layer = type(model.model.layers[like])(config, like)
     begin = {"ERNIE 4.5": f"model.mtp_block.{module}.", "MiMo": f"model.mtp_layers.{module}."}
+    begin["MiMo V2"] = f"model.mtp.layers.{module}."
     begin |= {each: f"mtp.layers.{module}." for each in FORMS if each.startswith(QWENS_NAMES)}
     at = begin.get(form, f"model.layers.{config.num_hidden_layers + module}.")
     own = {name.removeprefix(at): weight for name, weight in tensors.items() if name.startswith(at)}
+    if form == "MiMo V2":
+        own |= {ours: own.pop(theirs) for ours, theirs in MIMO_V2.items()}
     state = {}
     for name, weight in layer.state_dict().items():
         kinds = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}.get(name.rpartition(".")[2])
@@ -106,7 +110,8 @@ def reference_layer(form, model, tensors, module):
         if getattr(config, "layer_types", ["full_attention"])[-1] == "sliding_attention":
             mask += torch.full((len(x), len(x)), -torch.inf).tril(-config.sliding_window)
         places = torch.arange(len(x))[None]
-        angles = model.model.rotary_emb(x[None], position_ids=places)
+        kind = {"layer_type": "sliding_attention"} if form == "MiMo V2" else {}
+        angles = model.model.rotary_emb(x[None], position_ids=places, **kind)
         return layer(x[None], position_embeddings=angles, attention_mask=mask, position_ids=places)[0]
 
     return run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
 from pkgutil import iter_modules
@@ -26,6 +26,10 @@ class MtpFamily:
     embeddings: str = ""  # empty: the target's; modules may have copies of these two
     head: str = ""
     state_first: bool = False  # the projection reads [state; embedding]
+    slides: bool = False  # the layer is one of the target's with a window
+    renamed: Mapping[str, str] = field(
+        default_factory=dict
+    )  # what is called otherwise in the layer, by Transformers' name
 
     def parts(self, module: int, num_layers: int) -> dict[str, str]:
         """The beginning of the names of each part that a module may have."""
@@ -38,19 +42,28 @@ class MtpFamily:
         known, modules = list(names), []
         while True:
             parts = self.parts(len(modules), num_layers)
-            found = {placed: name for name in known if (placed := _placed(name, parts)) is not None}
+            found = {placed: name for name in known if (placed := self._placed(name, parts)) is not None}
             numbered = {part for part in parts if "{" in getattr(self, part)}
             if not any(placed.partition(".")[0] in numbered or not modules for placed in found):
                 return modules
             modules.append(found)
 
+    def published(self, name: str, module: int, num_layers: int) -> str:
+        """What a checkpoint calls a tensor, by its part and the rest of its name."""
+        part, _, rest = name.partition(".")
+        for ours, theirs in self.renamed.items():
+            rest = rest.replace(ours, theirs)
+        return f"{self.parts(module, num_layers).get(part, part)}{rest}"
 
-def _placed(name: str, parts: Mapping[str, str]) -> str | None:
-    """The part of a tensor and the rest of its name; the layer comes last, since others may begin like it."""
-    for part, beginning in parts.items():
-        if name.startswith(beginning):
-            return f"{part}.{name.removeprefix(beginning)}"
-    return None
+    def _placed(self, name: str, parts: Mapping[str, str]) -> str | None:
+        """The part of a tensor and the rest of its name; the layer comes last, since others may begin like it."""
+        for part, beginning in parts.items():
+            if name.startswith(beginning):
+                rest = name.removeprefix(beginning)
+                for ours, theirs in self.renamed.items():
+                    rest = rest.replace(theirs, ours)
+                return f"{part}.{rest}"
+        return None
 
 
 @lru_cache

@@ -44,8 +44,7 @@ class HeadTensors:
 
     def published(self, name: str, module: int) -> str:
         """What the checkpoint calls a weight of a module."""
-        part, _, rest = name.partition(".")
-        return f"{self.family.parts(module, self.num_layers).get(part, part)}{rest}"
+        return self.family.published(name, module, self.num_layers)
 
 
 def find_heads(model: Any, folder: Path | None = None) -> HeadTensors | None:
@@ -129,7 +128,8 @@ def new_modules(found: HeadTensors, target: Any) -> list[MtpModule]:
     """The modules, without weights. Errors: ValueError for tensors that are missing, unknown or of other sizes."""
     modules = []
     for number, tensors in enumerate(found.modules):
-        made = MtpModule(target, _has_experts(tensors), found.family.state_first, bool(found.family.norm))
+        family = found.family
+        made = MtpModule(target, _has_experts(tensors), family.state_first, bool(family.norm), family.slides)
         _check(made, tensors, found, number)
         modules.append(made)
     return modules

@@ -28,7 +28,7 @@ class MtpModule(nn.Module):
 
     tokens: Tensor | None = None  # ids of the tokens that it drafts, ascending; None: all
 
-    def __init__(self, target: Any, has_experts: bool, state_first: bool, has_norm: bool) -> None:
+    def __init__(self, target: Any, has_experts: bool, state_first: bool, has_norm: bool, slides: bool = False) -> None:
         super().__init__()
         self.target, self.state_first, self.has_norm = [target], state_first, has_norm  # in a list: no submodule
         norm = getattr(decoder_of(target), "norm", None)
@@ -40,7 +40,7 @@ class MtpModule(nn.Module):
         with torch.device("meta"):
             self.projection = nn.Linear(2 * hidden, hidden, bias=False)
             self.embedding_norm, self.state_norm, last_norm = (_empty_copy(norm) for _ in range(3))
-            model = _model_of_one_layer(target, has_experts)
+            model = _model_of_one_layer(target, has_experts, slides)
         decoder = decoder_of(model)
         decoder.rotary_emb = decoder_of(target).rotary_emb
         decoder.norm = last_norm if has_norm else norm
@@ -137,8 +137,8 @@ def _empty_copy(norm: Any) -> Any:
     return made
 
 
-def _model_of_one_layer(target: Any, has_experts: bool) -> Any:
-    """A model of the target's class with one layer, which attends to all tokens or, as the configuration says, to some.
+def _model_of_one_layer(target: Any, has_experts: bool, slides: bool) -> Any:
+    """A model of the target's class with one layer, attending to all tokens, a window, or as the configuration says.
 
     EXAONE says it by `mtp_layer_types` and `mtp_sliding_windows`, before K-EXAONE by the type of its first layer.
     """
@@ -146,6 +146,7 @@ def _model_of_one_layer(target: Any, has_experts: bool) -> Any:
     kind = "sparse" if has_experts else "dense"
     has_own_heads = config.model_type == "exaone4" and getattr(config, "num_nextn_predict_layers", None)
     types = getattr(config, "mtp_layer_types", None) or (config.layer_types if has_own_heads else ["full_attention"])
+    types = ["sliding_attention"] if slides else types
     windows = getattr(config, "mtp_sliding_windows", None)
     if windows and types[0] == "sliding_attention":
         config.sliding_window = windows[0]
