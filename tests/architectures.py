@@ -96,6 +96,15 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
         **LLAMA_LIKE, "num_key_value_heads": 6, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 8, "v_head_dim": 12, **DEEPSEEK_EXPERTS, "mlp_layer_types": ["dense", "sparse"],
     },
+    "Falcon": {"hidden_size": 48, "num_attention_heads": 6, "ffn_hidden_size": 72},
+    "Falcon of groups": {
+        "hidden_size": 48, "num_attention_heads": 6, "num_kv_heads": 2, "ffn_hidden_size": 72, "bias": True,
+        "new_decoder_architecture": True,
+    },
+    "Falcon of layers after each other": {
+        "hidden_size": 48, "num_attention_heads": 6, "ffn_hidden_size": 72, "multi_query": False,
+        "parallel_attn": False, "bias": True,
+    },
     "Llama4": {  # the first and the last layer attend by chunks, the second one without rotary embeddings
         **LLAMA_LIKE, "num_hidden_layers": 3, "head_dim": 20, "attention_chunk_size": 12, "no_rope_layers": [1, 0, 1],
         "floor_scale": 4, "attn_scale": 0.5, "intermediate_size_mlp": 72, "num_local_experts": 4,
@@ -371,6 +380,7 @@ DESCRIBED = [  # by a file of saltus.models.architectures
     "Laguna with other gates", "Apertus", "GPT2", "GPTBigCode", "GPTNeoX", "OPT", "OPT without weights of norms",
     "GPTNeoX of layers after each other", "GraniteSWA",
     "GraniteMoeSWA", "MiMoV2Flash", "Phimoe", "Cohere2Moe", "Cohere2Moe with a dense layer",
+    "Falcon", "Falcon of groups",
     "Kolibri1", "AXK1",
     *RECURRENT,
 ]  # fmt: skip

@@ -423,7 +423,7 @@ def tiny_like(model):
 
 
 REFUSED = {
-    "Falcon": ({"hidden_size": 48, "num_attention_heads": 6}, "AttentionInterface"),
+    "Falcon with ALiBi": ({"hidden_size": 48, "num_attention_heads": 6, "alibi": True}, "AttentionInterface"),
     "RecurrentGemma": ({**LLAMA_LIKE, "num_hidden_layers": 3}, "keeps a state"),
     "Bart": (
         {"d_model": 48, "decoder_attention_heads": 6, "decoder_layers": 2, "decoder_ffn_dim": 64, "encoder_layers": 1},

@@ -92,6 +92,7 @@ class Attention:
     gate_activation: GateActivation = "sigmoid"  # of `gate` and `head_gate`
     value_dim: int | None = None  # the size of values where it is not that of keys
     value_scale: float = 1.0  # values are multiplied by it
+    grouped: bool = False  # `query`, which is also `key` and `value`, gives a group's queries, its key and its value
 
     @property
     def size_of_values(self) -> int:

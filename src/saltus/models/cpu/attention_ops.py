@@ -27,6 +27,7 @@ class AttentionOps:
         """The outputs of attention [rows, heads · size]."""
         ops = self.ops
         check_heads(layer.heads, layer.kv_heads, layer.dim)
+        assert not (layer.grouped and (layer.fused or layer.gated))
         parts = 3 if layer.fused else 1 + layer.gated  # a head's query, perhaps with its gate, or its key and value
         dim, width, value_dim = layer.dim, layer.dim * parts, layer.size_of_values
         assert value_dim == dim or not (layer.fused or layer.value is None)
@@ -41,11 +42,19 @@ class AttentionOps:
             k, v = ops.buffer("k", layer.kv_heads * dim), ops.buffer("v", layer.kv_heads * value_dim)
             keys, values = k.view(len(k), -1, dim), v.view(len(v), -1, value_dim)
             given += [(weight, x) for weight, x in ((layer.key, k), (layer.value, v)) if weight is not None]
+        if layer.grouped:
+            grouped = ops.buffer("queries, keys and values", (layer.heads + 2 * layer.kv_heads) * dim)
+            given = [(layer.query, grouped)]
         if layer.head_gate is not None:
             given.append((layer.head_gate, ops.buffer("head gate", layer.heads)))
         if layer.gate is not None:
             given.append((layer.gate, ops.buffer("gate of heads", layer.heads * value_dim)))
         ops.product(ops.hidden, given, norm)
+        if layer.grouped:
+            parts_of_group = layer.heads // layer.kv_heads * dim, dim, dim
+            ungrouped = MixerOps(ops).ungrouped(grouped, layer.kv_heads, parts_of_group)
+            for x, first in ((q, 0), (k, q.shape[1]), (v, q.shape[1] + k.shape[1])):
+                ops.copy(ungrouped, x, first)
         if layer.key is not None and layer.value is None:
             ops.copy(k, v)
         self._prepare_heads(q, layer.heads, layer, layer.query_norm, layer.query_angles or layer.angles)

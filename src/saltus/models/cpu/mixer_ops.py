@@ -44,10 +44,10 @@ class MixerOps:
         if len(mixer.inputs) == 2:
             mixed, steps = self._inputs(mixer.inputs, (2 * keys + 2 * values, 2 * heads), norm)
             in_group = values // mixer.groups
-            mixed = self._ungrouped(mixed, mixer.groups, (mixer.key_dim, mixer.key_dim, in_group, in_group))
+            mixed = self.ungrouped(mixed, mixer.groups, (mixer.key_dim, mixer.key_dim, in_group, in_group))
             mixed, gate = mixed.split((2 * keys + values, values), 1)
             in_group = heads // mixer.groups
-            weight, step = self._ungrouped(steps, mixer.groups, (in_group, in_group)).split(heads, 1)
+            weight, step = self.ungrouped(steps, mixer.groups, (in_group, in_group)).split(heads, 1)
             parts = [mixed]
         elif len(mixer.inputs) == 4:
             *parts, gate, weight, step = self._inputs(mixer.inputs, (2 * keys + values, values, heads, heads), norm)
@@ -153,7 +153,7 @@ class MixerOps:
         self.ops.product(self.ops.hidden if x is None else x, list(zip(weights, out, strict=True)), norm)
         return out
 
-    def _ungrouped(self, x: Tensor, groups: int, sizes: Sequence[int]) -> Tensor:
+    def ungrouped(self, x: Tensor, groups: int, sizes: Sequence[int]) -> Tensor:
         """Columns that stand group by group, in parts of these sizes, in the order of the parts."""
         begins = [sum(sizes[:number]) for number in range(len(sizes))]
         runs = [

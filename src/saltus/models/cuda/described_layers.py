@@ -89,6 +89,7 @@ def _is_known_mixer(mixer: Any, base: Any) -> bool:
 def _is_known_attention(a: Attention, base: Any) -> bool:
     if (
         (a.fused and (a.heads != a.kv_heads or a.gated or a.gate is not None or a.head_gate is not None))
+        or a.grouped
         or a.size_of_values != a.dim
         or a.value_scale != 1
         or (a.gate is not None and a.head_gate is not None)
