@@ -210,6 +210,7 @@ def decode(
 def decode_described() -> None:
     """Calls of decoders with norms after mixer and MLP, another activation, other rotations or none."""
     from transformers import (
+        ApertusConfig,
         CohereConfig,
         Exaone4Config,
         Gemma2Config,
@@ -235,7 +236,8 @@ def decode_described() -> None:
         Olmo2Config(**sizes | many_heads), Gemma2Config(**sizes), CohereConfig(**sizes), gemma4(), llama4(), gemma3n(),
         HunYuanDenseV1Config(**sizes), GptOssConfig(**sizes, num_local_experts=4), latent(),
         Starcoder2Config(**sizes), GPTNeoXConfig(**sizes), GPT2Config(**sizes),
-        OPTConfig(**sizes, word_embed_proj_dim=256, ffn_dim=512), LlamaConfig(**sizes, mlp_bias=True, pad_token_id=0),
+        OPTConfig(**sizes, word_embed_proj_dim=256, ffn_dim=512), ApertusConfig(**sizes),
+        LlamaConfig(**sizes, mlp_bias=True, pad_token_id=0),
         Phi3Config(**sizes | {"num_attention_heads": 32, "head_dim": 96, "hidden_size": 3072, "pad_token_id": 0}),
     ):  # fmt: skip
         run(described(config), 1)

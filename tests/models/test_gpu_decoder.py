@@ -120,7 +120,7 @@ DESCRIBED = {
     "Starcoder2": {"sliding_window": 50}, "Jais2": {}, "InternLM3": {}, "Nemotron": {},
     "Phi": {"num_key_value_heads": None}, "StableLm": {},
     "GPTNeoX": {}, "GPTNeoX of layers after each other": {}, "GPT2": GPT2, "GPTBigCode": GPT2,
-    "OPT": OPT, "OPT without weights of norms": OPT,
+    "OPT": OPT, "OPT without weights of norms": OPT, "Apertus": {},
     "Gemma3n": {
         "sliding_window": 50, "num_hidden_layers": 4, "laurel_rank": 64, "hidden_size_per_layer_input": 64,
         "altup_num_inputs": 3, "activation_sparsity_pattern": [0.6, 0.0] * 2, "vocab_size_per_layer_input": 80,

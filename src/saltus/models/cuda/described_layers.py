@@ -26,7 +26,7 @@ from saltus.models.mixer_description import Angles, Attention, LatentAttention, 
 from saltus.models.rotary_angles import angles_of_positions
 
 ACTIVATIONS = {"silu", "gelu_tanh", "gelu"}  # of gates, that `linear_kernels` computes
-UNGATED = ACTIVATIONS | {"relu", "relu_squared"}
+UNGATED = ACTIVATIONS | {"relu", "relu_squared", "xielu"}
 
 
 def described_for_gpu(model: Any) -> DecoderDescription | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from saltus.models.cpu.decoder_weights import Resolver
@@ -49,6 +50,7 @@ class GPUMLP:
     bias: Tensor | None = None  # of gates, then of the others
     down_bias: Tensor | None = None
     gate_cutoff: float | None = None  # of what the gate gives, in standard deviations above the mean
+    xielu: Tensor | None = None  # the numbers of this activation, as `activate` takes them
 
     @classmethod
     def of(cls, gate_and_up: Sequence[Tensor], down: Tensor, *settings: Any) -> GPUMLP:
@@ -67,6 +69,7 @@ class GPUMLP:
         return cls.of(
             parts_of(layers, len(given)), down.weight, mlp.activation, mlp.gate is not None, mlp.gate_scale,
             bias_of(layers), bias_of([down]), mlp.gate_cutoff,
+            None if mlp.xielu is None else _xielu_numbers(weights.module(mlp.xielu)),
         )  # fmt: skip
 
     def parts(self, x: Tensor, inputs: StaticInputs, first_slot: int) -> Tensor:
@@ -85,8 +88,15 @@ class GPUMLP:
                 given[:, :size] *= self.gate_scale
             if self.gate_cutoff is not None:
                 stream_kernels.cut_off(given, size, self.gate_cutoff)
-            linear_kernels.activate(given, active, self.activation)
+            linear_kernels.activate(given, active, self.activation, numbers=self.xielu)
         return linear_kernels.linear_parts(active, self.down, self.down_blocks, rows, self.down_bias)
+
+
+@torch.inference_mode()
+def _xielu_numbers(given: Any) -> Tensor:
+    """Of a module of Transformers, rounded as it rounds them."""
+    above, below = F.softplus(given.alpha_p), given.beta + F.softplus(given.alpha_n)
+    return torch.stack([each.flatten()[0].float() for each in (above, below, given.beta, given.eps)])
 
 
 @dataclass(frozen=True)

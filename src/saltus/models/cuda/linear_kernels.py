@@ -99,7 +99,7 @@ def _active(gated, ACTIVATION: tl.constexpr):
 
 @kernel("limit", "alpha")
 def _activate(
-    both, out, limit, alpha,
+    both, out, numbers, limit, alpha,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """out[row, n] = active(gate) · up, or active(gate) alone, rounded as Transformers rounds it; see `activate`."""
@@ -124,6 +124,9 @@ def _activate(
         active = tl.maximum(gate, 0.0)
     elif ACTIVATION == "relu_squared":
         active = tl.maximum(gate, 0.0) * tl.maximum(gate, 0.0)
+    elif ACTIVATION == "xielu":  # Huang & Schlag 2024
+        rest = tl.load(numbers + 1) * (tl.exp(tl.minimum(gate, tl.load(numbers + 3))) - 1.0 - gate)
+        active = tl.where(gate > 0, tl.load(numbers) * gate * gate, rest) + tl.load(numbers + 2) * gate
     else:
         active = _active(gate, ACTIVATION)
     if GATED:
@@ -238,14 +241,17 @@ def activate(
     interleaved: bool = False,
     limit: float = 0.0,
     alpha: float = 0.0,
+    numbers: Tensor | None = None,
 ) -> None:
     """out [rows, N] of the products [rows, 2 N] with gate and up, perhaps in turns, or [rows, N] without a gate.
 
-    The activation is one that `_active` knows, or relu, relu_squared or clamped_swiglu (see `Experts`).
+    The activation is one that `_active` knows, or relu, relu_squared, clamped_swiglu (see `Experts`) or xielu, which
+    has `numbers` [4] in float32: of x², of eˣ − 1 − x and of x, and the most that x is in eˣ.
     """
     size, block = out.shape[1], 1024
     _activate[(len(both), -(-size // block))](
-        both, out, limit, alpha, SIZE=size, BLOCK=block, ACTIVATION=activation, GATED=both.shape[1] == 2 * size,
+        both, out, both if numbers is None else numbers, limit, alpha,
+        SIZE=size, BLOCK=block, ACTIVATION=activation, GATED=both.shape[1] == 2 * size,
         INTERLEAVED=interleaved, num_warps=4,
     )  # fmt: skip
 
