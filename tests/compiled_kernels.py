@@ -244,8 +244,16 @@ def decode_described() -> None:
 
 
 def decode_recurrently() -> None:
-    """Calls of decoders whose layers keep a state: the gated delta rule beside attention, Mamba-2, convolutions."""
-    from transformers import BambaConfig, KimiLinearConfig, Lfm2Config, Lfm3Config, Qwen3_5TextConfig
+    """Calls of decoders whose layers keep a state: the gated delta rule beside attention, Mamba 1 and 2, convolutions."""
+    from transformers import (
+        BambaConfig,
+        FalconMambaConfig,
+        KimiLinearConfig,
+        Lfm2Config,
+        Lfm3Config,
+        MambaConfig,
+        Qwen3_5TextConfig,
+    )
 
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 1, "vocab_size": 300, "head_dim": 64, "pad_token_id": 0}  # fmt: skip
@@ -256,6 +264,8 @@ def decode_recurrently() -> None:
     mamba = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 128, "attn_layer_indices": [1]}
     for config in (
         Qwen3_5TextConfig(**sizes, **kinds, **heads), BambaConfig(**sizes, **mamba),
+        MambaConfig(hidden_size=256, num_hidden_layers=1, vocab_size=300),
+        FalconMambaConfig(hidden_size=1024, num_hidden_layers=1, vocab_size=300),
         Lfm2Config(**sizes, layer_types=["conv", "full_attention"]),
         Lfm3Config(**sizes, layer_types=["conv", "full_attention"]), KimiLinearConfig(**sizes | kimi, **kinds),
     ):  # fmt: skip

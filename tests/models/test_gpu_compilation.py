@@ -47,7 +47,7 @@ def test_every_kernel_compiles(cache):
         "_combine", "_greatest", "_race", "_best", "_sort_pairs", "_expert_linear",
         "_packed_expert_linear", "_route", "_sum_experts", "_normalize_features", "_draft_inputs", "_convolve",
         "_keep_window", "_recur", "_keep_nodes", "_gate_outputs", "_gate_heads", "_norm_columns", "_rotate_latent",
-        "_per_head_linear", "_predict", "_correct", "_match", "_average", "_cut_off",
+        "_per_head_linear", "_predict", "_correct", "_match", "_average", "_cut_off", "_select",
     }  # fmt: skip
 
 

@@ -36,6 +36,7 @@ STATES = {
     "NemotronH with experts": {"mamba_num_heads": 4, "moe_shared_expert_intermediate_size": 64},
     "FalconH1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128},
     "Mamba2": {"num_heads": 8, "head_dim": 16}, "Bamba": {"mamba_n_heads": 8, "mamba_d_head": 16},
+    "Mamba": {}, "FalconMamba": {}, "Jamba": {"num_hidden_layers": 3, "mamba_dt_rank": 64},
     "GraniteMoeHybrid without experts": {"mamba_n_heads": 8, "mamba_d_head": 16, "shared_intermediate_size": 64},
 }  # fmt: skip
 SETTINGS = FixedShapeSettings(page_size=128, pages_per_block=1, prefill_chunk=32, rows_per_group=4)
@@ -76,7 +77,7 @@ def test_layers_are_those_of_transformers(name):
         assert (row - expected).norm() < BOUND * expected.norm(), path
 
 
-@pytest.mark.parametrize("name", ["Qwen3_5", "Lfm2", "Lfm3", "Bamba", "KimiLinear"])
+@pytest.mark.parametrize("name", ["Qwen3_5", "Lfm2", "Lfm3", "Bamba", "KimiLinear", "Jamba"])
 def test_a_token_has_the_same_bits_as_text_as_a_node_and_in_a_batch(name):
     network, tokens = decoded(name)[0], text(18)
     kv_cache, other = network.new_kv_cache(), network.new_kv_cache()

@@ -11,6 +11,7 @@ from saltus.models.architectures import describe_decoder
 from saltus.models.cpu.native_decoder import STATIC_ROPE_TYPES, is_unmodified_decoder
 from saltus.models.cuda.described_experts import is_known_experts
 from saltus.models.cuda.gpu_recurrent import is_known_recurrence
+from saltus.models.cuda.gpu_selective_scan import is_known_scan
 from saltus.models.cuda.layer_weights import whole_layers
 from saltus.models.decoder_description import (
     MLP,
@@ -83,7 +84,7 @@ def _is_known_mixer(mixer: Any, base: Any) -> bool:
         return _is_known_attention(mixer, base)
     if isinstance(mixer, LatentAttention):
         return _is_known_latent_attention(mixer, base)
-    return is_known_recurrence(mixer, base)
+    return is_known_recurrence(mixer, base) or is_known_scan(mixer, base)
 
 
 def _is_known_attention(a: Attention, base: Any) -> bool:

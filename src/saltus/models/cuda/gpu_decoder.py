@@ -36,7 +36,7 @@ from saltus.models.decoder_description import (
     weights_perhaps_in_float32,
 )
 from saltus.models.decoder_of import decoder_of
-from saltus.models.mixer_description import Angles, Attention, KimiDeltaNet, LatentAttention
+from saltus.models.mixer_description import Angles, Attention, KimiDeltaNet, LatentAttention, Mamba, Mamba2
 from saltus.models.packed_decoder import PackedDecoder
 
 KERNEL_DTYPES = {torch.bfloat16, torch.float16}
@@ -106,6 +106,8 @@ def fits_described(model: Any, description: DecoderDescription) -> bool:
     latent = [each for each in mixers if isinstance(each, LatentAttention)]
     matrices += [part for each in latent for part in (each.latent, each.query_latent, each.query) if part is not None]
     matrices += [part for each in mixers if isinstance(each, KimiDeltaNet) for part in (each.decay[1], each.gate[1])]
+    matrices += [part for each in mixers if isinstance(each, Mamba) for part in (each.inputs, each.selection)]
+    matrices += [each.inputs for each in mixers if isinstance(each, Mamba2)]
     matrices += [each for layer in layers if (mlp := mlp_of(layer)) for each in (mlp.down, mlp.up)]
     matrices += [each for layer in layers if (beside := layer.per_layer_input) for each in (beside.gate, beside.output)]
     matrices += [each for layer in layers if (beside := layer.laurel) for each in (beside.down, beside.up)]

@@ -16,6 +16,7 @@ from saltus.models.cuda.gpu_attention import GPUAttention, KindOfAngles
 from saltus.models.cuda.gpu_experts import Mixture
 from saltus.models.cuda.gpu_latent import GPULatentAttention
 from saltus.models.cuda.gpu_recurrent import GPURecurrence, GPUShortConvolution, recurrence_of
+from saltus.models.cuda.gpu_selective_scan import GPUSelectiveScan
 from saltus.models.cuda.gpu_streams import GPUAltUp, GPULaurel
 from saltus.models.cuda.layer_weights import bias_of, layers_of, linear_layer, norm_of, parts_of
 from saltus.models.cuda.packed_weight import joined_packed
@@ -29,11 +30,12 @@ from saltus.models.decoder_description import (
     mixers_of,
     mlp_of,
 )
-from saltus.models.mixer_description import Attention, LatentAttention, Mixer
+from saltus.models.mixer_description import Attention, LatentAttention, Mamba, Mixer
 
 NO_SCALE = 1.0
 KINDS_OF_ATTENTION = GPUAttention, GPULatentAttention
-GPUMixer = GPUAttention | GPULatentAttention | GPURecurrence | GPUShortConvolution
+Recurrence = GPURecurrence | GPUShortConvolution | GPUSelectiveScan
+GPUMixer = GPUAttention | GPULatentAttention | Recurrence
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,7 @@ class GPULayer:
         return next((each for each, _ in self.mixers if isinstance(each, KINDS_OF_ATTENTION)), None)
 
     @property
-    def recurrence(self) -> GPURecurrence | GPUShortConvolution | None:
+    def recurrence(self) -> Recurrence | None:
         """Its mixer that keeps a state, if it has one."""
         return next((each for each, _ in self.mixers if not isinstance(each, KINDS_OF_ATTENTION)), None)
 
@@ -263,4 +265,6 @@ def _mixer_of(mixer: Mixer, weights: Resolver, kinds: Sequence[KindOfAngles]) ->
         return GPUAttention.described(mixer, weights, kinds)
     if isinstance(mixer, LatentAttention):
         return GPULatentAttention.described(mixer, weights, kinds)
+    if isinstance(mixer, Mamba):
+        return GPUSelectiveScan.of(mixer, weights)
     return recurrence_of(mixer, weights)

@@ -132,7 +132,7 @@ class GPURecurrence:
         }  # fmt: skip
         return cls(
             _Inputs.of(layers, None if order is None else order.to(layers[0].weight.device)), 0,
-            2 * keys + values + 2 * mixer.heads, *_kernel(weights, f"{mixer.path}.conv1d"),
+            2 * keys + values + 2 * mixer.heads, *convolution_of(weights, f"{mixer.path}.conv1d"),
             _constants(weights, mixer.path, False), (0, keys, 2 * keys), mixer.groups, heads, settings,
             weights.module(f"{mixer.path}.{mixer.norm}").weight.detach(), mixer.epsilon, mixer.value_dim, False, True,
             None,
@@ -145,7 +145,7 @@ class GPURecurrence:
         size = mixer.heads * mixer.dim
         settings = {"delta": True, "scale": mixer.dim**-0.5, "epsilon": L2_EPSILON}
         return cls(
-            _KimiInputs.of(mixer, weights), 0, 4 * size + mixer.heads, *_kernel(weights, mixer.kernel),
+            _KimiInputs.of(mixer, weights), 0, 4 * size + mixer.heads, *convolution_of(weights, mixer.kernel),
             _constants(weights, mixer.decays, False), (0, size, 2 * size), mixer.heads,
             (mixer.heads, mixer.dim, mixer.dim), settings, weights.module(mixer.norm).weight.detach(), mixer.epsilon,
             mixer.dim, False, False, None, *one_weight(weights.module(mixer.output.path)),
@@ -161,7 +161,7 @@ class GPURecurrence:
             scales = torch.cat([torch.full((count,), scale) for scale, count in mixer.scales])
             scales = scales.to(weights.module(mixer.inputs.path).weight.device)
         return cls(
-            _Inputs.of([weights.module(mixer.inputs.path)]), size, 0, *_kernel(weights, f"{mixer.path}.conv1d"),
+            _Inputs.of([weights.module(mixer.inputs.path)]), size, 0, *convolution_of(weights, f"{mixer.path}.conv1d"),
             _constants(weights, mixer.path, True), (size + keys, size, 0), mixer.groups,
             (mixer.heads, mixer.state, mixer.head_dim), settings, norm, mixer.epsilon, size // mixer.norm_groups,
             mixer.has_norm and mixer.gate_first, True, scales, *one_weight(weights.module(mixer.output.path)),
@@ -217,7 +217,7 @@ class GPUShortConvolution:
     def of(cls, mixer: ShortConvolution, weights: Resolver) -> GPUShortConvolution:
         """Of a description which `is_known_recurrence` knows."""
         inputs = _Inputs.of([weights.module(mixer.inputs.path)])
-        return cls(inputs, *_kernel(weights, mixer.kernel), *one_weight(weights.module(mixer.output.path)))
+        return cls(inputs, *convolution_of(weights, mixer.kernel), *one_weight(weights.module(mixer.output.path)))
 
     @property
     def shape(self) -> StateShape:
@@ -269,7 +269,8 @@ def is_known_recurrence(mixer: Mixer | None, base: Any) -> bool:
     return not (packed and len(inputs) == 2)
 
 
-def _kernel(weights: Resolver, path: str) -> tuple[Tensor, Tensor | None]:
+def convolution_of(weights: Resolver, path: str) -> tuple[Tensor, Tensor | None]:
+    """The kernel [width, channels] of a convolution, and its bias [channels]."""
     module = weights.module(path)
     bias = None if module.bias is None else module.bias.detach()
     return module.weight.detach()[:, 0].T.contiguous(), bias

@@ -1,4 +1,4 @@
-"""Layers that keep a state on a GPU: convolutions over tokens, the gated delta rule, Mamba-2; gates of outputs.
+"""Layers that keep a state on a GPU: convolutions over tokens, the gated delta rule, Mamba, Mamba-2; gates of outputs.
 
 A row's numbers follow from the tokens before it, whichever call computes them. What a row reads of an earlier token is
 named by a *source*: a row of the call; the node of an earlier call, whose inputs were kept; or the inputs before the
@@ -20,6 +20,7 @@ from saltus.models.cuda.row_kernels import summed_columns
 
 CHANNELS = 256  # of a convolution, that a program computes
 MAX_STATE = 4096  # numbers of a state, that a program keeps
+MAX_SCANNED = 1024  # the same where each number has a decay of its own
 
 
 @device_function
@@ -93,12 +94,13 @@ def _recur(
     scale, epsilon, least, most, weight_scale, OF_NODES: tl.constexpr,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, KEYS: tl.constexpr, PADDED_KEYS: tl.constexpr, VALUES: tl.constexpr,
     QUERY: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, SIZE: tl.constexpr, ROW: tl.constexpr,
-    NODE: tl.constexpr, DELTA: tl.constexpr, CHANNELWISE: tl.constexpr, BLOCK: tl.constexpr,
+    NODE: tl.constexpr, DELTA: tl.constexpr, CHANNELWISE: tl.constexpr, SCANNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A job, a head, some columns of its state: change it by sources of a table, then by rows, which read it.
 
     S ← d·S + k ⊗ s·(v − (d·S)ᵀk), o = Sᵀq (the gated delta rule, DELTA), or S ← d·S + k ⊗ s·v, o = Sᵀq + D·v (Mamba-2).
-    CHANNELWISE: each number of a key has a decay.
+    CHANNELWISE: each number of a key has a decay. SCANNED: each number of the state has one, and each column a step
+    (Mamba); steps, k and q are beside each other, and do not go through the convolution.
     """
     job, head, column = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     key_at, group = tl.arange(0, PADDED_KEYS), head // (HEADS // GROUPS)
@@ -108,11 +110,18 @@ def _recur(
     place = ((tl.load(slots + job) * HEADS + head) * KEYS + key_at[:, None]) * VALUES + column[None, :]
     if num_rows + before > 0:
         state = tl.load(states + place, mask=inside, other=0.0)
-        own_rate = tl.load(rate + head)
+        if SCANNED:
+            own_rate = tl.load(rate + key_at[:, None] * VALUES + column[None, :], mask=inside, other=0.0)
+        else:
+            own_rate = tl.load(rate + head)
         step_at = head
         if CHANNELWISE:
             step_at = head * KEYS + key_at
-        own_bias = tl.load(bias + step_at, mask=is_key, other=0.0) if CHANNELWISE else tl.load(bias + step_at)
+        if SCANNED:
+            step_at = column
+        is_step = is_value if SCANNED else is_key
+        one_step: tl.constexpr = not (CHANNELWISE or SCANNED)
+        own_bias = tl.load(bias + step_at) if one_step else tl.load(bias + step_at, mask=is_step, other=0.0)
         for number in tl.range(0, before + num_rows):
             source = first + number - before
             if number < before:
@@ -121,16 +130,16 @@ def _recur(
             if is_kept:
                 given, numbers = kept_x + (source - OF_NODES) * SIZE, kept + (source - OF_NODES) * NODE + SIZE
             else:
-                given, numbers = x + source * SIZE, mixed + source * ROW + SIZE
-            key = tl.load(given + KEY + group * KEYS + key_at, mask=is_key, other=0.0).to(tl.float32)
-            query = tl.load(given + QUERY + group * KEYS + key_at, mask=is_key, other=0.0).to(tl.float32)
+                given, numbers = x + source * SIZE, mixed + source * ROW + (0 if SCANNED else SIZE)
+            keys = numbers + VALUES if SCANNED else given + KEY + group * KEYS
+            queries = numbers + VALUES + KEYS if SCANNED else given + QUERY + group * KEYS
+            key = tl.load(keys + key_at, mask=is_key, other=0.0).to(tl.float32)
+            query = tl.load(queries + key_at, mask=is_key, other=0.0).to(tl.float32)
             value = tl.load(given + VALUE + head * VALUES + column, mask=is_value, other=0.0).to(tl.float32)
-            given_step = (
-                tl.load(numbers + step_at, mask=is_key, other=0.0) if CHANNELWISE else tl.load(numbers + step_at)
-            )
+            given_step = tl.load(numbers + step_at) if one_step else tl.load(numbers + step_at, mask=is_step, other=0.0)
             size = _softplus(given_step.to(tl.float32) + own_bias)
             size = tl.minimum(tl.maximum(size, least), most)
-            decay = tl.exp(size * own_rate)
+            decay = tl.exp((size[None, :] if SCANNED else size) * own_rate)
             if DELTA:
                 key *= 1.0 / tl.sqrt(tl.sum(key * key, 0) + epsilon)
                 query *= 1.0 / tl.sqrt(tl.sum(query * query, 0) + epsilon)
@@ -147,7 +156,9 @@ def _recur(
                 change = value * size
                 state = state * decay + key[:, None] * change[None, :]
             read = tl.sum(state * (query * scale)[:, None], 0)
-            if not DELTA:
+            if SCANNED:
+                read += tl.load(skip + column, mask=is_value, other=0.0) * value
+            elif not DELTA:
                 read += tl.load(skip + head) * value
             to = out + (source * HEADS + head) * VALUES + column
             tl.store(to, read.to(out.dtype.element_ty), mask=is_value & (number + 0 * column >= before))
@@ -155,12 +166,14 @@ def _recur(
 
 
 @kernel()
-def _keep_nodes(x, nodes, places, SIZE: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr):
+def _keep_nodes(
+    x, nodes, places, SIZE: tl.constexpr, ROW: tl.constexpr, NODE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """nodes[places[row]] = x[row], where there is a place."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(places + row) + 0 * at
     inside = (at < SIZE) & (place >= 0)
-    tl.store(nodes + place * SIZE + at, tl.load(x + row * ROW + at, mask=inside, other=0.0), mask=inside)
+    tl.store(nodes + place * NODE + at, tl.load(x + row * ROW + at, mask=inside, other=0.0), mask=inside)
 
 
 @kernel("epsilon", "gate_row", "gate_group")
@@ -221,15 +234,16 @@ def _gate_heads(
 
 
 def convolve(
-    x: Tensor, before: Tensor, nodes: Tensor, sources: Tensor, weight: Tensor, bias: Tensor | None, silu: bool
-) -> Tensor:
+    x: Tensor, before: Tensor, nodes: Tensor, sources: Tensor, weight: Tensor, bias: Tensor | None, silu: bool,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """[rows, channels] of the first columns of x [rows, …], each over its last tokens: weight [width, channels].
 
     before [slots, width − 1, channels] and the first columns of nodes [nodes, …] are earlier inputs; sources
-    [rows, width − 1].
+    [rows, width − 1]. `out` may have more rows.
     """
     (rows, _), (width, size) = x.shape, weight.shape
-    out = x.new_empty(rows, size)
+    out = x.new_empty(rows, size) if out is None else out
     _convolve[(rows, -(-size // CHANNELS))](
         x, before, nodes, sources, weight, weight if bias is None else bias, out, OF_NODES=OF_NODES,
         SIZE=size, ROW=x.stride(0), NODE=nodes.stride(0), WIDTH=width, BIASED=bias is not None, SILU=silu,
@@ -259,18 +273,22 @@ def recur(
     [heads], or [heads · keys] channel-wise ones, with `delta` then weights. `kept` and `kept_x` are the same of nodes.
     `constants`: the bias of steps, [heads] the rate of decay, and what the value is multiplied by where outputs read
     it. out [rows, heads · values].
+
+    Mamba's rates are [keys, values], and its biases and multipliers [values]. It has one head, x its values, and mixed
+    [rows, …] steps [values], keys and queries; `kept` has them after as many columns as x has.
     """
     _, heads, keys, values = states.shape
     bias, rate, skip = constants
     padded, (least, most) = power_of_two(keys), limits or (0.0, float("inf"))
-    block = max(16, min(power_of_two(values), MAX_STATE // padded))
+    is_scanned = rate.ndim == 2
+    block = max(16, min(power_of_two(values), (MAX_SCANNED if is_scanned else MAX_STATE) // padded))
     query, key, value = places
     _recur[(len(jobs.slots), heads, -(-values // block))](
         mixed, x, kept, kept_x, bias, rate, rate if skip is None else skip, states, *jobs, out, jobs.tables.shape[1],
         int(writes), scale, epsilon, least, most, weight_scale, OF_NODES=OF_NODES,
         HEADS=heads, GROUPS=groups, KEYS=keys, PADDED_KEYS=padded, VALUES=values, QUERY=query, KEY=key, VALUE=value,
         SIZE=x.shape[1], ROW=mixed.stride(0), NODE=kept.stride(0), DELTA=delta,
-        CHANNELWISE=len(bias) > heads, BLOCK=block, num_warps=4,
+        CHANNELWISE=delta and len(bias) > heads, SCANNED=is_scanned, BLOCK=block, num_warps=1 if is_scanned else 4,
     )  # fmt: skip
 
 
@@ -278,7 +296,7 @@ def keep_nodes(x: Tensor, nodes: Tensor, places: Tensor) -> None:
     """nodes[places[row]] = the first columns of x[row], of rows whose place is not negative."""
     size = nodes.shape[1]
     _keep_nodes[(len(x), -(-size // CHANNELS))](
-        x, nodes, places, SIZE=size, ROW=x.stride(0), BLOCK=CHANNELS, num_warps=4
+        x, nodes, places, SIZE=size, ROW=x.stride(0), NODE=nodes.stride(0), BLOCK=CHANNELS, num_warps=4
     )
 
 
