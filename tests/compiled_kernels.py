@@ -244,7 +244,7 @@ def decode_described() -> None:
 
 
 def decode_recurrently() -> None:
-    """Calls of decoders whose layers keep a state: the gated delta rule beside attention, Mamba 1 and 2, convolutions."""
+    """Calls of decoders whose layers keep a state: the gated delta rule and attention, Mamba, Mamba-2, convolutions."""
     from transformers import (
         BambaConfig,
         FalconMambaConfig,
