@@ -105,6 +105,14 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
         "hidden_size": 48, "num_attention_heads": 6, "ffn_hidden_size": 72, "multi_query": False,
         "parallel_attn": False, "bias": True,
     },
+    "LongcatFlash": {
+        "hidden_size": 48, "ffn_hidden_size": 72, "num_attention_heads": 6, "num_hidden_layers": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 24, "qk_rope_head_dim": 8, "head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
+        "moe_topk": 3, "n_routed_experts": 4, "zero_expert_num": 3, "expert_ffn_hidden_size": 40,
+        "routed_scaling_factor": 2.0,
+    },
+    "Persimmon": {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6},
     "Llama4": {  # the first and the last layer attend by chunks, the second one without rotary embeddings
         **LLAMA_LIKE, "num_hidden_layers": 3, "head_dim": 20, "attention_chunk_size": 12, "no_rope_layers": [1, 0, 1],
         "floor_scale": 4, "attn_scale": 0.5, "intermediate_size_mlp": 72, "num_local_experts": 4,
@@ -345,6 +353,7 @@ MIXTURES = [  # Gemma 4 with the settings below
     "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Glm4Moe", "Glm4MoeLite", "GraniteMoe", "GptOss", "DeepseekV2",
     "DeepseekV3", "Mistral4", "Llama4", "Dots1", "ExaoneMoe", "MiniMaxM2", "Ernie4_5_Moe", "HunYuanMoEV1", "Gemma4",
     "Qwen3_5Moe", "Qwen3Next with experts", "GraniteMoeHybrid", "NemotronH with experts", "Lfm2Moe", "Mellum",
+    "MiMoV2Flash", "Cohere2Moe", "Kolibri1",
 ]  # fmt: skip
 GEMMA4_EXPERTS = {
     "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 40,
@@ -380,7 +389,7 @@ DESCRIBED = [  # by a file of saltus.models.architectures
     "Laguna with other gates", "Apertus", "GPT2", "GPTBigCode", "GPTNeoX", "OPT", "OPT without weights of norms",
     "GPTNeoX of layers after each other", "GraniteSWA",
     "GraniteMoeSWA", "MiMoV2Flash", "Phimoe", "Cohere2Moe", "Cohere2Moe with a dense layer",
-    "Falcon", "Falcon of groups",
+    "Falcon", "Falcon of groups", "LongcatFlash", "Persimmon",
     "Kolibri1", "AXK1",
     *RECURRENT,
 ]  # fmt: skip

@@ -47,9 +47,9 @@ def llama_attention(config: Any, layer: int, **changes: Any) -> Attention:
     return Attention(**settings | changes)
 
 
-def latent_attention(config: Any, layer: int, **changes: Any) -> LatentAttention:
+def latent_attention(config: Any, layer: int, name: str = "self_attn", **changes: Any) -> LatentAttention:
     """Attention as DeepSeek names it, changed in places."""
-    path, rope = f"layers.{layer}.self_attn", getattr(config, "rope_parameters", None) or {}
+    path, rope = f"layers.{layer}.{name}", getattr(config, "rope_parameters", None) or {}
     size = config.qk_nope_head_dim + config.qk_rope_head_dim
     growth = rope.get("mscale_all_dim", 0) if rope.get("rope_type", "default") != "default" else 0
     stretch = 1 + 0.1 * growth * math.log(rope["factor"]) if growth and rope["factor"] > 1 else 1.0

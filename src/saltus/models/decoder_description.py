@@ -132,6 +132,7 @@ class Experts:
     `least_sum` plus the sum of the chosen ones if `is_normalized`, times `scale` and the expert's own `expert_scale`.
     "sparse_mixer" chooses two, one after the other (Liu et al. 2024): a weight is the softmax over the logits that are
     left and at most `margin` below the greatest, as a part of this one or of their own size.
+    The last `zero_experts` have no weights, and give what they read (LongCat-Flash).
 
     The router reads what the experts read, or the layer's input through `router_norm`; each of its inputs is multiplied
     by `router_scale` (the path of a tensor) and `router_factor`.
@@ -164,6 +165,7 @@ class Experts:
     biases_logits: bool = False
     margin: float = 0.0  # of sparse_mixer
     output_scale: float = 1.0  # of what all experts and the shared one give
+    zero_experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,7 @@ class Layer:
     output_scale: str | None = None
     laurel: Laurel | None = None
     altup: AltUp | None = None
+    shortcut: Experts | None = None  # reads what the MLP reads, and is added after the next layer (LongCat-Flash)
 
 
 @dataclass(frozen=True)
@@ -229,7 +232,7 @@ def mixers_of(layer: Layer) -> tuple[tuple[Mixer, float], ...]:
 
 def experts_of(layer: Layer) -> Experts | None:
     """The mixture of a layer, if it has one."""
-    experts = layer.mlp.experts if isinstance(layer.mlp, MLPAndExperts) else layer.mlp
+    experts = layer.mlp.experts if isinstance(layer.mlp, MLPAndExperts) else layer.shortcut or layer.mlp
     return experts if isinstance(experts, Experts) else None
 
 

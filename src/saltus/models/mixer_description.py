@@ -128,6 +128,8 @@ class LatentAttention:
     query_norm: Norm | None = None
     growth: float = 0.0
     steps: int = 1
+    query_scale: float = 1.0  # of queries
+    latent_scale: float = 1.0  # of latent vectors, after their norm
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ class Experts(ctypes.Structure):
         *((name, INTEGER) for name in ("rows", "hidden", "width", "routed_inputs", "experts", "top_k")),
         *((name, INTEGER) for name in ("groups", "top_groups", "best_of_group")),
         *((name, INTEGER) for name in ("router_is_float32", "scoring", "normalized", "scales_inputs")),
-        *((name, INTEGER) for name in ("norm_kind", "activation", "interleaved", "biases_logits")),
+        *((name, INTEGER) for name in ("norm_kind", "activation", "interleaved", "biases_logits", "zero_experts")),
         *((name, REAL) for name in ("epsilon", "scale", "least_sum", "limit", "alpha", "margin")),
     ]
 

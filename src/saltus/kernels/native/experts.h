@@ -25,6 +25,7 @@ typedef struct {
   int64_t router_is_float32, scoring, normalized, scales_inputs, norm_kind, activation;
   int64_t interleaved;  // the gate's weight has 2 · width outputs, of gate and up in turns; up's is NULL
   int64_t biases_logits;  // the selection bias is added to logits, not to scores
+  int64_t zero_experts;   // how many of the experts, the last ones, have no weights and give what they are given
   float epsilon, scale, least_sum, limit, alpha, margin;
 } Experts;
 

@@ -93,6 +93,9 @@ class AttentionOps:
         ops.copy(made, vector)
         ops.copy(made, rotated, latent)
         ops.normalize(vector, layer.latent_norm, vector)
+        for x, scale in ((vector, layer.latent_scale), (q, layer.query_scale)):
+            if scale != 1:
+                ops.add(x, None, scale, x)
         self._rotate(rotated, 1, rope, None, layer.angles, layer.rope_interleaved)
         runs = ops.weights.keep(torch.tensor([[0, latent], [latent, rope]]))
         ops.op(native.REARRANGE, native.Rearrangement(

@@ -64,8 +64,13 @@ class DecoderOps:
         self.streams = None if description.streams is None else StreamOps(self, description.streams)
         if self.streams is not None:
             self.streams.begin()
+        shortcut = None
         for number, layer in enumerate(description.layers):
             self._layer(number, layer)
+            if shortcut is not None:
+                self.add(shortcut, hidden, 1.0)
+            shortcut = None if layer.shortcut is None else self.buffer("shortcut", hidden.shape[1])
+        assert shortcut is None
         self.op(native.LAYER_BEGINS, which=len(description.layers))  # none does, but the states may be wanted
         if self.streams is not None:
             self.streams.end()
@@ -144,6 +149,9 @@ class DecoderOps:
             self.add(beside, self.hidden, 1.0)
             self.add(self.hidden, None, 0.5**0.5)
         assert isinstance(layer.mlp, MLP | Experts) or not layer.parallel
+        if layer.shortcut is not None:
+            assert not layer.parallel
+            self._mix(layer.shortcut, layer.mlp_norm, self.buffer("shortcut", self.hidden.shape[1]))
         if isinstance(layer.mlp, Experts):
             self._experts(layer.mlp, layer, mixed if layer.parallel else None)
         elif isinstance(layer.mlp, MLPAndExperts):

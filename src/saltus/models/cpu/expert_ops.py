@@ -32,14 +32,16 @@ def experts_struct(layer: Experts, weights: Resolver, hidden: int, norm: dict[st
     width = down.shape[2]
     _check(layer, experts, width)
     assert router_weight.shape == (experts, hidden)
-    assert down.shape == (experts, hidden, width)
+    assert down.shape == (experts - layer.zero_experts, hidden, width)
+    assert not (layer.zero_experts and layer.scales_inputs)
     struct = native.Experts(
         router=router_weight.data_ptr(), router_is_float32=router_weight.dtype == torch.float32, hidden=hidden,
         width=width, routed_inputs=hidden, experts=experts, top_k=layer.top_k, groups=layer.groups,
         top_groups=layer.top_groups, best_of_group=layer.best_of_group, scoring=native.SCORINGS[layer.scoring],
         normalized=layer.is_normalized, least_sum=layer.least_sum, scale=layer.scale, scales_inputs=layer.scales_inputs,
         activation=native.ACTIVATION_NUMBERS[layer.activation], interleaved=layer.gate_up_interleaved,
-        limit=layer.limit, alpha=layer.alpha, biases_logits=layer.biases_logits, margin=layer.margin, **norm,
+        limit=layer.limit, alpha=layer.alpha, biases_logits=layer.biases_logits, margin=layer.margin,
+        zero_experts=layer.zero_experts, **norm,
     )  # fmt: skip
     if (bias := getattr(router, "bias", None)) is not None:
         struct.router_bias = weights.floats(bias, experts).data_ptr()
@@ -49,7 +51,7 @@ def experts_struct(layer: Experts, weights: Resolver, hidden: int, norm: dict[st
         struct.expert_scale = weights.floats(weights.tensor(layer.expert_scale), experts).data_ptr()
     for number, name, start, stop in _matrices(layer, width, hidden):
         stack = _stack(module, name, layer.is_transposed)
-        assert stack.shape[0] == experts and (number == DOWN or stack.shape[2] == hidden)
+        assert stack.shape[0] in (experts, len(down)) and (number == DOWN or stack.shape[2] == hidden)
         struct.weight[number], struct.format[number], struct.weight_step[number] = _arguments(stack, start, stop)
         if (biases := getattr(module, f"{name}_bias", None)) is not None:
             assert biases.shape == (experts, stack.shape[1]) and biases.is_contiguous()

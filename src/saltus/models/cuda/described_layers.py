@@ -48,7 +48,7 @@ def _have_all_tokens(inputs: PerLayerEmbeddings, model: Any) -> bool:
 
 def _is_known(layer: Layer, base: Any) -> bool:
     output_norms = layer.mixer_output_norm, layer.mlp_output_norm
-    if layer.parallel and isinstance(layer.mlp, Experts):
+    if layer.shortcut is not None or (layer.parallel and isinstance(layer.mlp, Experts)):
         return False
     if layer.parallel and not _have_like_settings(layer.mlp_norm, layer.mixer_norm, base):
         return False
@@ -126,6 +126,7 @@ def _is_known_latent_attention(a: LatentAttention, base: Any) -> bool:
     first = len(whole) - 1 if a.query_latent is not None else 1  # one that may have a bias, as the latent layer
     return (
         all(each.start == 0 and each.stop is None for each in whole)
+        and a.query_scale == a.latent_scale == 1
         and biases[0]
         and biases[2]
         and biases[first] == biases[1]
