@@ -614,7 +614,7 @@ def test_settings_that_only_a_model_can_refuse_are_one_line_too(folder, tiny_fol
     )
     assert "small_model.model=NAME" in complaint("bench", "--methods", "lookup,small_model")
     other = tiny_folder(words="quite other words than those of the first one")
-    drafting = ["--method", "small_model", "--option", f"small_model.model={other}"]
+    drafting = ["--rule", "reject", "--method", "small_model", "--option", f"small_model.model={other}"]
     assert "another vocabulary" in complaint("generate", "a", "-m", folder, *drafting)
 
 

@@ -539,10 +539,10 @@ def test_a_vocabulary_may_be_filled_up_to_the_rows_of_other_embeddings():
         require_same_vocabulary(large, other)
 
 
-def test_a_drafter_with_another_vocabulary_is_refused(engine, tiny_folder):
+def test_a_drafter_with_another_vocabulary_is_refused_under_reject(engine, tiny_folder):
     other = {"small_model": {"model": str(tiny_folder(seed=1, words="an altogether other vocabulary is learned here"))}}
     with refused("same family"):
-        saltus.load(engine.target.name, "small_model", options=other)
+        saltus.load(engine.target.name, "small_model", options=other, rule="reject")
 
 
 def overlook_the_tree(monkeypatch):

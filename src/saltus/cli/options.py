@@ -86,7 +86,12 @@ _METHOD_HELP = (
 Method = Annotated[str, in_panel(METHOD_PANEL, "--method", metavar="NAME", help=_METHOD_HELP)]
 DraftModel = Annotated[
     str | None,
-    in_panel(METHOD_PANEL, "--draft-model", metavar="MODEL", help="A smaller model that drafts (method small_model)."),
+    in_panel(
+        METHOD_PANEL,
+        "--draft-model",
+        metavar="MODEL",
+        help="A smaller model that drafts (method small_model), best one of the same family.",
+    ),
 ]
 NumDraftTokens = Annotated[
     int | None,

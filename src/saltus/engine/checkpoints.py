@@ -135,13 +135,18 @@ def fills_holes(model: Any) -> bool:
 
 
 def require_same_vocabulary(target: Checkpoint, drafter: Checkpoint) -> None:
-    """Raise ValueError unless both have the same vocabulary, but for the places that no text has a token for."""
-    first, second = (_used_tokens(each.tokenizer) for each in (target, drafter))
-    if first != second:
+    """Raise ValueError unless both have the same vocabulary."""
+    if not has_same_vocabulary(target, drafter):
         raise ValueError(
-            f"{drafter.name} has another vocabulary than {target.name} and cannot draft for it;"
-            " choose a smaller model of the same family"
+            f"{drafter.name} has another vocabulary than {target.name} and can draft for it under the rule match and as"
+            " small_model alone; choose a smaller model of the same family"
         )
+
+
+def has_same_vocabulary(target: Checkpoint, drafter: Checkpoint) -> bool:
+    """True if the vocabularies are the same, but for the places that no text has a token for."""
+    first, second = (_used_tokens(each.tokenizer) for each in (target, drafter))
+    return first == second
 
 
 def _used_tokens(tokenizer: Any) -> dict[str, int]:

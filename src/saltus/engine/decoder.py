@@ -13,8 +13,8 @@ from saltus.core.forward import TARGET
 from saltus.core.protocols import Network
 from saltus.core.rules import RULES
 from saltus.engine.auto_method import auto_candidates, resolve_method
-from saltus.engine.checkpoints import Checkpoint
 from saltus.engine.decoding_setup import DecodingSetup
+from saltus.engine.heterogeneous_vocabularies import VocabularyTranslation
 from saltus.engine.prefix_tree import PrefixTree
 from saltus.engine.target_drafters import is_drafter_spec, load_drafter_for_target
 from saltus.engine.tuned_settings import TunedSettings
@@ -22,7 +22,6 @@ from saltus.loading.metadata import find_metadata
 from saltus.methods import AUTO, LoadsNetwork, Method, UsesTrainedModel, make_methods, require_draft_models
 from saltus.methods.shared.ngram_corpus import NgramCorpus
 from saltus.models.protocols import TargetNetwork
-from saltus.models.resized_vocabulary import with_vocabulary_of
 
 DEFAULT_MAX_DRAFT_TOKENS = 31  # draft tokens of a call, at most: 32 rows with the last token of the text
 DEFAULT_WHOLE_TREE_TOKENS = 16  # where calls carry the whole tree, whether it pays or not
@@ -43,6 +42,7 @@ class LoadedDraftNetwork:
 
     network: Network | None  # None for an adapter, which is attached to the target
     context_length: int | None = None  # None if it has no bound
+    translation: VocabularyTranslation | None = None  # of a model with another vocabulary
 
 
 @dataclass
@@ -51,7 +51,8 @@ class Decoder:
 
     target: TargetNetwork
     target_name: str
-    load_draft_model: Callable[[str], Checkpoint] = field(repr=False)
+    # (name, may it have another vocabulary?)
+    load_draft_model: Callable[[str, bool], LoadedDraftNetwork] = field(repr=False)
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # fields by method
     rule: str = "match"
     max_draft_tokens: int = 16  # draft tokens of a call, at most
@@ -143,25 +144,24 @@ class Decoder:
 
     def _new_setup(self, method: str) -> DecodingSetup:
         made, max_draft_tokens = self._made_methods(method)
-        networks, lengths = self._load_networks(made)
+        loaded = self._load_networks(made)
         return DecodingSetup(
-            made, networks, self.rule, max_draft_tokens, self.adaptive, lengths, self.call_cost, self.corpus,
-            learned=self.learned,
+            made, {name: each.network for name, each in loaded.items() if each.network is not None}, self.rule,
+            max_draft_tokens, self.adaptive, {name: each.context_length for name, each in loaded.items()},
+            self.call_cost, self.corpus, learned=self.learned,
+            translations={name: each.translation for name, each in loaded.items() if each.translation is not None},
         )  # fmt: skip
 
-    def _load_networks(self, methods: Sequence[Method]) -> tuple[dict[str, Network], dict[str, int | None]]:
-        """The networks of methods by name, "target" first, and the context lengths of draft models."""
-        networks: dict[str, Network] = {TARGET: self.target}
-        context_lengths: dict[str, int | None] = {}
+    def _load_networks(self, methods: Sequence[Method]) -> dict[str, LoadedDraftNetwork]:
+        """The networks of methods by name, "target" first."""
+        networks = {TARGET: LoadedDraftNetwork(self.target)}
         for method, name, spec in ((each, *pair) for each in methods for pair in each.draft_models.items()):
             if name in networks:
                 raise ValueError(f"two methods draft with a network called {name!r}; give each method once")
             if (name, spec) not in self.draft_networks:
                 self.draft_networks[name, spec] = self._load_draft_network(method, name, spec)
-            loaded = self.draft_networks[name, spec]
-            if loaded.network is not None:
-                networks[name], context_lengths[name] = loaded.network, loaded.context_length
-        return networks, context_lengths
+            networks[name] = self.draft_networks[name, spec]
+        return networks
 
     def _load_draft_network(self, method: Method, name: str, spec: str) -> LoadedDraftNetwork:
         """What a method drafts with: of its own, another model, or something trained for the target."""
@@ -169,8 +169,7 @@ class Decoder:
             return LoadedDraftNetwork(method.load_network(self.target, self.target_name))
         if is_drafter_spec(spec):
             return LoadedDraftNetwork(load_drafter_for_target(spec, self.target, self.target_name, name))
-        draft_model = self.load_draft_model(spec)
-        return LoadedDraftNetwork(with_vocabulary_of(self.target, draft_model.network), draft_model.context_length)
+        return self.load_draft_model(spec, getattr(method, "any_vocabulary", False) and self.rule == "match")
 
 
 def check_rule(name: str) -> None:

@@ -25,6 +25,7 @@ from saltus.core.protocols import (
 )
 from saltus.core.rules import RULES
 from saltus.engine.calibration import CALIBRATION_ROWS, call_seconds
+from saltus.engine.heterogeneous_vocabularies import VocabularyTranslation, translating_drafter
 from saltus.engine.request import Request
 from saltus.methods import Method
 from saltus.methods.shared.hidden_state_drafter import MAX_UNREAD, HiddenStateDrafter
@@ -50,6 +51,7 @@ class DecodingSetup:
     controllers: dict[int, Controller] = field(default_factory=dict)  # by batch size
     # what drafters learned, by the request's group, the least recently used first, and by the method
     learned: OrderedDict[str, dict[type[Any], Any]] = field(default_factory=OrderedDict)
+    translations: Mapping[str, VocabularyTranslation] = field(default_factory=dict)  # for draft models, by their names
 
     def __post_init__(self) -> None:
         """Raise ValueError if a method needs an any-subset target and the target decodes left to right."""
@@ -77,6 +79,9 @@ class DecodingSetup:
                     drafter.corpus = self.corpus
                 if isinstance(drafter, LearnsFromTexts) and self.rule == "match":  # under others drafts change the text
                     drafter.learned = learned.setdefault(type(method), drafter.learned)
+                for name in method.draft_models:
+                    if name in self.translations:
+                        drafter = translating_drafter(drafter, self.translations[name])
                 made.append(_limit_to_context(min(limits), drafter) if limits else drafter)
         return made
 

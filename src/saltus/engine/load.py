@@ -12,22 +12,25 @@ from typing import Any
 from saltus import methods
 from saltus.core.value_types import typed_value, with_checked_types
 from saltus.engine.chat_template import read_chat_template
-from saltus.engine.checkpoints import Checkpoint, load_checkpoint, require_same_vocabulary
+from saltus.engine.checkpoints import Checkpoint, has_same_vocabulary, load_checkpoint, require_same_vocabulary
 from saltus.engine.corpus_files import load_corpus
 from saltus.engine.decoder import (
     MAX_DRAFT_TOKENS,
     Decoder,
+    LoadedDraftNetwork,
     check_max_draft_tokens,
     check_rule,
     default_max_draft_tokens,
 )
 from saltus.engine.engine import Engine
+from saltus.engine.heterogeneous_vocabularies import VocabularyTranslation
 from saltus.engine.method_options import with_draft_model
 from saltus.engine.tuned_settings import TunedSettings, find_tuned_settings, machine_name
 from saltus.loading.model_identity import model_fingerprint
 from saltus.loading.progress import ProgressCallback, no_progress
 from saltus.loading.sources import DEFAULT_MODEL
 from saltus.models.protocols import TargetNetwork
+from saltus.models.resized_vocabulary import with_vocabulary_of
 
 log = logging.getLogger("saltus")
 
@@ -61,7 +64,7 @@ def load(
             (`owner/name:file.gguf`).
         method: how to draft. "auto", the default unless a draft model is given, takes what drafts best with the model
             without settings: see docs/methods.md. Several joined by + draft together.
-        draft_model: a smaller model of the same vocabulary, which drafts (method "small_model").
+        draft_model: a smaller model, which drafts (method "small_model"); best one of the same vocabulary.
         num_draft_tokens: how many tokens it drafts for a call, at most.
         device: "auto", "cpu" or "cuda".
         dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
@@ -107,9 +110,15 @@ def load(
     if template is not None:
         target.tokenizer.chat_template = template
 
-    def load_draft_model(name: str) -> Checkpoint:
-        require_same_vocabulary(target, checkpoint(name))
-        return checkpoint(name)
+    def load_draft_model(name: str, any_vocabulary: bool) -> LoadedDraftNetwork:
+        drafter = checkpoint(name)
+        if any_vocabulary and not has_same_vocabulary(target, drafter) and not drafter.network.any_subset:
+            translation = VocabularyTranslation(
+                drafter.tokenizer, target.tokenizer, target.num_token_ids, drafter.context_length
+            )
+            return LoadedDraftNetwork(drafter.network, None, translation)
+        require_same_vocabulary(target, drafter)
+        return LoadedDraftNetwork(with_vocabulary_of(target.network, drafter.network), drafter.context_length)
 
     tuned = _find_tuned_settings(model, target.network, options, max_draft_tokens) if tuned_settings else None
     decoder = Decoder(target.network, target.name, load_draft_model, options, rule, nodes, adaptive, batch_size, tuned)

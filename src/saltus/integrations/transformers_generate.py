@@ -34,13 +34,20 @@ from saltus.core.control.controller import Controller
 from saltus.core.picking import DEFAULT_COUPLING, Coupling
 from saltus.core.sampling import Sampling
 from saltus.engine.checkpoints import Checkpoint, fills_holes, load_checkpoint
-from saltus.engine.decoder import Decoder, check_max_draft_tokens, check_rule, default_max_draft_tokens
+from saltus.engine.decoder import (
+    Decoder,
+    LoadedDraftNetwork,
+    check_max_draft_tokens,
+    check_rule,
+    default_max_draft_tokens,
+)
 from saltus.engine.request import Request
 from saltus.engine.scheduler import run_requests
 from saltus.engine.target_network import make_network
 from saltus.models.causal import CausalNetwork
 from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
 from saltus.models.protocols import TargetNetwork
+from saltus.models.resized_vocabulary import with_vocabulary_of
 
 SUPPORTED_PROCESSORS: dict[type, Callable[[Any, int], dict[str, Any]]] = {
     RepetitionPenaltyLogitsProcessor: lambda processor, width: {"repetition_penalty": processor.penalty},
@@ -135,10 +142,14 @@ def custom_generate(
             texts.append(Request(prompt.tolist(), length, row_seed, sampling, ends))
         with _borrowed_network(model, exact, max_draft_tokens, already_checked=model in measured) as network:
             known = measured.setdefault(model, _Measurements())
+
+            def load_draft_model(name: str, _any_vocabulary: bool) -> LoadedDraftNetwork:
+                drafter = draft_model(name, str(model.device))
+                return LoadedDraftNetwork(with_vocabulary_of(network, drafter.network), drafter.context_length)
+
             decoder = Decoder(
-                network, "this model", lambda name: draft_model(name, str(model.device)), options or {}, rule,
-                max_draft_tokens,
-                adaptive, call_cost=known.call_cost,
+                network, "this model", load_draft_model, options or {}, rule, max_draft_tokens, adaptive,
+                call_cost=known.call_cost,
             )  # fmt: skip
             setup = decoder.setup(method)
             setup.acceptance, setup.controllers = known.acceptance, known.controllers

@@ -1,8 +1,9 @@
-"""Draft with a smaller model of the same vocabulary, token by token (classic speculative decoding)."""
+"""Draft with a smaller model, token by token (classic speculative decoding)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from saltus.core.canvas import Canvas
 from saltus.core.distributions import Step
@@ -16,11 +17,14 @@ from saltus.methods.shared.autoregressive import draft_autoregressively
 
 @dataclass(frozen=True)
 class SmallModel:
-    """Speculative decoding (Leviathan et al. 2023) with any model of the same vocabulary as the draft model.
+    """Speculative decoding (Leviathan et al. 2023) with another model as the draft model.
 
     Under `match` the draft model picks with the text's own uniforms, so its tokens are the target's wherever their
-    distributions agree; under `reject` it samples from its own distribution, which the rule gets.
+    distributions agree; under `reject` it samples from its own distribution, which the rule gets. Under `match` it may
+    have another vocabulary than the target (Timor et al. 2025).
     """
+
+    any_vocabulary: ClassVar[bool] = True
 
     model: str = ""  # the draft model: a name or a folder
     num_draft_tokens: int = 5  # at most
