@@ -15,7 +15,8 @@ def describe(config: Any) -> DecoderDescription:
     heads, dim = config.num_attention_heads, config.hidden_size // config.num_attention_heads
     for layer in range(config.num_hidden_layers):
         path = f"layers.{layer}"
-        fused, norms = Weight(f"{path}.self_attn.query_key_value"), {}
+        fused = Weight(f"{path}.self_attn.query_key_value")
+        norms: dict[str, Any] = {}
         if config.qk_layernorm:
             names = {"query_norm": "q_layernorm", "key_norm": "k_layernorm"}
             norms = {key: Norm(f"{path}.self_attn.{name}", epsilon, "layer") for key, name in names.items()}

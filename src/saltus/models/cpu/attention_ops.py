@@ -42,6 +42,7 @@ class AttentionOps:
             k, v = ops.buffer("k", layer.kv_heads * dim), ops.buffer("v", layer.kv_heads * value_dim)
             keys, values = k.view(len(k), -1, dim), v.view(len(v), -1, value_dim)
             given += [(weight, x) for weight, x in ((layer.key, k), (layer.value, v)) if weight is not None]
+        grouped = None
         if layer.grouped:
             grouped = ops.buffer("queries, keys and values", (layer.heads + 2 * layer.kv_heads) * dim)
             given = [(layer.query, grouped)]
@@ -50,7 +51,7 @@ class AttentionOps:
         if layer.gate is not None:
             given.append((layer.gate, ops.buffer("gate of heads", layer.heads * value_dim)))
         ops.product(ops.hidden, given, norm)
-        if layer.grouped:
+        if grouped is not None:
             parts_of_group = layer.heads // layer.kv_heads * dim, dim, dim
             ungrouped = MixerOps(ops).ungrouped(grouped, layer.kv_heads, parts_of_group)
             for x, first in ((q, 0), (k, q.shape[1]), (v, q.shape[1] + k.shape[1])):
