@@ -240,7 +240,7 @@ CASES = {
     "hunyuan-moe": Case("hunyuan_v1_moe", "hunyuan-moe", {"head_dim": 32, "num_experts": 4, "moe_topk": [2, 2]}),
     "mimo2": Case("mimo_v2_flash", "mimo2", {
         "head_dim": 48, "v_head_dim": 32, "num_hidden_layers": 3, "sliding_window": 9, "num_key_value_heads": 1,
-        "layer_types": [FULL, SLIDING, FULL], "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
+        "layer_types": [FULL, FULL, SLIDING], "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
         "topk_group": 2, "moe_intermediate_size": 64, "attention_value_scale": 0.75, "rope_parameters": {
             kind: {"rope_theta": theta, "rope_type": "default", "partial_rotary_factor": 1 / 3 + 1e-9}
             for kind, theta in ((FULL, 5000.0), (SLIDING, 500.0))}}),

@@ -18,7 +18,7 @@ from saltus.kernels.packed_weight import PackedWeight
 from saltus.loading import gguf_index, sources
 from saltus.methods.mtp.drafter import Mtp
 
-FILES = ["deepseek2", "glm4moe", "qwen35", "qwen35moe", "qwen3next", "exaone4, windows"]
+FILES = ["deepseek2", "glm4moe", "qwen35", "qwen35moe", "qwen3next", "exaone4, windows", "mimo2"]
 PUBLISHED = {  # by the names of DeepSeek V3, those of Qwen
     "eh_proj": "mtp.fc", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden",
     "shared_head.norm": "mtp.norm",

@@ -26,7 +26,6 @@ class MtpFamily:
     embeddings: str = ""  # empty: the target's; modules may have copies of these two
     head: str = ""
     state_first: bool = False  # the projection reads [state; embedding]
-    slides: bool = False  # the layer is one of the target's with a window
     renamed: Mapping[str, str] = field(
         default_factory=dict
     )  # what is called otherwise in the layer, by Transformers' name

@@ -128,8 +128,7 @@ def new_modules(found: HeadTensors, target: Any) -> list[MtpModule]:
     """The modules, without weights. Errors: ValueError for tensors that are missing, unknown or of other sizes."""
     modules = []
     for number, tensors in enumerate(found.modules):
-        family = found.family
-        made = MtpModule(target, _has_experts(tensors), family.state_first, bool(family.norm), family.slides)
+        made = MtpModule(target, _has_experts(tensors), found.family.state_first, bool(found.family.norm))
         _check(made, tensors, found, number)
         modules.append(made)
     return modules

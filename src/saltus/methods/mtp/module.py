@@ -28,7 +28,7 @@ class MtpModule(nn.Module):
 
     tokens: Tensor | None = None  # ids of the tokens that it drafts, ascending; None: all
 
-    def __init__(self, target: Any, has_experts: bool, state_first: bool, has_norm: bool, slides: bool = False) -> None:
+    def __init__(self, target: Any, has_experts: bool, state_first: bool, has_norm: bool) -> None:
         super().__init__()
         self.target, self.state_first, self.has_norm = [target], state_first, has_norm  # in a list: no submodule
         norm = getattr(decoder_of(target), "norm", None)
@@ -40,7 +40,7 @@ class MtpModule(nn.Module):
         with torch.device("meta"):
             self.projection = nn.Linear(2 * hidden, hidden, bias=False)
             self.embedding_norm, self.state_norm, last_norm = (_empty_copy(norm) for _ in range(3))
-            model = _model_of_one_layer(target, has_experts, slides)
+            model = _model_of_one_layer(target, has_experts)
         decoder = decoder_of(model)
         decoder.rotary_emb = decoder_of(target).rotary_emb
         decoder.norm = last_norm if has_norm else norm
@@ -137,16 +137,17 @@ def _empty_copy(norm: Any) -> Any:
     return made
 
 
-def _model_of_one_layer(target: Any, has_experts: bool, slides: bool) -> Any:
-    """A model of the target's class with one layer, attending to all tokens, a window, or as the configuration says.
+def _model_of_one_layer(target: Any, has_experts: bool) -> Any:
+    """A model of the target's class with one layer, which attends to all tokens or, as the configuration says, to some.
 
-    EXAONE says it by `mtp_layer_types` and `mtp_sliding_windows`, before K-EXAONE by the type of its first layer.
+    EXAONE says it by `mtp_layer_types` and `mtp_sliding_windows`, before K-EXAONE by the type of its first layer. The
+    layers of MiMo V2's heads have a window.
     """
     config = copy.deepcopy(target.config.get_text_config())
     kind = "sparse" if has_experts else "dense"
     has_own_heads = config.model_type == "exaone4" and getattr(config, "num_nextn_predict_layers", None)
     types = getattr(config, "mtp_layer_types", None) or (config.layer_types if has_own_heads else ["full_attention"])
-    types = ["sliding_attention"] if slides else types
+    types = ["sliding_attention"] if config.model_type == "mimo_v2_flash" else types
     windows = getattr(config, "mtp_sliding_windows", None)
     if windows and types[0] == "sliding_attention":
         config.sliding_window = windows[0]

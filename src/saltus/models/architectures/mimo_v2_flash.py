@@ -44,7 +44,7 @@ def gguf_config(model: GgufModel) -> dict[str, Any]:
     """
     check_gates(model, SIGMOID)
     kinds = layer_types(model, 6)
-    kv_heads = _kv_heads(model.sizes("attention.head_count_kv", model.size("block_count")), kinds)
+    kv_heads = _kv_heads(model.sizes("attention.head_count_kv", model.size("block_count"), least=0), kinds)
     has_experts = model.layers_with("ffn_gate_inp.weight")
     full = partial_rope(model)
     local = full | {"rope_type": "default", "rope_theta": model.number("rope.freq_base_swa", full["rope_theta"])}
@@ -63,7 +63,11 @@ def gguf_config(model: GgufModel) -> dict[str, Any]:
 def _kv_heads(heads: list[int], kinds: list[str]) -> int:
     """The key heads of layers without a window, by those of all layers."""
     halved = {count // (2 if kind == SLIDING else 1) for count, kind in zip(heads, kinds, strict=False)}
-    if len(halved) > 1 or any(count % 2 for count, kind in zip(heads, kinds, strict=False) if kind == SLIDING):
+    if (
+        len(halved) > 1
+        or 0 in halved
+        or any(count % 2 for count, kind in zip(heads, kinds, strict=False) if kind == SLIDING)
+    ):
         raise ValueError("its windows do not have twice the key heads of other layers, which is not supported")
     return halved.pop()
 
