@@ -64,6 +64,11 @@ def convert(architecture: str, config: Any, name: str, values: np.ndarray) -> Co
             names, [by_head[:, :dim].swapaxes(1, 2), by_head[:, dim:]],
             lambda made: np.concatenate([made[0].swapaxes(1, 2), made[1]], 1).reshape(shape),
         )  # fmt: skip
+    if architecture == "falcon" and "query_key_value" in name:
+        heads, kv_heads = config.num_attention_heads, config.num_kv_heads if config.new_decoder_architecture else 1
+        order = np.arange(len(values)).reshape(kv_heads, heads // kv_heads + 2, config.head_dim)
+        taken = np.concatenate([order[:, :-2].ravel(), order[:, -2].ravel(), order[:, -1].ravel()])
+        return Conversion([whole], [values[taken]], lambda made: made[0][np.argsort(taken)])
     if name.endswith("shared_expert_gate.weight"):
         return Conversion([whole], [values[0]], lambda made: made[0][None])
     if "linear_attn" in name:

@@ -238,6 +238,9 @@ CASES = {
         "num_shared_experts": 2}),
     "hunyuan-dense": Case("hunyuan_v1_dense", "hunyuan-dense", {"head_dim": 32}, tied=True),
     "hunyuan-moe": Case("hunyuan_v1_moe", "hunyuan-moe", {"head_dim": 32, "num_experts": 4, "moe_topk": [2, 2]}),
+    "falcon": Case("falcon", "falcon", tied=True),
+    "falcon, groups": Case("falcon", "falcon", {
+        "num_kv_heads": 2, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1, "bias": True}),
     "mimo2": Case("mimo_v2_flash", "mimo2", {
         "head_dim": 48, "v_head_dim": 32, "num_hidden_layers": 3, "sliding_window": 9, "num_key_value_heads": 1,
         "layer_types": [FULL, FULL, SLIDING], "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
@@ -445,7 +448,7 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
         if config.clip_qkv is not None:
             out.add_clamp_kqv(config.clip_qkv)
     else:
-        names = "layer_norm_eps", "norm_epsilon", "norm_eps"
+        names = "layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon"
         out.add_layer_norm_eps(next(getattr(config, name) for name in names if hasattr(config, name)))
     if case.name == "stablelm":
         out.add_parallel_residual(True)  # also where it is not so

@@ -85,7 +85,9 @@ def read_decoder_config(fields: Mapping[str, Any]) -> DecoderConfig:
     config = DecoderConfig(**fields)
     types = {"model_type": str, "tie_word_embeddings": bool}
     types |= dict.fromkeys(("hidden_size", "num_hidden_layers", "vocab_size"), int)
-    _check_types(config, types | (ATTENTION_TYPES if hasattr(config, "num_attention_heads") else {}))
+    if hasattr(config, "num_attention_heads"):
+        types |= {name: type for name, type in ATTENTION_TYPES.items() if name != "head_dim" or hasattr(config, name)}
+    _check_types(config, types)
     check_decoder_config(config)
     if isinstance(rope := getattr(config, "rope_parameters", None), dict):
         for parameters in rope.values() if rope and all(isinstance(each, dict) for each in rope.values()) else [rope]:
