@@ -213,6 +213,7 @@ def decode_described() -> None:
         ApertusConfig,
         CohereConfig,
         Exaone4Config,
+        FalconConfig,
         Gemma2Config,
         Gemma3TextConfig,
         Glm4Config,
@@ -237,6 +238,7 @@ def decode_described() -> None:
         HunYuanDenseV1Config(**sizes), GptOssConfig(**sizes, num_local_experts=4), latent(),
         Starcoder2Config(**sizes), GPTNeoXConfig(**sizes), GPT2Config(**sizes),
         OPTConfig(**sizes, word_embed_proj_dim=256, ffn_dim=512), ApertusConfig(**sizes),
+        FalconConfig(hidden_size=256, num_attention_heads=4, num_hidden_layers=1, vocab_size=300),
         LlamaConfig(**sizes, mlp_bias=True, pad_token_id=0),
         Phi3Config(**sizes | {"num_attention_heads": 32, "head_dim": 96, "hidden_size": 3072, "pad_token_id": 0}),
     ):  # fmt: skip

@@ -145,6 +145,18 @@ def test_described_layers_are_those_of_transformers_and_rows_do_not_depend_on_ea
     assert torch.equal(together[1].logits.float().cpu(), torch.stack(alone))
 
 
+@pytest.mark.parametrize("name", ["Falcon", "Falcon of groups"])
+@torch.inference_mode()
+def test_heads_by_groups_are_those_of_transformers(name):
+    changes = {"ffn_hidden_size": 64, "num_attention_heads": 4, "hidden_size": 128, "num_hidden_layers": 1}
+    model, tokens = tiny(name, **changes).to(DTYPE), text(5).tolist()
+    exact, description = copy.deepcopy(model).double(), described_for_gpu(model.to(DEVICE))
+    assert fits_described(model, description)
+    found = logits(by_our_kernels(model, description, SETTINGS), np.array(tokens), ((7, 9), (-1, 0)))
+    expected = exact(torch.tensor([[*tokens, 7, 9]])).logits[0, -3:]
+    assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < BOUND
+
+
 def test_layers_that_the_kernels_do_not_know_are_left_to_others():
     assert described_for_gpu(tiny("GraniteMoeHybrid", mamba_proj_bias=True)) is None
 

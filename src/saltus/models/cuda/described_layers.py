@@ -89,8 +89,7 @@ def _is_known_mixer(mixer: Any, base: Any) -> bool:
 
 def _is_known_attention(a: Attention, base: Any) -> bool:
     if (
-        (a.fused and (a.heads != a.kv_heads or a.gated or a.gate is not None or a.head_gate is not None))
-        or a.grouped
+        ((a.fused or a.grouped) and (a.gated or a.gate is not None or a.head_gate is not None or a.shares is not None))
         or a.size_of_values != a.dim
         or a.value_scale != 1
         or (a.gate is not None and a.head_gate is not None)
@@ -111,7 +110,9 @@ def _is_known_attention(a: Attention, base: Any) -> bool:
 
 def projections_of(a: Attention) -> list[Weight]:
     """The weights of what is computed of attention's input, in the order in which it lies beside each other."""
-    return [a.query] if a.fused else [each for each in (a.query, a.key, a.value, a.gate, a.head_gate) if each]
+    if a.fused or a.grouped:
+        return [a.query]
+    return [each for each in (a.query, a.key, a.value, a.gate, a.head_gate) if each]
 
 
 def _are_known_angles(a: Attention, base: Any) -> bool:

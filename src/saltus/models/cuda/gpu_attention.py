@@ -44,7 +44,7 @@ class GPUAttention:
     gated: bool = False  # a gate of outputs follows each query
     gate_columns: int = 0  # after queries, keys and values the product gives gates: of heads, or of all their outputs
     gate_activation: GateActivation = "sigmoid"
-    fused: bool = False  # each head's query, key and value stand together
+    grouped: bool = False  # the queries of a key, the key and its value stand together
 
     @property
     def shapes(self) -> ShapesOfKeys:
@@ -79,7 +79,7 @@ class GPUAttention:
             None if a.value_norm is None else a.value_norm.epsilon, a.softcap,
             None if a.sinks is None else weights.tensor(a.sinks), a.shares, output.bias,
             gated=a.gated, gate_columns=a.heads * a.dim if a.gate else a.heads if a.head_gate else 0,
-            gate_activation=a.gate_activation, fused=a.fused,
+            gate_activation=a.gate_activation, grouped=a.fused or a.grouped,
         )  # fmt: skip
 
     def parts(self, x: Tensor, number: int, angles: Sequence[Any], call: AttentionOfCall) -> Tensor:
@@ -93,7 +93,7 @@ class GPUAttention:
         new = (keys, values) if self.shares is None else (None, None)
         row_kernels.rotate_and_store(
             parts, self.bias, self.head_norms, angles, inputs.positions, inputs.slots, memory.queries, *new,
-            self.value_epsilon, self.gated, self.gate_columns, self.fused,
+            self.value_epsilon, self.gated, self.gate_columns, self.grouped,
         )  # fmt: skip
         call.attend(
             memory, keys, values, scale=self.scale, span=self.span, softcap=self.softcap, sinks=self.sinks

@@ -116,15 +116,15 @@ def _rotate_and_store(
     NORMED: tl.constexpr, ALL_HEADS: tl.constexpr, ROTATED: tl.constexpr, ROUNDS_ONCE: tl.constexpr,
     WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, PADDED_HEADS: tl.constexpr, VALUES: tl.constexpr,
     VALUE_NORMED: tl.constexpr, GATED: tl.constexpr, GROWS: tl.constexpr, ROTATES_ONCE: tl.constexpr,
-    PADDED_HALF: tl.constexpr, SIZE: tl.constexpr, FUSED: tl.constexpr,
+    PADDED_HALF: tl.constexpr, SIZE: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """One head of one row: sum its parts, rotate queries and keys (Su et al. 2021), write keys and values to slots.
 
     The first WIDTH dimensions are rotated, in pairs that lie beside each other or half of them apart. A norm is that of
     the head, or of all heads of queries or of keys, or that of the ROTATED head. Without VALUES, values are the keys
-    before their norm; they may have a norm of their own, without weights. GATED: a gate follows each query. FUSED: a
-    head's query, key and value stand together. GROWS: queries are multiplied by a number of their position.
-    ROTATES_ONCE: products with angles are not rounded, their sums are. A row of parts has SIZE numbers.
+    before their norm; they may have a norm of their own, without weights. GATED: a gate follows each query. GROUPED:
+    the queries of a key, the key and its value stand together. GROWS: queries are multiplied by a number of their
+    position. ROTATES_ONCE: products with angles are not rounded, their sums are. A row of parts has SIZE numbers.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half: tl.constexpr = DIM // 2
@@ -142,8 +142,11 @@ def _rotate_and_store(
         source = tl.where(head >= HEADS + KV_HEADS, head - KV_HEADS, head)
     if GATED:
         source += tl.minimum(head, HEADS)
-    if FUSED:
-        source = 3 * (head % HEADS) + head // HEADS
+    if GROUPED:
+        count: tl.constexpr = HEADS // KV_HEADS  # queries of a group
+        other = head - HEADS
+        group = tl.where(other < 0, head // count, other % KV_HEADS)
+        source = group * (count + 2) + tl.where(other < 0, head % count, count + other // KV_HEADS)
     first = summed_columns(parts, bias, row, source * DIM + at_first, exists, num_rows, SIZE, PARTS, BIASED, dtype)
     second = summed_columns(parts, bias, row, source * DIM + at_second, exists, num_rows, SIZE, PARTS, BIASED, dtype)
     slot = tl.load(slots + row)
@@ -255,7 +258,7 @@ def rounds_once(norm: Any) -> bool:
 def rotate_and_store(
     parts: Tensor, bias: Tensor | None, norms: tuple[Any, Any] | None, angles: Sequence[AngleTable],
     positions: Tensor, slots: Tensor, queries: Tensor, keys: Tensor | None, values: Tensor | None,
-    value_epsilon: float | None = None, gated: bool = False, gate_columns: int = 0, fused: bool = False,
+    value_epsilon: float | None = None, gated: bool = False, gate_columns: int = 0, grouped: bool = False,
 ) -> None:  # fmt: skip
     """From parts [parts, rows, size] of a product with the weights of queries, keys and values.
 
@@ -263,8 +266,8 @@ def rotate_and_store(
     unless there are queries alone. `angles` are those of queries and of keys; where they are empty nothing is rotated,
     and where their tables are, queries are multiplied by their growth alone. Values have an RMSNorm without weights if
     it has an epsilon; the size of parts says if they are the keys. `gated`: a gate follows each head's query.
-    `fused`: each head's query, key and value stand together. After everything else there are `gate_columns` numbers,
-    which are not read.
+    `grouped`: the queries of a key, the key and its value stand together. After everything else there are
+    `gate_columns` numbers, which are not read.
     """
     heads, dim, rows, size = *queries.shape[1:], *parts.shape[1:]
     kv_heads = 0 if keys is None else keys.shape[1]
@@ -286,7 +289,7 @@ def rotate_and_store(
         ROTATES_ONCE=of_keys.cosines.dtype != queries.dtype,
         PADDED_HEADS=power_of_two(max(heads, kv_heads)), GATED=gated, PADDED_HALF=power_of_two(dim // 2),
         VALUES=size - gate_columns == ((1 + gated) * heads + 2 * kv_heads) * dim,
-        VALUE_NORMED=value_epsilon is not None, SIZE=size, FUSED=fused,
+        VALUE_NORMED=value_epsilon is not None, SIZE=size, GROUPED=grouped,
         num_warps=4 if all_heads else 1,
     )  # fmt: skip
 
