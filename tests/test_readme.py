@@ -76,6 +76,16 @@ def test_the_api_s_table_has_every_setting():
     assert names == set(get_type_hints(saltus.Settings))
 
 
+def test_the_citation_names_this_version_and_licence():
+    lines = (ROOT / "CITATION.cff").read_text(encoding="utf-8").splitlines()
+    fields = dict(line.split(": ", 1) for line in lines if re.match(r"[a-z-]+: ", line))
+    assert fields["cff-version"] == "1.2.0"
+    assert fields["version"].strip('"') == saltus.__version__
+    assert f'license = "{fields["license"]}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert {"message", "title", "abstract"} <= set(fields)
+    assert "authors:" in lines
+
+
 def test_the_first_two_commands_are_the_first_two_targets():
     targets = re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert re.findall(r"\$ make (\w+)", README)[:2] == targets[:2] == ["demo", "test"]
