@@ -440,6 +440,8 @@ def test_a_run_keeps_when_and_at_which_commit_it_was_measured(engine, tmp_path):
         open_records(tmp_path, plan(), TASKS, later)
     with pytest.raises(ValueError, match="begun with a number of cores of None, and this is 2"):
         open_records(tmp_path, plan(), TASKS, {**NOW, "machine": {"cores": 2}})
+    with pytest.raises(ValueError, match="begun with a number of threads of None, and this is 1"):
+        open_records(tmp_path, plan(), TASKS, {**NOW, "machine": {"threads": 1}})
     for name in ("torch", "transformers", "saltus"):
         with pytest.raises(ValueError, match=f"begun with {name} None, and this is 7"):
             open_records(tmp_path, plan(), TASKS, {**NOW, "machine": {name: "7.0"}})

@@ -127,3 +127,10 @@ def test_every_report_has_the_drafters(records, capsys):
     print_tables(run)
     (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  lookup ")]
     assert row[1:5] == cells
+
+
+@pytest.mark.parametrize("stated", [-0.5, 1.5, float("nan")])
+def test_a_stated_probability_that_is_none_is_an_error_that_names_the_drafter(stated):
+    drafts = [Branch([5, 6], [0.5, stated], "mine/part")]
+    with pytest.raises(ValueError, match=r"^mine stated .* as the probability of a draft token; it must lie in"):
+        count_drafts(inputs_of(drafts), [5, 6], {})

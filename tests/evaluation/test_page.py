@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from invented_run import SYSTEMS, invented_records, results_of
+from saltus.evaluation.reports.markdown import render_markdown
 from saltus.evaluation.reports.page import render_page
 
 COLUMNS = {
@@ -229,3 +230,15 @@ def test_without_matplotlib_the_page_says_how_to_get_figures(monkeypatch):
     reader = read(invented_records(2))
     assert reader.tags.count("figure") == 0
     assert any(".[bench]" in word for word in reader.words)
+
+
+def test_the_page_and_the_tables_name_the_weights_and_the_threads_of_the_run():
+    records = invented_records()
+    results = results_of(records)
+    results["model"]["weights"] = "Q4_1, int8 activations"
+    results["machine"]["threads"] = 1
+    words = " ".join(Reader(render_page(results, records)).words)
+    assert words.count("Q4_1, int8 activations") == 2
+    assert "bfloat16" not in words
+    assert "1 thread on 2 cores" in words
+    assert "1 thread on 2 cores of AMD EPYC" in render_markdown(results)

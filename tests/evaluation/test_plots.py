@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from invented_run import CATEGORIES, SYSTEMS, invented_records, results_of
-from saltus.evaluation.reports.benchmark_plots import write_figures
+from saltus.evaluation.reports.benchmark_plots import STYLE, draw_figures, write_figures
 from saltus.evaluation.reports.page import summarize_results
 from saltus.evaluation.reports.palette import PLAIN, assign_colours
 from saltus.evaluation.reports.text_figure import most_tokens_per_call, typical_record, wrap_pieces
@@ -28,12 +28,14 @@ def drawn(folder: Path, records, results=None) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-def test_every_figure_is_written_twice_and_names_the_sides(tmp_path):
+def test_every_figure_is_written_in_each_format_and_names_the_sides(tmp_path):
     records = invented_records()
     paths = write_figures(results_of(records), records, tmp_path / "new")
-    assert [path.name for path in paths] == [f"{name}.{kind}" for name in NAMES for kind in ("svg", "png")]
+    assert [path.name for path in paths] == [f"{name}.{kind}" for name in NAMES for kind in ("svg", "pdf", "png")]
     for path in paths:
         assert path.stat().st_size > 5000
+        if path.suffix == ".pdf":
+            assert b"/Type3" not in path.read_bytes()  # conferences refuse such fonts
         if path.suffix == ".png":
             assert path.read_bytes().startswith(b"\x89PNG")
     said = {path.stem: texts(path) for path in paths if path.suffix == ".svg"}
@@ -44,6 +46,24 @@ def test_every_figure_is_written_twice_and_names_the_sides(tmp_path):
     assert {"lookup", "jacobi", "jacobi+lookup"} <= set(said["acceptance"])
     assert {"lookup", "jacobi", "jacobi+lookup", "stated probability"} <= set(said["calibration"])
     assert "plain" not in {*said["acceptance"], *said["calibration"]}
+
+
+@pytest.mark.slow
+def test_long_names_and_the_labels_of_speeds_have_room():
+    import matplotlib
+
+    renamed = {"jacobi": "bigram+lookup", "jacobi+lookup": "ptp+lookup ptp.model=drafter-a"}
+    records = [{**record, "system": renamed.get(record["system"], record["system"])} for record in invented_records()]
+    with matplotlib.rc_context(STYLE):
+        figures = draw_figures(results_of(records), records)
+        labels = [text.get_window_extent() for axes in figures["speed-up"].axes for text in axes.texts]
+        assert min(box.x0 for box in labels) >= 0
+        speeds = [text for text in figures["calls"].axes[0].texts if "tokens/s" in text.get_text()]
+        plain = next(text.get_window_extent() for text in speeds if "plain" in text.get_text())
+        rays = [text for text in figures["calls"].axes[0].texts if text.get_text().removesuffix(" tokens/s").isdigit()]
+        assert speeds
+        assert rays
+        assert not any(plain.overlaps(text.get_window_extent()) for text in rays)
 
 
 @pytest.mark.slow

@@ -259,7 +259,8 @@ def _conditions(begun: Mapping[str, Any], run_info: Mapping[str, Any]) -> Iterat
         yield f"with {name} of", was, now
     machines = [info.get("machine") or {} for info in (begun, run_info)]
     libraries = ((f"with {name}", name) for name in ("torch", "transformers", "saltus"))
-    for what, name in (("on", "processor"), ("with a number of cores of", "cores"), ("on", "gpu"), *libraries):
+    counts = (("with a number of cores of", "cores"), ("with a number of threads of", "threads"))
+    for what, name in (("on", "processor"), *counts, ("on", "gpu"), *libraries):
         was, now = (machine.get(name) for machine in machines)
         yield what, was, now
 

@@ -11,6 +11,7 @@ from saltus.core.tree import each_branch
 
 NUM_BINS = 10  # of stated probabilities, equally wide
 UNNAMED = "unnamed"
+ROUNDING = 1e-3  # of probabilities that were added up in float32
 
 Paths = dict[tuple[int, ...], float]
 """Offered tokens, each as the tokens from the decided ones to it, with the probability that is stated for it."""
@@ -66,12 +67,15 @@ def count_drafts(
 
 
 def _offered_paths(inputs: ForwardInputs) -> Mapping[str, Paths]:
-    """By drafter. Of several probabilities for a token the greatest counts, as in the draft tree."""
+    """By drafter. Of several probabilities for a token the greatest counts, as in the tree. Errors: ValueError."""
     by_drafter: dict[str, Paths] = {}
     for branch in each_branch(inputs.drafts):
-        paths = by_drafter.setdefault(branch.source.partition("/")[0] or UNNAMED, {})
+        name = branch.source.partition("/")[0] or UNNAMED
+        paths = by_drafter.setdefault(name, {})
         path: tuple[int, ...] = ()
         for token, stated in zip(branch.tokens, branch.acceptance_probabilities, strict=True):
+            if not -ROUNDING <= stated <= 1 + ROUNDING:
+                raise ValueError(f"{name} stated {stated:g} as the probability of a draft token; it must lie in [0, 1]")
             path = (*path, int(token))
             paths[path] = max(paths.get(path, 0.0), float(stated))
     return {name: paths for name, paths in by_drafter.items() if paths}

@@ -15,7 +15,7 @@ from saltus.evaluation.reports.text_figure import draw_coloured_text
 FIGURES = ("speed-up", "calls", "acceptance", "calibration", "text")
 WIDTH, NARROW_WIDTH = 720, 620  # pixels, a hundred an inch
 STYLE: Any = {
-    "svg.fonttype": "none", "svg.hashsalt": "saltus", "text.parse_math": False, "font.size": 10,
+    "svg.fonttype": "none", "svg.hashsalt": "saltus", "pdf.fonttype": 42, "text.parse_math": False, "font.size": 10,
     "font.family": "sans-serif", "font.sans-serif": ["Helvetica Neue", "Arial", "DejaVu Sans"], "text.color": INK,
     "axes.edgecolor": LINE, "axes.labelcolor": MUTED, "axes.labelsize": 9.5, "axes.linewidth": 0.8,
     "axes.spines.top": False, "axes.spines.right": False, "xtick.color": MUTED, "ytick.color": MUTED,
@@ -30,11 +30,11 @@ def write_figures(results: Mapping[str, Any], records: Sequence[Mapping[str, Any
 
 
 def save_figures(drawn: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write figures by name, each as SVG and as PNG of twice the pixels. The files' paths."""
+    """Write figures by name, each as SVG, as PDF, and as PNG of twice the pixels. The files' paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, figure in drawn.items():
-        for kind in ("svg", "png"):
+        for kind in ("svg", "pdf", "png"):
             paths.append(folder / f"{name}.{kind}")
             paths[-1].write_bytes(render(figure, kind))
     return paths
@@ -53,17 +53,18 @@ def draw_figures(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]
 
 
 def render(figure: Any, kind: str) -> bytes:
-    """A figure as "svg" or "png", the same bytes whenever it is drawn."""
+    """A figure as "svg", "pdf" or "png", the same bytes whenever it is drawn."""
     import logging
     import warnings
 
     import matplotlib
 
     file = BytesIO()
-    metadata = dict.fromkeys(("Date", "Creator", "Format", "Type")) if kind == "svg" else None
+    dated = {"svg": ("Date", "Creator", "Format", "Type"), "pdf": ("CreationDate", "Creator", "Producer")}
+    metadata = dict.fromkeys(dated[kind]) if kind in dated else None
     fonts = logging.getLogger("matplotlib.font_manager")
     level = fonts.level
-    fonts.setLevel(logging.ERROR)  # characters that the font lacks are left out of the PNG
+    fonts.setLevel(logging.ERROR)  # characters that the font lacks are left out of PNG and PDF
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")
         figure.savefig(file, format=kind, dpi=200, metadata=metadata)
@@ -108,12 +109,12 @@ def _plot_speedup(results: Mapping[str, Any]) -> Any:
     categories = categories if len(categories) > 1 else []
     pitch, gap = max(7.5, 11 - len(shown) / 2), 12
     height = 22 * len(shown) + 14 + len(categories) * (pitch * len(shown) + gap)
-    names = max(len(_abbreviate(name)) for name in [*shown, *categories])
+    names = max(_bold_width(_abbreviate(name)) for name in [*shown, *categories])
     figure, axes = _new_figure(
         WIDTH, height + 125, "Speed-up over plain decoding",
         "tokens per second relative to plain decoding in the same run, prefill included;"
         f" lines: 95 % intervals of {max(row['tasks'] for row in shown.values())} tasks",
-        max(120, 8.4 * names + 26), 152,
+        max(120, names + 28), 152,
     )  # fmt: skip
     axes.set_ylim(height, -5)
     axes.set_yticks([])
@@ -150,6 +151,14 @@ def _plot_speedup(results: Mapping[str, Any]) -> Any:
                   ha="right", size=8.5, color=MUTED)  # fmt: skip
     _draw_problem_notes(figure, results, height + 125)
     return figure
+
+
+def _bold_width(text: str) -> float:
+    """The pixels of a bold text of ten points."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+
+    return TextPath((0, 0), text, size=10, prop=FontProperties(weight="bold")).get_extents().width * 100 / 72
 
 
 def _draw_speedup(
@@ -236,23 +245,24 @@ def _draw_equal_speed_lines(axes: Any, plain: Mapping[str, Any] | None) -> list[
     reach = 1000 * high / right  # the ray that leaves through the corner
     rounded = MaxNLocator(7, steps=[1, 2, 2.5, 5, 10]).tick_values(slowest, min(fastest, 3.2 * reach))
     speeds = [speed for speed in rounded if slowest < speed < fastest]
-    taken: list[tuple[float, float]] = []
+    taken: list[tuple[float, float, float]] = []  # where labels are, and half of their widths
     strong: list[Any] = []
     for speed in ([plain_speed] if plain_speed else []) + speeds:
         x = min(right, 1000 * high / speed)
         y = speed * x / 1000
         place = ((x - left) / (right - left), (y - low) / (high - low))
-        if (
-            any(abs(place[0] - other[0]) < 0.13 and abs(place[1] - other[1]) < 0.06 for other in taken)
-            or place[0] < 0.04
+        mine = speed == plain_speed
+        said = f"plain: {speed:.0f} tokens/s" if mine else f"{speed:g} tokens/s" if len(taken) < 2 else f"{speed:g}"
+        half = max(0.06, 0.01 * len(said))
+        if place[0] < 0.04 or any(
+            abs(place[0] - x_taken) < half + half_taken and abs(place[1] - y_taken) < 0.06
+            for x_taken, y_taken, half_taken in taken
         ):
             continue
-        taken.append(place)
-        mine = speed == plain_speed
+        taken.append((*place, half))
         ray = axes.plot([0, x], [0, y], color=MUTED if mine else LINE, lw=1.8 if mine else 0.9, zorder=2 if mine else 1,
                         scalex=False, scaley=False)  # fmt: skip
         strong += ray if mine else []
-        said = f"plain: {speed:.0f} tokens/s" if mine else f"{speed:g} tokens/s" if len(taken) < 3 else f"{speed:g}"
         outside = x >= right
         axes.annotate(said, (x, y), xytext=(5, 0) if outside else (0, 3), textcoords="offset points", size=8.5,
                       ha="left" if outside else "center", va="center" if outside else "bottom",

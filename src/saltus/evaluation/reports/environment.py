@@ -24,11 +24,12 @@ from saltus.methods import available_methods
 
 
 def machine_info() -> dict[str, Any]:
-    """Processor, cores that this process may use, memory in GB (10⁹ bytes), GPU or None, system, and versions."""
+    """Processor, cores that this process may use, threads that do, memory in GB (10⁹ bytes), GPU, and versions."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "processor": processor_name(),
         "cores": cores,
+        "threads": torch.get_num_threads(),
         "memory_gb": None if (memory := memory_bytes()) is None else round(memory / 1e9, 1),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "system": platform.platform(),

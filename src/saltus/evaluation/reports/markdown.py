@@ -153,7 +153,7 @@ def _problems(results: Mapping[str, Any]) -> Iterator[str]:
 
 def _environment(results: Mapping[str, Any]) -> Iterator[str]:
     machine = results["machine"]
-    where = machine["gpu"] or f"{machine['cores']} cores of {machine['processor']}"
+    where = machine["gpu"] or f"{cores_and_threads(machine)} of {machine['processor']}"
     versions = ", ".join(f"{name} {machine[name]}" for name in ("saltus", "torch", "transformers", "python"))
     packages = "".join(f"; {name} of {package}" for name, package in (results.get("packages") or {}).items())
     yield f"{where}; {versions}{packages}; commit {results['commit'] or 'unknown'}; {results['date'][:10]}."
@@ -161,6 +161,13 @@ def _environment(results: Mapping[str, Any]) -> Iterator[str]:
     yield "```console"
     yield f"$ {results['command']}"
     yield "```"
+
+
+def cores_and_threads(machine: Mapping[str, Any]) -> str:
+    """The cores of a `machine_info`, and the threads where they are of another number: "1 thread on 2 cores"."""
+    cores, threads = machine["cores"], machine.get("threads")
+    count = f"{cores} core{'s' * (cores != 1)}"
+    return count if threads in (None, cores) else f"{threads} thread{'s' * (threads != 1)} on {count}"
 
 
 def table_head(names: list[str]) -> Iterator[str]:

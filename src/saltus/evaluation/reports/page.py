@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from saltus.evaluation.reports.aggregation import MIN_TASKS, SERVER_NOTE, few_tasks_categories, text_id
 from saltus.evaluation.reports.drafters import DRAFTERS_NOTE, each_drafter
-from saltus.evaluation.reports.markdown import DRAFTER_COLUMNS, PAIRS, drafter_cells
+from saltus.evaluation.reports.markdown import DRAFTER_COLUMNS, PAIRS, cores_and_threads, drafter_cells
 from saltus.evaluation.reports.palette import ALARM, BACKGROUND, BAND, COLOURS, INK, LINE, MUTED, PLAIN, assign_colours
 from saltus.evaluation.reports.text_figure import typical_record
 
@@ -87,8 +87,9 @@ def _run_facts(results: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Facts about the run, as far as they are known."""
     model, machine = results.get("model") or {}, results.get("machine") or {}
     millions = f"{model['parameters'] / 1e6:,.0f} million parameters" if model.get("parameters") else None
-    kv_cache = f"{machine['memory_gb']:g} GB" if machine.get("memory_gb") else None
-    cores = f"{machine['cores']} cores" if machine.get("cores") else None
+    weights = model.get("weights") or model.get("dtype")
+    memory = f"{machine['memory_gb']:g} GB" if machine.get("memory_gb") else None
+    cores = cores_and_threads(machine) if machine.get("cores") else None
     names = ("python", "torch", "transformers", "saltus")
     versions = [f"{name} {machine[name]}" for name in names if machine.get(name)]
     versions += [f"{name} of {package}" for name, package in (results.get("packages") or {}).items()]
@@ -97,9 +98,9 @@ def _run_facts(results: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     settings = [f"{name} {value}" for name, value in (results.get("settings") or {}).items() if value is not None]
     for name, parts in (
         ("command", [results.get("command")]), ("date", [results.get("date")]), ("commit", [results.get("commit")]),
-        ("model", [model.get("name"), model.get("dtype"), millions]), ("suite", [suite.get("name"), turns]),
+        ("model", [model.get("name"), weights, millions]), ("suite", [suite.get("name"), turns]),
         ("settings", settings), ("versions", versions),
-        ("machine", [machine.get("processor"), machine.get("gpu"), cores, kv_cache, machine.get("system")]),
+        ("machine", [machine.get("processor"), machine.get("gpu"), cores, memory, machine.get("system")]),
     ):  # fmt: skip
         known = [str(part) for part in parts if part]
         if known:

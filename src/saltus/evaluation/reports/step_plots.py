@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from saltus.evaluation.reports.benchmark_plots import STYLE, save_figures, titled_figure
+from saltus.evaluation.reports.markdown import cores_and_threads
 from saltus.evaluation.reports.palette import ALARM, BACKGROUND, INK, LINE, MUTED
 
 WIDTH, HEIGHT = 600, 400  # pixels, where an inch is 100
@@ -54,7 +55,9 @@ def _add_time_axes(figure: Any, nodes: Sequence[int], right_margin: int) -> Any:
 def _model_and_machine(result: Mapping[str, Any]) -> str:
     machine, model = result["machine"], result["model"]
     where = (
-        machine["gpu"] if model["device"].startswith("cuda") else f"{machine['processor']}, {machine['cores']} cores"
+        machine["gpu"]
+        if model["device"].startswith("cuda")
+        else f"{machine['processor']}, {cores_and_threads(machine)}"
     )
     return f"{model['name']}, {model['dtype']}; {where}"
 
