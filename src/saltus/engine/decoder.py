@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 from saltus.core.control.call_cost import CallCost
@@ -47,7 +48,10 @@ class LoadedDraftNetwork:
 
 @dataclass
 class Decoder:
-    """How requests are decoded on one target: its methods with their networks, and the kept prefixes of texts."""
+    """How requests are decoded on one target: its methods with their networks, and the kept prefixes of texts.
+
+    Threads that share it, or copies of it, take turns: each step of `run_requests` holds the lock.
+    """
 
     target: TargetNetwork
     target_name: str
@@ -66,6 +70,7 @@ class Decoder:
     setups: dict[str, DecodingSetup] = field(default_factory=dict, repr=False)  # by method, made at first use
     learned: OrderedDict[str, Any] = field(default_factory=OrderedDict, repr=False)  # of all setups, see there
     draft_networks: dict[tuple[str, str], LoadedDraftNetwork] = field(default_factory=dict, repr=False)  # by name, spec
+    lock: Any = field(default_factory=RLock, repr=False, compare=False)
 
     def copy_with(self, **changes: Any) -> Decoder:
         """The same decoder with some fields changed: new setups and prefix tree, nothing learned, shared call costs.

@@ -82,7 +82,7 @@ AnyRequest = TextRequest | HolesRequest | FimRequest  # all have a `request`, an
 
 @dataclass
 class Engine:
-    """A model with a decoding method, as `load` makes it. Not for several threads at once."""
+    """A model with a decoding method, as `load` makes it. Threads may share it: texts take turns, call by call."""
 
     target: Checkpoint = field(repr=False)
     method: str  # the method of calls that name none

@@ -276,10 +276,12 @@ def run_requests(
     """Decode requests, `batch_size` at once; yields after each step those that it finished.
 
     Requests that have nothing to decode come first. `prefix_tree` is True for the decoder's own, False for none, or
-    another one; it is used only where it cannot change a text. The generator may be closed between steps.
+    another one; it is used only where it cannot change a text. The generator may be closed between steps. Several
+    threads may run texts at once: a step of one waits for that of another.
     Errors: ValueError at once for a method that cannot be used.
     """
-    decoder.setup(method)
+    with decoder.lock:
+        decoder.setup(method)
     tree = decoder.prefix_tree if prefix_tree is True else prefix_tree
     shared = tree if isinstance(tree, PrefixTree) and supports_prefix_tree(decoder.target) else None
     return _run(Scheduler(decoder, batch_size or decoder.batch_size, prefix_tree=shared), requests, method)
@@ -291,12 +293,15 @@ def _run(scheduler: Scheduler[ScheduledRequest], requests: Sequence[Request], me
         yield [request for request in requests if request.max_new_tokens <= 0]
     try:
         while waiting or scheduler.requests:
-            while waiting and len(scheduler.requests) < scheduler.max_batch_size:
-                scheduler.add(ScheduledRequest(waiting.popleft(), method))
-            yield [scheduled.request for scheduled in scheduler.step() if scheduled.ended]
+            with scheduler.decoder.lock:
+                while waiting and len(scheduler.requests) < scheduler.max_batch_size:
+                    scheduler.add(ScheduledRequest(waiting.popleft(), method))
+                ended = [scheduled.request for scheduled in scheduler.step() if scheduled.ended]
+            yield ended
     except GeneratorExit:  # between calls every KV cache is consistent
-        for scheduled in scheduler.requests:
-            scheduler.abort(scheduled)
+        with scheduler.decoder.lock:
+            for scheduled in scheduler.requests:
+                scheduler.abort(scheduled)
         raise
 
 
