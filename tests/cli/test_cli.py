@@ -491,6 +491,13 @@ def test_commands_change_a_conversation_and_say_so(folder):
         assert each in said
 
 
+def test_options_of_sampling_that_greedy_decoding_does_not_read_are_named(folder):
+    greedy = saltus_("generate", "-m", folder, "-n", 3, "--seed", 5, "--top-p", 0.5, "the cat").stderr
+    assert "without effect at temperature 0, which is greedy: --top-p, --seed; sample by" in greedy
+    for options in (["--seed", 0], ["--seed", 5, "-t", 0.8]):
+        assert "without effect" not in saltus_("generate", "-m", folder, "-n", 3, *options, "the cat").stderr
+
+
 def test_a_seed_typed_in_a_conversation_changes_what_is_sampled(engine, folder):
     inputs = {"max_new_tokens": 9, "temperature": 0.9}
     texts = [engine.generate([{"role": "user", "content": "the cat"}], seed=seed, **inputs).text for seed in (0, 4)]

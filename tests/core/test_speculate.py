@@ -125,3 +125,11 @@ def test_where_hardly_a_draft_could_pay_for_its_row_nobody_looks_for_drafts():
     assert times_asked({2: 1.9, 16: 12.0}) == 0
     assert times_asked({2: 1.5}) == 8 + 9, "for drafts but before the last token, and for queries"
     assert times_asked({2: 1.9, 16: 2.5}) == 8 + 9, "many drafts cost little each"
+
+
+def test_a_drafter_that_forgets_to_return_is_an_error_that_names_it():
+    def forgetful(canvas, last, max_depth): ...
+
+    decoding = speculate(continuation([1, 2], 4), Noise(0), Sampling(), [forgetful], lambda step: None)
+    with pytest.raises(ValueError, match=r"^the drafter .*forgetful returned None; return branches, or \(\)"):
+        next(decoding)

@@ -2,10 +2,13 @@
 
 import dataclasses
 import itertools
+import logging
 import re
 import shutil
+import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from types import SimpleNamespace
@@ -31,7 +34,7 @@ from saltus.engine.batch_controller import BatchController
 from saltus.engine.calibration import measure_call_seconds
 from saltus.engine.checkpoints import require_same_vocabulary, resolve_device
 from saltus.engine.request import Request
-from saltus.engine.scheduler import run_requests
+from saltus.engine.scheduler import Scheduler, run_requests
 from saltus.engine.target_network import make_network
 from saltus.engine.text_bounds import PromptTooLongError
 from saltus.methods import available_methods, make_methods
@@ -220,6 +223,45 @@ def test_an_end_token_ends_the_text_in_every_place(engine, method):
         answer = ending_with(engine, token).generate(PROMPT, method=method, max_new_tokens=16, **SAMPLED)
         assert (answer.tokens, answer.finish_reason) == (plain[: place + 1], "stop")
         assert sum(answer.statistics.tokens_by_call) == place + 1
+
+
+def test_threads_that_share_an_engine_take_turns_step_by_step(engine, monkeypatch):
+    inside, most, step = [], [], Scheduler.step
+
+    def watched(scheduler):
+        inside.append(scheduler)
+        most.append(len(inside))
+        time.sleep(0.002)
+        try:
+            return step(scheduler)
+        finally:
+            inside.remove(scheduler)
+
+    monkeypatch.setattr(Scheduler, "step", watched)
+    prompts = ["the cat", "the cat sat", "a log", "the log sat"]
+    settings = {"max_new_tokens": 6, "temperature": 0.9, "seed": 1, "raw": True}
+    alone = [engine.generate(prompt, **settings).text for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        assert list(pool.map(lambda prompt: engine.generate(prompt, **settings).text, prompts)) == alone
+    assert max(most) == 1
+
+
+def test_a_prompt_that_is_too_long_draws_no_line_of_the_tokenizer(tiny_folder, caplog):
+    engine = saltus.load(str(tiny_folder()), "plain")
+    engine.tokenizer.model_max_length = 16
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    try:
+        for raw in (True, False):
+            engine.encode("the cat sat " * 20, raw=raw)
+    finally:
+        logging.getLogger("transformers").removeHandler(caplog.handler)
+    assert not caplog.records
+
+
+def test_token_ids_in_an_array_are_refused_with_the_cure(engine):
+    for tokens in (np.array([1, 2]), torch.tensor([1, 2])):
+        with pytest.raises(ValueError, match=r"must be a str, .* give its tolist\(\)$"):
+            engine.generate(tokens)
 
 
 def test_end_tokens_are_the_configs_and_the_tokenizers(tiny_folder):

@@ -61,6 +61,16 @@ def test_a_model_that_names_no_limit_has_one(tmp_path, monkeypatch):
     assert len(apps) == 2
 
 
+def test_a_limit_beyond_the_model_s_draws_a_line(tiny_folder, monkeypatch):
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server: None)
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    command = ["serve", "-m", str(tiny_folder()), "--method", "plain", "--max-model-len"]
+    least, greatest = (" ".join(CliRunner().invoke(app, [*command, most]).output.split()) for most in ("99", "100000"))
+    assert "--max-model-len is 100,000, but" in greatest
+    assert "that is the limit" in greatest
+    assert "--max-model-len" not in least
+
+
 @pytest.mark.parametrize("variable", ["correct horse battery", " secret"])
 def test_the_variable_holds_one_key(variable, tiny_folder, monkeypatch):
     given = []

@@ -17,11 +17,14 @@ from saltus.engine.target_drafters import is_drafter_spec
 from saltus.loading.progress import ProgressCallback, Stage, no_progress, terminal_progress
 from saltus.loading.sources import resolve
 
+READ_WHEN_SAMPLING = ("top_p", "top_k", "min_p", "coupling", "seed")
+
 
 def open_with_options(
     models: ModelOptions, methods: MethodOptions, sampling: SamplingOptions, **settings: Any
 ) -> tuple[Any, dict[str, Any]]:
     """The engine that a command's options describe, and its sampling settings. Errors: ValueError."""
+    from saltus.cli.answers import print_note
     from saltus.engine.method_options import with_draft_model
 
     options = parse_method_options(methods.option or (), methods.method or DEFAULT_METHOD)
@@ -35,6 +38,10 @@ def open_with_options(
     engine = open_engine(method=method, options=options, **loading)
     if methods.ngram_corpus and "lookup" not in engine.method.split("+"):
         raise ValueError(f"--ngram-corpus is for lookup, but the method is {engine.method}; take --method lookup")
+    unread = [name for name in READ_WHEN_SAMPLING if chosen[name] != getattr(SamplingOptions, name)]
+    if unread and not sampling.temperature:
+        names = ", ".join("--" + name.replace("_", "-") for name in unread)
+        print_note(f"without effect at temperature 0, which is greedy: {names}; sample by a temperature such as -t 0.8")
     return engine, chosen
 
 

@@ -214,7 +214,7 @@ def _new_service(
     engine, _ = open_with_options(model_options, method_options, o.SamplingOptions())
     engine.generate("Are you there?", max_new_tokens=8)  # what is loaded late is loaded before the first request
     if max_model_len is not None:
-        engine.limit_context(max_model_len)
+        _limit_context_to(engine, max_model_len)
     learner = None if plan is None else _new_learner(engine, plan)
     service = Service(engine, name, limits, ngram_cache_bytes, learner)
     # nothing would be decoded any more
@@ -224,6 +224,17 @@ def _new_service(
     logging.basicConfig(format="%(message)s", handlers=[LogLines()])
     logging.getLogger("saltus.server").setLevel(logging.INFO)
     return service
+
+
+def _limit_context_to(engine: Any, most: int) -> None:
+    """Let texts have as many tokens as --max-model-len says, or the model's limit, with a line, if that is less."""
+    from saltus.cli.answers import print_note
+
+    if (context := engine.target.context_length) is not None and most > context:
+        print_note(
+            f"--max-model-len is {most:,}, but {engine.target.name} reads at most {context:,}; that is the limit"
+        )
+    engine.limit_context(most)
 
 
 def _limit_context(engine: Any, fitting: int) -> None:

@@ -39,6 +39,10 @@ class _DraftCalls:
         self.read_prompt |= outputs.context_tokens_read > self.max_context
 
 
+def _name(drafter: Drafter) -> str:
+    return f"{drafter.__module__}.{getattr(drafter, '__qualname__', type(drafter).__qualname__)}"
+
+
 def speculate(
     canvas: Canvas,
     noise: Noise,
@@ -81,6 +85,10 @@ def speculate(
             if isinstance(drafts, Generator):
                 drafts = (yield from _time_draft_calls(drafts, draft_calls)) if should_draft else ()
                 draft_calls.asked = should_draft
+            if drafts is None:
+                raise ValueError(
+                    f"the drafter {_name(drafter)} returned None; return branches, or () where it has none"
+                )
             drafted += drafts
         if constraint is not None and drafters and max_depth:
             drafted = [*constrained_branches(drafted, constraint, canvas.new_tokens.tolist(), max_depth)]

@@ -71,6 +71,7 @@ def encode_prompt(
     if not isinstance(prompt, str) and not is_conversation(prompt):
         raise ValueError(
             f"a prompt is of type {type(prompt).__name__}, but must be a str, a list of messages, or one of token ids"
+            + ("; give its tolist()" if hasattr(prompt, "tolist") else "")
         )
     if not prompt:
         raise ValueError("the prompt is empty; write at least a word")
@@ -94,7 +95,7 @@ def tokens_of_text(tokenizer: Any, text: str, add_special_tokens: bool = True, p
     require_unicode(text, "the text")
     control = None if parse_special else control_tokens(tokenizer, "")
     if control is None:
-        tokens = list(tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
+        tokens = list(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids)
     else:
         begin = begin_tokens(tokenizer) if add_special_tokens else []
         tokens = [*begin, *control.encoder.encode(text, add_special_tokens=False).ids]
@@ -170,7 +171,7 @@ def _encode_chat(
     if len(text) > unchecked_length:
         require_fits([text], tokenizer, context, model_name, "the prompt")
     if control is None or shown == given:
-        tokens = list(tokenizer(text, add_special_tokens=False).input_ids)
+        tokens = list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
     else:
         tokens = control.encode(text)
     return _begun_once(tokenizer, [*(begin_tokens(tokenizer) if settings.add_special_tokens else ()), *tokens])
