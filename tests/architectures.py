@@ -25,6 +25,12 @@ DEEPSEEK_EXPERTS = {
 }  # fmt: skip
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"]}
 
+LATENT_LIKE = {
+    **LLAMA_LIKE, **DEEPSEEK_EXPERTS, "num_key_value_heads": 6, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
+}  # fmt: skip
+INDEXER = {"index_topk": 8, "index_n_heads": 14, "index_head_dim": 12}  # which chooses fewer keys than texts have
+
 SHARED_KEYS = {  # the last two layers attend to the keys of the first two
     **LLAMA_LIKE, **WINDOW, "head_dim": 16, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
     "layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size_per_layer_input": VOCAB,
@@ -208,6 +214,11 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
         "qk_nope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
         "topk_group": 1, "moe_intermediate_size": 40, "first_k_dense_replace": 1,
     },
+    "DeepseekV32": {**LATENT_LIKE, **INDEXER, "mlp_layer_types": ["dense", "sparse"]},
+    "GlmMoeDsa": {
+        **LATENT_LIKE, **INDEXER, "num_hidden_layers": 3, "mlp_layer_types": ["dense", "dense", "sparse"],
+        "indexer_types": ["full", "shared", "full"],
+    },
     "Mistral4": {
         **LLAMA_LIKE, "num_key_value_heads": 6, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 12, "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4,
@@ -383,7 +394,7 @@ DESCRIBED = [  # by a file of saltus.models.architectures
     "SeedOss", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Glm4Moe", "GraniteMoe", "GptOss",
     "DeepseekV2", "DeepseekV3", "Mistral4", "Glm4MoeLite", "Llama4", "Dots1", "ExaoneMoe", "MiniMaxM2", "Ernie4_5_Moe",
     "HunYuanDenseV1", "HunYuanMoEV1", "Helium", "Gemma3n", "Gemma4Unified", "Cwm", "InternLM3", "Youtu", "Olmo",
-    "Glm", "MiniCPM3", "Mellum",
+    "Glm", "MiniCPM3", "Mellum", "DeepseekV32", "GlmMoeDsa",
     "NanoChat", "Jais2", "Exaone", "Phi", "StableLm", "StableLm of parallel layers", "Nemotron", "Afmoe", "SolarOpen",
     "VaultGemma", "HyperCLOVAX", "FlexOlmo", "HYV3", "GraniteMoeShared", "SarvamMoE", "Flint", "Laguna",
     "Laguna with other gates", "Apertus", "GPT2", "GPTBigCode", "GPTNeoX", "OPT", "OPT without weights of norms",

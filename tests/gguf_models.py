@@ -66,6 +66,7 @@ DEEPSEEK_EXPERTS = {
 LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64,
 }  # fmt: skip
+INDEXER = {"index_topk": 16, "index_n_heads": 12, "index_head_dim": 64}
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,10 @@ CASES = {
         "q_lora_rank": 64, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
     "deepseek2, softmax": Case("deepseek_v2", "deepseek2", LATENT | DEEPSEEK_EXPERTS | {
         "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    "deepseek32": Case("deepseek_v32", "deepseek32", LATENT | DEEPSEEK_EXPERTS | INDEXER | {
+        "q_lora_rank": 64, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "glm-dsa": Case("glm_moe_dsa", "glm-dsa", LATENT | DEEPSEEK_EXPERTS | INDEXER | {
+        "num_hidden_layers": 3, "q_lora_rank": 64, "indexer_types": ["full", "shared", "full"]}),
     "mistral4": Case("mistral4", "mistral4", LATENT | DEEPSEEK_EXPERTS | {
         "q_lora_rank": 64, "rope_parameters": YARN | {
             "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.25}}),
@@ -267,13 +272,14 @@ CASES = {
 SAME_NAMES = {
     "mellum": "qwen3moe",
     "cohere2moe": "dots1",
+    "deepseek32": "glm-dsa",
 }  # of tensors, as another architecture; `gguf` may not have it yet
 INTERLEAVED = {"llama", "granite", "smollm3", "arcee", "granitemoe", "granitehybrid", "mistral3", "olmo"}
 NEMOTRONS = ("nemotron_h", "nemotron_h_moe")
 MORE_IN_NORMS = {"gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe", "nemotron"}
 HALF_ROTATED = ("glm", "glm4", "phi", "stablelm", "nemotron")
 PLAIN = (
-    r"_norm(_[12])?(\.weight)?$|ffn_gate_inp|exp_probs_b|\.ssm_(a|d|conv1d|norm)|shortconv\.conv"
+    r"indexer\.(proj|k_norm)|_norm(_[12])?(\.weight)?$|ffn_gate_inp|exp_probs_b|\.ssm_(a|d|conv1d|norm)|shortconv\.conv"
     r"|altup_(correct|predict)_coef"  # always in float32
 )
 
@@ -295,6 +301,8 @@ def tiny(case: Case) -> Any:
             weight.data = torch.rand_like(weight) + (0.5 if is_whole else -0.5)
         if name.endswith((".mlp.gate.weight", "mixer.gate.weight", "router.weight")):
             weight.data *= 8  # so that rounding to bfloat16 seldom chooses other experts
+        if name == "model.embed_tokens.weight" and hasattr(config, "index_topk"):
+            weight.data[config.pad_token_id] += 0.1  # of zeros, whose scores are all alike
         if name.endswith(("A_log", "e_score_correction_bias", "sinks", "dt_bias", ".D", "output_scale")):
             weight.data = torch.rand_like(weight)
     for name, scale in model.named_buffers():

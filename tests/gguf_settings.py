@@ -10,7 +10,7 @@ from gguf import ExpertGatingFuncType
 
 def heads_of_keys(config: Any, name: str) -> int | list[int]:
     """One number, or one for each layer where some have no attention."""
-    if name in ("deepseek2", "mistral4"):
+    if name in ("deepseek2", "deepseek32", "glm-dsa", "mistral4"):
         return 1
     if name == "kimi-linear":
         return [int(kind == "full_attention") for kind in config.layer_types]
@@ -60,7 +60,7 @@ def add_experts(out: gguf.GGUFWriter, config: Any, name: str) -> None:
         out.add_leading_dense_block_count(config.moe_layer_start_index)
         out.add_interleave_moe_layer_step(config.moe_layer_interval)
         out.add_expert_shared_count(config.moe_num_shared_experts)
-    if name in ("deepseek2", "mistral4", "glm4moe", "dots1"):
+    if name in ("deepseek2", "deepseek32", "glm-dsa", "mistral4", "glm4moe", "dots1"):
         out.add_leading_dense_block_count(config.first_k_dense_replace)
         out.add_expert_shared_count(config.n_shared_experts)
         out.add_expert_weights_scale(config.routed_scaling_factor)
@@ -98,7 +98,13 @@ def add_experts(out: gguf.GGUFWriter, config: Any, name: str) -> None:
         out.add_kv_lora_rank(config.kv_lora_rank)
         out.add_key_length(config.qk_nope_head_dim + config.qk_rope_head_dim)
         out.add_rope_dimension_count(config.qk_rope_head_dim)
-    if name in ("deepseek2", "mistral4", "kimi-linear"):
+    if name in ("deepseek32", "glm-dsa"):
+        out.add_indexer_head_count(config.index_n_heads)
+        out.add_indexer_key_length(config.index_head_dim)
+        out.add_indexer_top_k(config.index_topk)
+    if name == "glm-dsa":
+        out.add_array("glm-dsa.attention.indexer.types", [kind == "full" for kind in config.indexer_types])
+    if name in ("deepseek2", "deepseek32", "glm-dsa", "mistral4", "kimi-linear"):
         rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
         if config.q_lora_rank:
             out.add_q_lora_rank(config.q_lora_rank)

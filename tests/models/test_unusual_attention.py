@@ -5,6 +5,7 @@ import torch
 import transformers
 
 from saltus.engine.target_network import make_network
+from saltus.kernels import native
 from saltus.models.long_rope import find_long_rope
 
 SIZES = {
@@ -31,11 +32,22 @@ def complaint(model) -> str:
     [
         ("DiffLlama", {}, "attends more than once in a layer"),
         ("Doge", {"keep_window_size": 4}, "a mask of its own"),
-        ("DeepseekV32", {}, "indexed_attention layers attend to other keys"),
+        (
+            "GlmMoeDsa",
+            {"q_lora_rank": 8, "kv_lora_rank": 8, "indexer_types": ["shared", "full"]},
+            "indexed_attention layers attend to other keys",
+        ),
     ],
 )
 def test_attention_that_the_cache_would_get_wrong_is_refused(name, changes, said):
     assert said in complaint(random_model(name, **changes))
+
+
+def test_layers_that_choose_keys_run_on_our_kernels_alone(monkeypatch):
+    monkeypatch.setattr(native, "load_kernels", lambda: None)
+    sizes = {"q_lora_rank": 8, "kv_lora_rank": 8, "n_routed_experts": 4, "moe_intermediate_size": 8, "n_group": 1}
+    said = complaint(random_model("DeepseekV32", **sizes, topk_group=1, num_experts_per_tok=2))
+    assert "its indexed_attention layers choose keys, which only our own kernels can do; install a C compiler" in said
 
 
 LATER = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16, "mlp_layer_types": ["dense"] * 2}

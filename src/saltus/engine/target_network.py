@@ -28,7 +28,7 @@ from saltus.models.evabyte import EvaByteNetwork
 from saltus.models.evabyte_decoder import EvaByteDecoder
 from saltus.models.packed_decoder import PackedDecoder
 from saltus.models.protocols import TargetNetwork
-from saltus.models.recurrent_layers import OTHER_KEYS, kinds_of_layers, recurrent_layer_types
+from saltus.models.recurrent_layers import other_key_types, recurrent_layer_types
 
 OTHER_MODEL = "take a model of an architecture that docs/models.md lists, such as Llama, Qwen3 or Gemma 3"
 MAX_OTHER_TEXTS = 3  # on which a model in 16 bits is checked where the first one differs
@@ -190,19 +190,20 @@ def _why_no_layers(model: Any) -> tuple[str, str] | None:
         why = f"this version of Transformers ignores its {setting}, and texts would be wrong"
         return why, f"install a version that reads it, or {OTHER_MODEL}"
     description = describe_decoder(model)
-    if description is None and (others := sorted(kinds_of_layers(model) & OTHER_KEYS)):
+    others, kinds = other_key_types(model), recurrent_layer_types(model)
+    if description is None and others:
         return f"its {others[0]} layers attend to other keys than those of the text", OTHER_MODEL
-    kinds = recurrent_layer_types(model)
-    if not kinds or supports_native_decoder(model) or description_on_gpu(model) is not None:
+    if not (kinds or others) or supports_native_decoder(model) or description_on_gpu(model) is not None:
         return None
-    state = f"it keeps a state in {kinds[0]} layers"
+    state = f"it keeps a state in {kinds[0]} layers" if kinds else f"its {others[0]} layers choose keys"
     if (what := why_not_described(model)) is not None:
         return f"{state}, and our kernels do not compute {what}", OTHER_MODEL
     if description is None:
         return f"{state}, and Transformers' layers cannot discard a rejected draft from it", OTHER_MODEL
     cure = "install a C compiler, such as gcc, or the package ziglang"
     if model.device.type != "cpu":
-        cure = "load it in bfloat16, which our kernels for GPUs read, or on the CPU (--device cpu, device='cpu')"
+        on_gpu = "" if others else "in bfloat16, which our kernels for GPUs read, or "
+        cure = f"load it {on_gpu}on the CPU (--device cpu, device='cpu')"
     elif native.kernel("linear", model.dtype, model.device) is not None:
         cure = "load it without hooks or changed layers, all weights in one type"
-    return f"{state}, which only our own kernels can read", cure
+    return f"{state}, which only our own kernels can {'read' if kinds else 'do'}", cure

@@ -32,7 +32,7 @@ from saltus.models.packed_decoder import read_decoder_config
 Q = GGMLQuantizationType
 PLAIN_FORMATS = (Q.F32, Q.BF16)
 MAX_NUMBERS = 4096  # of a tensor that becomes a part of the configuration
-TENSOR_NAME = re.compile(r"(?:blk\.(\d+)\.)?((?:nextn\.|shortconv\.)?\w+)(?:\.(weight|bias|scale))?")
+TENSOR_NAME = re.compile(r"(?:blk\.(\d+)\.)?((?:nextn\.|shortconv\.|indexer\.)?\w+)(?:\.(weight|bias|scale))?")
 ROPE_FACTORS = "rope_freqs.weight"  # divide the rotary frequencies (Llama 3.1)
 
 

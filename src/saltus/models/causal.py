@@ -36,7 +36,7 @@ from saltus.models.hidden_state_capture import HiddenStateCapture
 from saltus.models.long_rope import LongRope, find_long_rope
 from saltus.models.packed_decoder import PackedDecoder, transformers_model
 from saltus.models.packed_experts import experts_implementation
-from saltus.models.recurrent_layers import recurrent_layer_types
+from saltus.models.recurrent_layers import chooses_keys, recurrent_layer_types
 
 log = logging.getLogger("saltus")
 
@@ -73,8 +73,12 @@ class CausalNetwork:
         if fixed and recurrent_layer_types(self.model):  # nothing but our kernels reads trees into states
             self.batch_invariant = True
         fixed = fixed and self.batch_invariant
+        has_choice = chooses_keys(
+            self.model
+        )  # whose own layers hide the other keys by masks of Transformers' attention
         if not isinstance(self.model, PackedDecoder):
-            attention.install_attention(self.model)
+            if not has_choice:
+                attention.install_attention(self.model)
             if self.batch_invariant:  # Transformers' grouped products round by their shapes
                 ours = gpu_experts_implementation(self.model) if fixed else None
                 self.model.set_experts_implementation(ours or experts_implementation(self.model))
@@ -94,7 +98,7 @@ class CausalNetwork:
             )  # fmt: skip
         elif supports_native_decoder(self.model):
             decoder = NativeDecoder(self.model, max(self.max_rows_per_call, 1 + chunked_prefill.MAX_NODES))
-            if self.batch_invariant or decoder.layers.states.state:  # nothing else reads trees into states
+            if self.batch_invariant or has_choice or decoder.layers.states.state:  # nothing else reads trees
                 self.native_decoder, self.batch_invariant = decoder, True
 
     any_subset = False

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from saltus.models.decoder_description import MLP, Activation, DecoderDescription, Experts, Layer, NotDescribed
-from saltus.models.mixer_description import Angles, Attention, LatentAttention, Norm, Weight
+from saltus.models.mixer_description import Angles, Attention, Indexer, LatentAttention, Norm, Weight
 
 ACTIVATIONS: dict[str, Activation] = {  # by their names in configurations
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
@@ -68,6 +68,15 @@ def latent_attention(config: Any, layer: int, name: str = "self_attn", **changes
             "query_norm": Norm(f"{path}.q_a_layernorm", epsilon),
         }  # fmt: skip
     return LatentAttention(**settings | changes)
+
+
+def indexer(config: Any, layer: int, rope_interleaved: bool) -> Indexer:
+    """What chooses the keys of a layer, as DeepSeek V3.2 names it."""
+    path = f"layers.{layer}.self_attn.indexer"
+    return Indexer(
+        Weight(f"{path}.wq_b"), Weight(f"{path}.wk"), Norm(f"{path}.k_norm", 1e-6, "layer"), f"{path}.weights_proj",
+        config.index_n_heads, config.index_head_dim, rope_interleaved, config.index_topk,
+    )  # fmt: skip
 
 
 def fused_attention(config: Any, layer: int) -> Attention:

@@ -17,7 +17,9 @@ from saltus.core.forward import QueryStart
 from saltus.core.noise import Noise
 from saltus.models.uniform_embedding import KINDS, UniformEmbedding
 
-NOT_ADAPTED = ".gate.wg", ".kv_b_proj"  # Hunyuan's router; the matrices of latent attention's heads
+NOT_ADAPTED = (  # Hunyuan's router; the matrices of latent attention's heads; what chooses keys, without gradients
+    ".gate.wg", ".kv_b_proj", ".indexer.wq_b", ".indexer.wk", ".indexer.weights_proj",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -225,8 +227,8 @@ def _normal(seed: int, stream: str, shape: Sequence[int]) -> Tensor:
 def linear_layers(model: Any, targets: Sequence[str] = ()) -> dict[str, tuple[int, int]]:
     """(inputs, outputs) of a model's linear layers by their names: all but the unembedding, or the chosen ones.
 
-    Layers of experts are left out, since their rows depend on the text, and what chooses experts; the matrices of
-    latent attention's heads, which kernels multiply queries by; and the few coefficients of AltUp.
+    Layers of experts are left out, since their rows depend on the text, and what chooses experts or keys; the matrices
+    of latent attention's heads, which kernels multiply queries by; and the few coefficients of AltUp.
     """
     unembedding, sizes = model.get_output_embeddings(), {}
     for path, module in model.named_modules():

@@ -101,6 +101,25 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """Chooses the keys that a token attends to: DeepSeek Sparse Attention's lightning indexer (DeepSeek-AI 2025).
+
+    A token's score of a key is Σ over `heads` of weight · max(0, query · key), whose queries come from the latent
+    vector of queries, after its norm; keys and weights from what the layer reads. Their first dimensions are rotated
+    by the layer's angles. The `top_k` keys of the greatest scores are chosen, of equal ones the first.
+    """
+
+    query: Weight
+    key: Weight
+    key_norm: Norm
+    weights: str  # the path of the layer that gives a weight for each head; perhaps in float32
+    heads: int
+    dim: int
+    rope_interleaved: bool
+    top_k: int
+
+
+@dataclass(frozen=True)
 class LatentAttention:
     """Multi-head latent attention: keys and values are linear in a latent vector of each token (DeepSeek-AI 2024).
 
@@ -108,7 +127,8 @@ class LatentAttention:
     all heads; without angles nothing is rotated. `latent` gives the latent vector and these; `expand` each head's other
     key dimensions and its value. The kernels multiply queries and outputs by these matrices, and attend to latent
     vectors, which alone are kept. Queries may go through a latent vector, too: `query_latent`, with a norm. All their
-    dimensions grow with the position, as `Angles` says.
+    dimensions grow with the position, as `Angles` says. An indexer, or that of the layer `shares_choice`, chooses the
+    keys.
     """
 
     query: Weight
@@ -130,6 +150,8 @@ class LatentAttention:
     steps: int = 1
     query_scale: float = 1.0  # of queries
     latent_scale: float = 1.0  # of latent vectors, after their norm
+    indexer: Indexer | None = None
+    shares_choice: int | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Say which layers of a model keep a state in place of keys and values."""
+"""Say which layers of a model keep a state in place of keys and values, or attend to other keys than all of them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,16 @@ def kinds_of_layers(model: Any) -> set[str]:
     config = model.config.get_text_config()
     names = ("layer_types", "layers_block_type")
     return {kind for name in names for kind in getattr(config, name, None) or ()}
+
+
+def other_key_types(model: Any) -> list[str]:
+    """Kinds of layers that choose keys or make new ones, as the configuration names them."""
+    return sorted(kinds_of_layers(model) & OTHER_KEYS)
+
+
+def chooses_keys(model: Any) -> bool:
+    """True for a described model whose layers choose keys, which our kernels alone do for a tree."""
+    return bool(other_key_types(model)) and describe_decoder(model) is not None
 
 
 def recurrent_layer_types(model: Any) -> list[str]:

@@ -77,8 +77,10 @@ def _attention_numbers(model: Any, config: Any) -> tuple[int, int]:
     layers = [] if description is None else description.layers
     latent = [each for layer in layers for each, _ in mixers_of(layer) if isinstance(each, LatentAttention)]
     if latent:
-        kept = sum(each.latent_dim + each.rope_dim for each in latent)
-        return kept, sum(each.heads * (2 * each.latent_dim + each.rope_dim) for each in latent)
+        indexers = [each.indexer for each in latent if each.indexer is not None]
+        kept = sum(each.latent_dim + each.rope_dim for each in latent) + sum(each.dim for each in indexers)
+        scored = sum(each.heads * each.dim for each in indexers)
+        return kept, scored + sum(each.heads * (2 * each.latent_dim + each.rope_dim) for each in latent)
     sizes = layer_sizes(config)
     kept = 2 * sum(kv_heads * dim for kv_heads, dim in sizes)
     return kept, 2 * config.num_attention_heads * sum(dim for _, dim in sizes)

@@ -45,7 +45,16 @@ class Attention(ctypes.Structure):
         *((name, POINTER) for name in ("out", "visible", "first", "sinks")),
         *((name, INTEGER) for name in ("rows", "past", "heads", "kv_heads", "dim", "value_dim", "value_size")),
         *((name, REAL) for name in ("scale", "softcap")),
-        ("same_everywhere", INTEGER),
+        *((name, INTEGER) for name in ("same_everywhere", "values_in_keys")),
+    ]
+
+
+class Indexer(ctypes.Structure):
+    """The struct `Indexer` of kernels.h, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("x", "weight", "query", "key")),
+        *((name, INTEGER) for name in ("inputs", "heads", "dim", "most", "weight_is_float32")),
     ]
 
 
@@ -135,6 +144,7 @@ class Op(ctypes.Structure):
 # kinds of Op
 LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS, MIX_EXPERTS = range(9)
 CONVOLVE, RECUR, GATE_OUTPUTS, SCALE_COLUMNS, REARRANGE, MULTIPLY_HEADS, XIELU, ADD_POSITIONS = range(9, 17)
+SKIP_UNLESS_CHOOSING, CHOOSE_KEYS = range(17, 19)
 PANEL = 64  # outputs whose weights of MULTIPLY_HEADS lie together
 NORM_KINDS = {"rms": 0, "rms-float32": 1, "layer": 2}
 ACTIVATION_NUMBERS = {

@@ -30,7 +30,7 @@ typedef struct {
   // one layer's new rows: [rows, heads, dim] by strides in elements (row, head); the last axis is dense
   const void *query, *key, *value;  // key NULL: keys and values of these rows are in the memory already; value NULL: see values
   int64_t query_row, query_head, key_row, key_head, value_row, value_head;
-  void *keys, *values;     // this text's memory: [kv_heads, capacity, dim]; values may be the first numbers of the keys
+  void *keys, *values;     // this text's memory: [kv_heads, capacity, dim]
   int64_t capacity;
   void *out;               // [rows, heads, value_dim], dense
   const uint8_t *visible;  // [rows, rows]: may row i see new row j?
@@ -40,7 +40,16 @@ typedef struct {
   int64_t value_size;  // numbers between values in the memory
   float scale, softcap;    // softcap 0: none
   int64_t same_everywhere;  // the bits must not depend on the processor: the matrix unit is left alone
+  int64_t values_in_keys;   // values are the first numbers of the keys; `values` holds the keys of an indexer, if there is one
 } Attention;
+
+// What chooses the keys of each row, before its attention: see key_choice.inc.
+typedef struct {
+  const void *x, *weight;    // [rows, in], dense; [heads, in]: the product weighs a row's heads
+  const void *query, *key;   // [rows, heads, dim]; [rows, dim], dense
+  int64_t in, heads, dim, most;  // most: keys that a row attends to
+  int64_t weight_is_float32;
+} Indexer;
 
 #define WEIGHTS 4
 typedef struct {
@@ -223,13 +232,15 @@ static inline int is_one_of(int64_t token, const int64_t *tokens, int64_t count)
 enum {
   LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS, MIX_EXPERTS,
   CONVOLVE, RECUR, GATE_OUTPUTS, SCALE_COLUMNS, REARRANGE, MULTIPLY_HEADS, XIELU, ADD_POSITIONS,
+  SKIP_UNLESS_CHOOSING, CHOOSE_KEYS,
   PREDICT_STREAMS, CORRECT_STREAMS, MATCH_MAGNITUDE, AVERAGE, CUT_OFF
 };
 typedef struct {
   int64_t kind;
-  const void *of;  // the struct of the operation, such as Linear, Norm, Rotary, Experts or Recurrence
+  const void *of;  // the struct of the operation, such as Linear, Norm, Rotary or Experts; of ATTEND an Indexer or NULL
   int64_t which;   // layer; angles of a rotation; arguments of an attention
-  int64_t place;   // of an attention: which layer's memory, counted from that of the arguments; see embed_known
+  int64_t place;   // of an attention: which layer's memory, counted from that of the arguments; see embed_known; of
+                   // SKIP_UNLESS_CHOOSING: how many operations
 } Op;
 
 typedef struct {

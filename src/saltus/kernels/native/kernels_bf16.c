@@ -59,6 +59,7 @@
 #include "attention.inc"
 #include "linear.inc"
 #include "experts.inc"
+#include "key_choice.inc"
 #include "altup.inc"
 #include "decoder.inc"
 #include "draft_pass.inc"

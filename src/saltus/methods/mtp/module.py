@@ -152,7 +152,7 @@ def _model_of_one_layer(target: Any, has_experts: bool) -> Any:
     if windows and types[0] == "sliding_attention":
         config.sliding_window = windows[0]
     settings = {
-        "num_hidden_layers": 1, "layer_types": types[:1], "mlp_layer_types": [kind],
+        "num_hidden_layers": 1, "layer_types": types[:1], "mlp_layer_types": [kind], "indexer_types": ["full"],
         "mlp_only_layers": [] if has_experts else [0], "decoder_sparse_step": 1,
         "first_k_dense_replace": 0 if has_experts else 1, "moe_layer_start_index": 0 if has_experts else 1,
     }  # fmt: skip

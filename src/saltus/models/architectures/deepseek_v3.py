@@ -48,19 +48,25 @@ def deepseek_expert_counts(model: GgufModel) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def gguf_config(model: GgufModel) -> dict[str, Any]:
-    """See GgufArchitecture; models that choose experts by their softmax are DeepSeek V2's, or Mistral 4's."""
+def latent_settings(model: GgufModel) -> dict[str, Any]:
+    """Heads, latent vectors and positions, by DeepSeek's names."""
     heads, rotated, parameters = model.size("attention.head_count"), model.size("rope.dimension_count"), rope(model)
     mla = "_mla" if model.has("attention.key_length_mla") else ""  # where keys and values are the latent vectors
     dim, value_dim = model.size(f"attention.key_length{mla}"), model.size(f"attention.value_length{mla}")
     if parameters["rope_type"] == "yarn" and (scale := 10 * model.number("rope.scaling.yarn_log_multiplier", 0.0)):
         parameters |= {"mscale": scale, "mscale_all_dim": scale}
-    settings = {
+    return {
         "num_key_value_heads": heads, "head_dim": rotated, "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": dim - rotated, "v_head_dim": value_dim, "rope_parameters": parameters,
         "kv_lora_rank": model.size("attention.kv_lora_rank"),
         "q_lora_rank": model.size("attention.q_lora_rank", 0, least=0) or None,
     }  # fmt: skip
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture; models that choose experts by their softmax are DeepSeek V2's, or Mistral 4's."""
+    settings = latent_settings(model)
+    parameters = settings["rope_parameters"]
     has_experts = model.size("expert_count", 0, least=0) > 0
     counts = deepseek_expert_counts(model) if has_experts else {"first_k_dense_replace": num_layers(model)}
     growth, by_sigmoids = model.number("attention.temperature_scale", 0.0), has_experts and _scores(model) == SIGMOID
@@ -71,7 +77,13 @@ def gguf_config(model: GgufModel) -> dict[str, Any]:
         if model.size("attention.temperature_length", steps) != steps:
             raise ValueError("its queries grow by other steps than its positions are scaled by, which is not supported")
         parameters["llama_4_scaling_beta"] = growth
-        return llama_config(model, "mistral4", "Mistral4ForCausalLM", **settings | {"head_dim": dim}, **counts)
+        return llama_config(
+            model,
+            "mistral4",
+            "Mistral4ForCausalLM",
+            **settings | {"head_dim": settings["qk_nope_head_dim"] + settings["qk_rope_head_dim"]},
+            **counts,
+        )
     if by_sigmoids or not has_experts:
         return llama_config(model, "deepseek_v3", "DeepseekV3ForCausalLM", **settings, **counts)
     method = "group_limited_greedy" if counts["n_group"] > 1 else "greedy"

@@ -12,7 +12,6 @@ from torch import Tensor
 from saltus.kernels import native
 from saltus.models.attention_span import AttentionSpan
 from saltus.models.cpu.attention import AttentionCall
-from saltus.models.cpu.kv_cache import memories_of
 from saltus.models.mixer_description import Attention, LatentAttention, Mixer
 
 
@@ -37,16 +36,25 @@ class AttentionKinds:
         self.num_main_layers = 0  # whose keys and values have these sizes
         # of layers' keys and values: in the main memory, or their own
         self.places: dict[int, tuple[int, int | None]] = {}
+        self.indexers: dict[int, native.Indexer] = {}  # that choose the keys of layers
 
     def add(
-        self, number: int, layer: Attention, q: Tensor, k: Tensor, v: Tensor | None, out: Tensor, sinks: Tensor | None
+        self,
+        number: int,
+        layer: Attention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        out: Tensor,
+        sinks: Tensor | None,
+        index_key: Tensor | None = None,
     ) -> tuple[int, int]:
         """The kind of layer `number`, and the place of its keys and values in their memory.
 
         Queries, keys, values and outputs are buffers [rows, heads, size]; sinks are float32 [heads]. Without values,
-        they are the first numbers of keys, and have no memory.
+        they are the first numbers of keys, and their memory holds the keys of an indexer [rows, 1, size] or nothing.
         """
-        kept = k[..., :0] if v is None else v
+        kept = v if v is not None else k[..., :0] if index_key is None else index_key
         if layer.shares is None:
             own = None if (layer.kv_heads, layer.dim, kept.shape[-1]) == self.main_sizes else number
             self.places[number] = self.num_main_layers if own is None else 0, own
@@ -62,7 +70,7 @@ class AttentionKinds:
             heads=layer.heads, kv_heads=layer.kv_heads, dim=layer.dim, value_dim=out.shape[-1],
             value_size=layer.dim if v is None else v.shape[-1], scale=layer.scale,
             softcap=layer.softcap or 0.0, same_everywhere=self.same_everywhere,
-            sinks=None if sinks is None else sinks.data_ptr(),
+            sinks=None if sinks is None else sinks.data_ptr(), values_in_keys=v is None,
         )  # fmt: skip
         if layer.key is None:
             assert layer.shares is not None and layer.shares < number
@@ -91,12 +99,11 @@ class AttentionKinds:
             cache.reserve(self.num_main_layers, slots, *main_rows)
             assert cache.keys is not None and cache.values is not None
             main = cache.keys, cache.values
-            key_steps[number], value_steps[number] = (x.stride(0) * x.element_size() for x in memories_of(*main))
+            key_steps[number], value_steps[number] = (x.stride(0) * x.element_size() for x in main)
             for index, kind in enumerate(self.kinds):
                 struct, (keys, values) = structs[index * texts + number], main
                 if kind.own_memory is not None:
                     keys, values = cache.reserve_odd_layer(kind.own_memory, slots, *kind.new_rows)
-                keys, values = memories_of(keys, values)
                 struct.keys, struct.values, struct.capacity = keys.data_ptr(), values.data_ptr(), keys.shape[-2]
                 if start:
                     for name, step in zip(("query", "key", "value", "out"), kind.row_bytes, strict=True):
@@ -126,5 +133,5 @@ class AttentionKinds:
 def _memory_sizes(mixer: Mixer) -> tuple[int, int, int] | None:
     """The heads of a layer's keys and values, and the sizes of both; None: it has none."""
     if isinstance(mixer, LatentAttention):
-        return 1, mixer.latent_dim + mixer.rope_dim, 0
+        return 1, mixer.latent_dim + mixer.rope_dim, 0 if mixer.indexer is None else mixer.indexer.dim
     return (mixer.kv_heads, mixer.dim, mixer.size_of_values) if isinstance(mixer, Attention) else None

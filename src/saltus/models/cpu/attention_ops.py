@@ -13,7 +13,7 @@ from saltus.kernels.packed_weight import GROUP_OUTPUTS, PackedWeight, Q, quantiz
 from saltus.models.cpu.attention_kinds import AttentionKinds
 from saltus.models.cpu.mixer_ops import MixerOps
 from saltus.models.cpu.operations import Operations
-from saltus.models.mixer_description import Angles, Attention, LatentAttention, Norm
+from saltus.models.mixer_description import Angles, Attention, Indexer, LatentAttention, Norm
 from saltus.models.packed_decoder import check_heads, check_sizes
 
 
@@ -84,11 +84,15 @@ class AttentionOps:
         check_heads(heads, 1, rope)
         check_sizes(kv_lora_rank=latent, qk_nope_head_dim=nope, v_head_dim=layer.value_dim)
         q, made = ops.buffer("q", heads * (nope + rope)), ops.buffer("latent", latent + rope)
+        given, indexer = [(layer.latent, made)], layer.indexer
+        if indexer is not None:
+            check_sizes(index_topk=indexer.top_k, index_n_heads=indexer.heads, index_head_dim=indexer.dim)
+            given.append((indexer.key, ops.buffer("index key", indexer.dim)))
         if layer.query_latent is None:
-            ops.product(ops.hidden, [(layer.query, q), (layer.latent, made)], norm)
+            ops.product(ops.hidden, [(layer.query, q), *given], norm)
         else:
             of_queries = ops.buffer("query latent", len(ops.weights.matrix(layer.query_latent).weight))
-            ops.product(ops.hidden, [(layer.query_latent, of_queries), (layer.latent, made)], norm)
+            ops.product(ops.hidden, [(layer.query_latent, of_queries), *given], norm)
             ops.product(of_queries, [(layer.query, q)], layer.query_norm)
         vector, rotated, k = ops.buffer("vector", latent), ops.buffer("rotated", rope), ops.buffer("k", latent + rope)
         ops.copy(made, vector)
@@ -115,10 +119,47 @@ class AttentionOps:
             layer.query, layer.latent, None, layer.output, heads, 1, latent + rope, layer.scale
         )  # fmt: skip
         new_queries, new_keys = (x.view(len(x), -1, latent + rope) for x in (queries, k))
-        self._attend(number, simple, new_queries, new_keys, None, attended.view(len(attended), heads, latent))
+        index_key = None
+        if indexer is not None:
+            self.kinds.indexers[number], index_key = self._indexer(layer, indexer, norm)
+        elif layer.shares_choice is not None:
+            self.kinds.indexers[number] = self.kinds.indexers[layer.shares_choice]
+        new_values = attended.view(len(attended), heads, latent)
+        self._attend(number, simple, new_queries, new_keys, None, new_values, index_key)
         out = ops.buffer("out", heads * layer.value_dim)
         self._multiply_heads(attended, to_values, out)
         return out
+
+    def _indexer(self, layer: LatentAttention, indexer: Indexer, norm: Norm | None) -> tuple[native.Indexer, Tensor]:
+        """The kernel's arguments of a choice, and the new keys [rows, 1, size] that it is made by.
+
+        What only a choice needs is skipped while texts are so short that there is none.
+        """
+        ops, heads, dim = self.ops, indexer.heads, indexer.dim
+        assert layer.query_latent is not None
+        of_queries = ops.buffer("query latent", len(ops.weights.matrix(layer.query_latent).weight))
+        key, query, normed = (
+            ops.buffer(name, width)
+            for name, width in (("index key", dim), ("index q", heads * dim), ("index x", ops.hidden.shape[1]))
+        )
+        weight = ops.weights.dense(ops.weights.module(indexer.weights).weight)
+        if weight.shape != (heads, ops.hidden.shape[1]):
+            raise ValueError(f"a decoder's {indexer.weights} does not have {heads} outputs; fetch it again")
+        struct = native.Indexer(
+            x=normed.data_ptr(), weight=weight.data_ptr(), query=query.data_ptr(), key=key.data_ptr(),
+            inputs=ops.hidden.shape[1], heads=heads, dim=dim, most=indexer.top_k,
+            weight_is_float32=weight.dtype == torch.float32,
+        )  # fmt: skip
+        ops.normalize(key, indexer.key_norm, key)
+        self._rotate(key, 1, dim, None, layer.angles, indexer.rope_interleaved)
+        with ops.skipped_unless_choosing(struct):
+            if norm is None:
+                ops.copy(ops.hidden, normed)
+            else:
+                ops.normalize(ops.hidden, norm, normed)
+            ops.product(of_queries, [(indexer.query, query)], layer.query_norm)
+            self._rotate(query, heads, dim, None, layer.angles, indexer.rope_interleaved)
+        return struct, key[:, None]
 
     def _matrices_of_heads(self, layer: LatentAttention) -> tuple[Tensor, Tensor]:
         """What queries are multiplied by [heads, latent, nope], and what is attended to [heads, value, latent].
@@ -193,14 +234,26 @@ class AttentionOps:
             ops.angles.append(angles)
         ops.op(native.ROTATE, rotation, -1 if angles is None else ops.angles.index(angles))
 
-    def _attend(self, number: int, layer: Attention, q: Tensor, k: Tensor, v: Tensor | None, out: Tensor) -> None:
+    def _attend(
+        self,
+        number: int,
+        layer: Attention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        out: Tensor,
+        index_key: Tensor | None = None,
+    ) -> None:
         sinks = None
         if layer.sinks is not None:
             sinks = self.ops.weights.tensor(layer.sinks).float().contiguous()
             assert sinks.shape == (layer.heads,)
             self.ops.weights.made.append(sinks)
-        which, place = self.kinds.add(number, layer, q, k, v, out, sinks)
-        self.ops.op(native.ATTEND, None, which, place)
+        which, place = self.kinds.add(number, layer, q, k, v, out, sinks, index_key)
+        indexer = self.kinds.indexers.get(number)
+        if index_key is not None:
+            self.ops.op(native.CHOOSE_KEYS, indexer, which, place)
+        self.ops.op(native.ATTEND, indexer, which, place)
 
 
 def _in_8_bits(matrices: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -89,6 +90,15 @@ class DecoderOps:
         if struct is not None:
             self.structs.append(struct)
         self.list.append((kind, struct, which, place))
+
+    @contextmanager
+    def skipped_unless_choosing(self, indexer: native.Indexer) -> Iterator[None]:
+        """What is added within is done if a row of a call may see more keys than the indexer chooses."""
+        begin = len(self.list)
+        self.op(native.SKIP_UNLESS_CHOOSING, indexer)
+        yield
+        kind, struct, which, _ = self.list[begin]
+        self.list[begin] = kind, struct, which, len(self.list) - begin - 1
 
     def product(
         self, x: Tensor, outputs: Sequence[tuple[Weight, Tensor]], norm: Norm | None = None, **settings: Any

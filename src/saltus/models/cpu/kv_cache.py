@@ -19,7 +19,8 @@ class KVCache:
     """Keys and values of one text: slot i holds token i; for one call the nodes of a tree follow.
 
     Buffers are [layers, kv_heads, capacity, dim], made when the first layer writes. Layers whose sizes differ from the
-    first one's (Gemma 4) have buffers of their own, [kv_heads, capacity, dim].
+    first one's (Gemma 4) have buffers of their own, [kv_heads, capacity, dim]. The values of latent attention are the
+    first numbers of its keys; in their place are the keys of an indexer, or nothing.
     """
 
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # whose keys and values are kept
@@ -102,7 +103,7 @@ class KVCache:
         if self.places is None or self.places[2] < num_slots:
             self.reserve(num_layers, num_slots, *new_rows)
             assert self.keys is not None and self.values is not None
-            keys, values = memories_of(self.keys, self.values)
+            keys, values = self.keys, self.values
             key_step, value_step = (x.stride(0) * x.element_size() for x in (keys, values))
             self.places = keys.data_ptr(), values.data_ptr(), keys.shape[-2], key_step, value_step
         return self.places
@@ -128,11 +129,6 @@ class KVCache:
         if capacity is not None:
             self.odd_layers[layer] = _resized(keys, (), capacity, key), _resized(values, (), capacity, value)
         return self.odd_layers[layer]
-
-
-def memories_of(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where kernels find keys and values; those of latent attention are the first numbers of keys."""
-    return keys, values if values.shape[-1] else keys
 
 
 def have_sizes_of(buffers: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> bool:

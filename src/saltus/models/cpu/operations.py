@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -34,3 +35,5 @@ class Operations(Protocol):
     def add(self, x: Tensor, add: Tensor | None, scale: float, out: Tensor | None = None) -> None: ...
 
     def copy(self, x: Tensor, out: Tensor, first: int = 0) -> None: ...
+
+    def skipped_unless_choosing(self, indexer: Any) -> AbstractContextManager[None]: ...

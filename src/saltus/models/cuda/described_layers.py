@@ -122,6 +122,8 @@ def _are_known_angles(a: Attention, base: Any) -> bool:
 
 
 def _is_known_latent_attention(a: LatentAttention, base: Any) -> bool:
+    if a.indexer is not None or a.shares_choice is not None:
+        return False
     whole = [each for each in (a.query, a.latent, a.expand, a.output, a.query_latent) if each is not None]
     biases = [base.get_submodule(each.path).bias is None for each in whole]
     first = len(whole) - 1 if a.query_latent is not None else 1  # one that may have a bias, as the latent layer

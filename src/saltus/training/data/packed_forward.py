@@ -21,18 +21,24 @@ from saltus.models.attention_span import AttentionSpan, first_visible
 from saltus.models.cpu import attention
 from saltus.models.decoder_of import decoder_of
 from saltus.models.gated_lora import Adapter, Gate, gated_adapter
-from saltus.models.recurrent_layers import recurrent_layer_types
+from saltus.models.recurrent_layers import other_key_types, recurrent_layer_types
 from saltus.training.data.window_packing import PackedBatch, pack_rows, slice_rows
 
 
 def prepare_model(model: Any) -> Any:
     """The model as `packed_logits` needs it: frozen, without dropout, with the attention of `models.cpu.attention`.
 
-    Errors: ValueError for a model with layers that keep a state, which cannot read windows beside each other.
+    Errors: ValueError for a model with layers that keep a state or choose keys, which cannot read windows beside each
+    other.
     """
     if kinds := recurrent_layer_types(model):
         raise ValueError(
             f"{type(model).__name__} keeps a state in {kinds[0]} layers, so many windows cannot be read in one pass;"
+            " train a drafter of hidden states, or draft by lookup"
+        )
+    if others := other_key_types(model):
+        raise ValueError(
+            f"{type(model).__name__} chooses keys in {others[0]} layers, so many windows cannot be read in one pass;"
             " train a drafter of hidden states, or draft by lookup"
         )
     attention.install_attention(model)
