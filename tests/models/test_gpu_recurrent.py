@@ -77,6 +77,15 @@ def test_layers_are_those_of_transformers(name):
         assert (row - expected).norm() < BOUND * expected.norm(), path
 
 
+def test_layers_that_the_kernels_do_not_know_are_left_to_others():
+    assert described_for_gpu(tiny("Mamba", use_bias=True)) is None
+    for name in ("Mamba", "Mamba2"):
+        for hidden, fits in ((96, False), (128, True)):  # what the first product sums over
+            heads = {"num_heads": hidden // 8, "head_dim": 16} if name == "Mamba2" else {}
+            model = tiny(name, hidden_size=hidden, **heads)
+            assert fits_described(model, described_for_gpu(model)) is fits
+
+
 @pytest.mark.parametrize("name", ["Qwen3_5", "Lfm2", "Lfm3", "Bamba", "KimiLinear", "Jamba"])
 def test_a_token_has_the_same_bits_as_text_as_a_node_and_in_a_batch(name):
     network, tokens = decoded(name)[0], text(18)

@@ -120,7 +120,7 @@ def _recur(
         if SCANNED:
             step_at = column
         is_step = is_value if SCANNED else is_key
-        one_step: tl.constexpr = not (CHANNELWISE or SCANNED)
+        one_step: tl.constexpr = not (CHANNELWISE or SCANNED)  # pyright: ignore[reportAssignmentType]
         own_bias = tl.load(bias + step_at) if one_step else tl.load(bias + step_at, mask=is_step, other=0.0)
         for number in tl.range(0, before + num_rows):
             source = first + number - before
