@@ -55,7 +55,7 @@ def _systems_table(systems: Mapping[str, Any], wide: bool) -> Table:
         "speed-up\n(95 %)": _speedup,
         "prefill\napart": lambda system: format_number(system["decode_speedup"]) if wide else None,
         "tokens\na call": lambda system: format_number(system["tokens_per_call"]),
-        "ms\na call": lambda system: format_number(system["ms_per_call"], 1),
+        "ms\na call": lambda system: format_number(system["ms_per_call"], 1) if wide or not graded else None,
         "same\ntext": _same_text,
         (graded or ""): lambda system: _percent(system["accuracy"]) if graded else None,
     }
