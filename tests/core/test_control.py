@@ -15,7 +15,7 @@ from saltus.core.canvas import continuation
 from saltus.core.control.acceptance import Acceptance
 from saltus.core.control.call_cost import CallCost, never_falling
 from saltus.core.control.controller import Controller
-from saltus.core.control.drafting_switch import DraftingSwitch
+from saltus.core.control.drafting_switch import TRIAL_STEPS, DraftingSwitch
 from saltus.core.distributions import Step, TargetDistributions
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
@@ -391,7 +391,8 @@ def test_a_drafter_that_does_not_earn_its_time_rests_ever_longer_and_others_draf
     for _ in run_batch([made.sequence], clocks):
         inputs.append(clocks["small_model"].toy.calls)
     assert inputs[-1] < 50
-    first, second, *_ = np.diff(np.flatnonzero(np.diff(inputs)))
+    pauses = np.diff(np.flatnonzero(np.diff(inputs)))
+    first, second, *_ = pauses[pauses > TRIAL_STEPS][-2:]
     assert second > 1.5 * first >= 64
     assert len(made.steps) < 500, "lookup went on"
 

@@ -133,3 +133,34 @@ def test_a_drafter_that_forgets_to_return_is_an_error_that_names_it():
     decoding = speculate(continuation([1, 2], 4), Noise(0), Sampling(), [forgetful], lambda step: None)
     with pytest.raises(ValueError, match=r"^the drafter .*forgetful returned None; return branches, or \(\)"):
         next(decoding)
+
+
+@pytest.mark.parametrize(("seconds", "adaptive", "calls"), [(1e-5, True, 5), (0.09, True, 1), (0.09, False, 5)])
+def test_a_draft_model_goes_on_while_its_next_call_may_pay(monkeypatch, seconds, adaptive, calls):
+    """A call of the target takes 0.1 s."""
+    target, called = toy_network(vocab=6, logit_scale=0.5), []
+    draft_model = toy_drafter(target, name="small_model")
+
+    def count(network, name, seconds):
+        evaluate = network._evaluate
+
+        def timed(inputs, kv_cache):
+            called.append(name)
+            return replace(evaluate(inputs, kv_cache), seconds=seconds)
+
+        monkeypatch.setattr(network, "_evaluate", timed)
+
+    count(target, "target", 0.1)
+    count(draft_model, "small_model", seconds)
+    controller = Controller(31, adaptive)
+    controller.call_cost.seconds.update({1: 0.1, 32: 0.12})
+    toy_decoding(
+        "small_model",
+        [1, 2],
+        12,
+        target=target,
+        controller=controller,
+        extra_networks={"small_model": draft_model},
+        options={"small_model": {"model": "it", "min_probability": 0.0}},
+    ).run()
+    assert called.index("target") == calls

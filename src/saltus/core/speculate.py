@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from saltus.core.canvas import Canvas
 from saltus.core.constraint import Constraint, constrained_branches
@@ -32,8 +33,10 @@ class _DraftCalls:
     seconds: float = 0.0
     waited: float = 0.0  # seconds until their outputs came
     read_prompt: bool = False
+    latest: float = 0.0  # seconds of the latest one
 
     def record(self, outputs: ForwardOutputs, waited: float) -> None:
+        self.latest = outputs.seconds
         self.seconds += outputs.seconds
         self.waited += waited
         self.read_prompt |= outputs.context_tokens_read > self.max_context
@@ -83,7 +86,7 @@ def speculate(
         for drafter in asked if max_depth else ():
             drafts = drafter(canvas, last, max_depth)
             if isinstance(drafts, Generator):
-                drafts = (yield from _time_draft_calls(drafts, draft_calls)) if should_draft else ()
+                drafts = (yield from _time_draft_calls(drafts, draft_calls, controller)) if should_draft else ()
                 draft_calls.asked = should_draft
             if drafts is None:
                 raise ValueError(
@@ -128,12 +131,18 @@ def speculate(
 
 
 def _time_draft_calls(
-    drafts: Generator[ForwardInputs, ForwardOutputs, Sequence[Drafts]], calls: _DraftCalls
+    drafts: Generator[ForwardInputs, ForwardOutputs, Sequence[Drafts]], calls: _DraftCalls, controller: Controller
 ) -> Generator[ForwardInputs, ForwardOutputs, Sequence[Drafts]]:
-    """Pass on the forward passes of a drafter, and record them; returns its branches."""
+    """Pass on the forward passes of a drafter, and record them; returns its branches.
+
+    One that goes on gets no logits, and ends its branch, where a further call would not pay.
+    """
     try:
         inputs = next(drafts)
         while True:
+            if inputs.draft_chance < 1 and not controller.draft_call_pays(inputs.draft_chance, calls.latest):
+                inputs = drafts.send(ForwardOutputs(torch.empty(0, 0)))
+                continue
             started = time.perf_counter()
             outputs = yield inputs
             calls.record(outputs, time.perf_counter() - started)

@@ -151,8 +151,9 @@ def translating_drafter(drafter: Drafter, translation: VocabularyTranslation) ->
                 own = [*read, *(translation.own[token] for token in inputs.canvas.decided_prefix[decided:].tolist())]
                 outputs = ForwardOutputs(torch.empty(0, 0))  # none where the text is too long for the draft model
                 if translation.context_length is None or len(own) < translation.context_length:
+                    translated = continuation(own, len(inputs.canvas.open_positions))
                     made = yield ForwardInputs(
-                        continuation(own, len(inputs.canvas.open_positions)), network_name=inputs.network_name
+                        translated, network_name=inputs.network_name, draft_chance=inputs.draft_chance
                     )
                     outputs = translation.outputs(made)
                 inputs = drafts.send(outputs)

@@ -71,7 +71,8 @@ def draft_autoregressively(
         value *= stated
         tokens.append(token)
         probabilities.append(stated)
-        inputs = replace(inputs, canvas=canvas.fill(np.array(tokens, dtype=np.int64)), hidden_states=None)
+        filled = canvas.fill(np.array(tokens, dtype=np.int64))
+        inputs = replace(inputs, canvas=filled, hidden_states=None, draft_chance=value)
     return [Branch(tokens, probabilities, source, distributions if rule is reject else None), *siblings]
 
 
