@@ -102,6 +102,18 @@ def test_a_text_that_the_draft_model_cannot_hold_has_no_drafts():
         next(generator)
 
 
+def test_a_call_that_would_not_pay_has_no_logits():
+    def drafter(canvas, last, max_depth):
+        outputs = yield ForwardInputs(canvas)
+        assert not len(outputs.logits)
+        return []
+
+    generator = translating_drafter(drafter, translation())(continuation([*range(9)], 5), None, 4)
+    next(generator)
+    with pytest.raises(StopIteration):
+        generator.send(ForwardOutputs(torch.empty(0, 0)))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
 def test_the_text_is_that_of_plain_decoding(tiny_folder, temperature):
     draft_model = str(tiny_folder(seed=1, words=OTHER))

@@ -55,7 +55,9 @@ class VocabularyTranslation:
         self.own = dict(zip(ids.tolist(), range(len(ids)), strict=True))  # the draft model's token by its id
 
     def outputs(self, outputs: ForwardOutputs) -> ForwardOutputs:
-        """The draft model's, by these ids."""
+        """The draft model's, by these ids; none stay none."""
+        if not len(outputs.logits):
+            return outputs
         logits = outputs.logits[:, self.columns.to(outputs.logits.device)]
         return replace(outputs, logits=logits, token_ids=self.token_ids, likeliest=None, picked=None, candidates=None)
 
