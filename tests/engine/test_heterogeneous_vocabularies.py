@@ -19,6 +19,7 @@ from saltus.engine.heterogeneous_vocabularies import VocabularyTranslation, tran
 WORDS = "the cat sat on the mat and the dog ran after the caterpillar in the matinee"
 OTHER = "an altogether other vocabulary is learned here: caterpillars and cathedrals sat altogether there"
 PROMPT = "the cat sat on the mat and the"
+LONG_PROMPT = PROMPT + " dog and the mat and the log" * 3
 
 
 def translation(context_length: int | None = None) -> VocabularyTranslation:
@@ -115,11 +116,12 @@ def test_a_call_that_would_not_pay_has_no_logits():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
-def test_the_text_is_that_of_plain_decoding(tiny_folder, temperature):
+@pytest.mark.parametrize("max_prompt", [256, 5])
+def test_the_text_is_that_of_plain_decoding(tiny_folder, max_prompt, temperature):
     draft_model = str(tiny_folder(seed=1, words=OTHER))
     engine = saltus.load(
         str(tiny_folder()), "small_model", draft_model=draft_model, adaptive=False, batch_size=3,
-        options={"small_model": {"min_probability": 0.0}},
+        options={"small_model": {"min_probability": 0.0, "max_prompt": max_prompt}},
     )  # fmt: skip
     prompts = [PROMPT, "a 日本 cat", "caterpillars"]
     settings = {"max_new_tokens": 30, "temperature": temperature, "seed": 4}
@@ -159,3 +161,29 @@ def numbered_backwards(folder: Path, place: Path) -> Path:
     shutil.copy(folder / "tokenizer_config.json", place)
     (place / "tokenizer.json").write_text(json.dumps(tokenizer))
     return place
+
+
+@pytest.mark.parametrize("method", ["small_model", "small_model+lookup"])
+def test_of_a_long_prompt_the_draft_model_reads_the_first_and_the_last_tokens(tiny_folder, method):
+    """The same model with the whole prompt drafts every token; with a part of it texts stay, and drafts are others."""
+    folder = str(tiny_folder())
+    engine = saltus.load(
+        folder, method, draft_model=folder, adaptive=False, max_draft_tokens=4,
+        options={"small_model": {"min_probability": 0.0, "num_draft_tokens": 4, "max_prompt": 8}},
+    )  # fmt: skip
+    read, forward = [], engine.decoder.setup(method).networks["small_model"].forward
+
+    def recorded(batch, kv_caches):
+        read.extend(inputs.canvas.decided_prefix.tolist() for inputs in batch)
+        return forward(batch, kv_caches)
+
+    engine.decoder.setup(method).networks["small_model"].forward = recorded
+    try:
+        plain = engine.generate(LONG_PROMPT, method="plain", max_new_tokens=20)
+        assert engine.generate(LONG_PROMPT, max_new_tokens=20).tokens == plain.tokens
+    finally:
+        del engine.decoder.setup(method).networks["small_model"].forward
+    prompt = engine.encode(LONG_PROMPT)
+    assert read[0] == [*prompt[:4], *prompt[-8:]]
+    assert read[1][:12] == read[0]
+    assert len(read[-1]) == len(prompt[:4]) + 8 + 18

@@ -46,6 +46,12 @@ class Canvas:
         """The tokens that fill the decided holes, in deciding order."""
         return self.tokens[self.order[: self.num_decided]]
 
+    def without(self, dropped: range) -> Canvas:
+        """The same without these given tokens; what stands behind them moves to their place."""
+        assert dropped.stop <= self.order[0], "only given tokens can be left out, and those before all holes"
+        tokens = np.concatenate([self.tokens[: dropped.start], self.tokens[dropped.stop :]])
+        return Canvas(tokens, self.order - len(dropped), self.num_decided)
+
     def fill(self, new: np.ndarray) -> Canvas:
         """Decide the next `len(new)` holes."""
         tokens = self.tokens.copy()

@@ -99,8 +99,8 @@ class ForwardInputs:
     gumbel_max: GumbelMax | None = None  # of the decided text and draft tokens; None: the host picks
     candidate_temperature: float = 0.0  # of sampling for which candidates are enough; 0: they are of no use
     drafts: Sequence[Drafts] = ()  # all offered ones, of which the tokens were chosen; no network reads them
-    # of a draft model that goes on: the probability that what it drafted so far is accepted. No network reads it
-    draft_chance: float = 1.0
+    # of a draft model that goes on: probabilities of acceptance of what it drafted so far; no network reads them
+    draft_probabilities: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents)

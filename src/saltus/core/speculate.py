@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -33,13 +34,14 @@ class _DraftCalls:
     seconds: float = 0.0
     waited: float = 0.0  # seconds until their outputs came
     read_prompt: bool = False
-    latest: float = 0.0  # seconds of the latest one
+    latest: float = 0.0  # seconds of the latest one; 0 if it read a prompt
 
     def record(self, outputs: ForwardOutputs, waited: float) -> None:
-        self.latest = outputs.seconds
+        read_prompt = outputs.context_tokens_read > self.max_context
+        self.latest = 0.0 if read_prompt else outputs.seconds
         self.seconds += outputs.seconds
         self.waited += waited
-        self.read_prompt |= outputs.context_tokens_read > self.max_context
+        self.read_prompt |= read_prompt
 
 
 def _name(drafter: Drafter) -> str:
@@ -140,7 +142,8 @@ def _time_draft_calls(
     try:
         inputs = next(drafts)
         while True:
-            if inputs.draft_chance < 1 and not controller.draft_call_pays(inputs.draft_chance, calls.latest):
+            drafted = inputs.draft_probabilities
+            if drafted and not controller.draft_call_pays(math.prod(drafted), calls.latest, len(drafted)):
                 inputs = drafts.send(ForwardOutputs(torch.empty(0, 0)))
                 continue
             started = time.perf_counter()

@@ -58,7 +58,7 @@ class VocabularyTranslation:
         """The draft model's, by these ids; none stay none."""
         if not len(outputs.logits):
             return outputs
-        logits = outputs.logits[:, self.columns.to(outputs.logits.device)]
+        logits = outputs.logits.index_select(1, self.columns.to(outputs.logits.device))
         return replace(outputs, logits=logits, token_ids=self.token_ids, likeliest=None, picked=None, candidates=None)
 
     def from_target(self, tokens: Sequence[int]) -> list[int]:
@@ -116,6 +116,8 @@ class _TranslatedText:
 
     def read(self, tokens: list[int]) -> list[int]:
         """The whole text, begin token included. The end of what was read before is split anew with what follows."""
+        if tokens == self.tokens:
+            return [*self.translation.begin, *self.translated]
         first, own = self.settled
         if tokens[:first] != self.tokens[:first]:
             first, own = 0, 0
@@ -146,16 +148,17 @@ def translating_drafter(drafter: Drafter, translation: VocabularyTranslation) ->
         drafts = drafter(canvas, last, max_depth)
         if not isinstance(drafts, Generator):
             return drafts
-        read, decided = text.read(canvas.decided_prefix.tolist()), len(canvas.decided_prefix)
         try:
             inputs = next(drafts)
             while True:
-                own = [*read, *(translation.own[token] for token in inputs.canvas.decided_prefix[decided:].tolist())]
+                read = inputs.canvas.decided_prefix.tolist()
+                decided = len(read) - (inputs.canvas.num_decided - canvas.num_decided)
+                own = [*text.read(read[:decided]), *(translation.own[token] for token in read[decided:])]
                 outputs = ForwardOutputs(torch.empty(0, 0))  # none where the text is too long for the draft model
                 if translation.context_length is None or len(own) < translation.context_length:
                     translated = continuation(own, len(inputs.canvas.open_positions))
                     made = yield ForwardInputs(
-                        translated, network_name=inputs.network_name, draft_chance=inputs.draft_chance
+                        translated, network_name=inputs.network_name, draft_probabilities=inputs.draft_probabilities
                     )
                     outputs = translation.outputs(made)
                 inputs = drafts.send(outputs)

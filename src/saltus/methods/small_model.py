@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from saltus.core.canvas import Canvas
 from saltus.core.distributions import Step
-from saltus.core.forward import ForwardInputs
+from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
 from saltus.core.protocols import Drafter, DraftResult
 from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
+from saltus.core.tree import Branch
 from saltus.methods.shared.autoregressive import draft_autoregressively
+
+FIRST_TOKENS = 4  # of a prompt that is too long: models attend to the first tokens of a text whatever they are
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,14 @@ class SmallModel:
 
     model: str = ""  # the draft model: a name or a folder
     num_draft_tokens: int = 5  # at most
+    max_prompt: int = 256  # tokens of a longer prompt that the draft model reads: the last ones, and a few first ones
     min_probability: float = 0.2  # stop where the product of the drafts' probabilities falls below this
 
     def __post_init__(self) -> None:
         if self.num_draft_tokens < 1:
             raise ValueError(f"small_model: num_draft_tokens is {self.num_draft_tokens}, but must be 1 or more")
+        if self.max_prompt < 1:
+            raise ValueError(f"small_model: max_prompt is {self.max_prompt}, but must be 1 or more")
         if not 0 <= self.min_probability < 1:
             raise ValueError(f"small_model: min_probability is {self.min_probability}, but must lie in [0, 1)")
 
@@ -44,6 +51,21 @@ class SmallModel:
         def draft(canvas: Canvas, last: Step | None, max_depth: int) -> DraftResult:
             inputs = ForwardInputs(canvas, network_name="small_model")
             limits = min(self.num_draft_tokens, max_depth), self.min_probability
-            return draft_autoregressively(inputs, *limits, noise, sampling, rule, "small_model")
+            drafts = draft_autoregressively(inputs, *limits, noise, sampling, rule, "small_model")
+            dropped = range(FIRST_TOKENS, int(canvas.order[0]) - self.max_prompt)
+            return _without(dropped, drafts) if dropped else drafts
 
         return draft
+
+
+def _without(
+    dropped: range, drafts: Generator[ForwardInputs, ForwardOutputs, Sequence[Branch]]
+) -> Generator[ForwardInputs, ForwardOutputs, Sequence[Branch]]:
+    """Let the draft model read the text without these tokens of the prompt."""
+    try:
+        inputs = next(drafts)
+        while True:
+            outputs = yield replace(inputs, canvas=inputs.canvas.without(dropped))
+            inputs = drafts.send(outputs)
+    except StopIteration as end:
+        return end.value

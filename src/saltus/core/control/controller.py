@@ -50,15 +50,16 @@ class Controller:
         """True if drafters that can be switched off should draft in this step."""
         return not self.adaptive or self.drafting_switch.should_draft()
 
-    def draft_call_pays(self, chance: float, seconds: float) -> bool:
-        """True if one more call of a draft model may bring more tokens than are decided in its seconds otherwise.
+    def draft_call_pays(self, chance: float, seconds: float, num_drafted: int) -> bool:
+        """True if one more call of a draft model may bring more tokens than are decided in the time that it costs.
 
-        `chance` is the probability that what it has drafted in this step is accepted, and so the most that a further
-        token is worth.
+        It costs its own seconds, and a row of the verification call. `chance` is the probability that what was drafted
+        in this step, `num_drafted` tokens, is accepted, and so the most that a further token is worth.
         """
         if not self.adaptive or not self.call_cost.seconds:
             return True
-        return chance >= self.drafting_switch.with_drafts.rate * seconds / self.call_cost.seconds_for(1)
+        row = self.call_cost.seconds_for(num_drafted + 2) - self.call_cost.seconds_for(num_drafted + 1)
+        return chance >= self.drafting_switch.with_drafts.rate * (seconds + row) / self.call_cost.seconds_for(1)
 
     def needs_hidden_states(self, max_unread: int) -> bool:
         """False while draft models are off for so many steps that they never read this call's hidden states.

@@ -72,7 +72,7 @@ def draft_autoregressively(
         tokens.append(token)
         probabilities.append(stated)
         filled = canvas.fill(np.array(tokens, dtype=np.int64))
-        inputs = replace(inputs, canvas=filled, hidden_states=None, draft_chance=value)
+        inputs = replace(inputs, canvas=filled, hidden_states=None, draft_probabilities=tuple(probabilities))
     return [Branch(tokens, probabilities, source, distributions if rule is reject else None), *siblings]
 
 
