@@ -164,11 +164,10 @@ def numbered_backwards(folder: Path, place: Path) -> Path:
 
 
 @pytest.mark.parametrize("method", ["small_model", "small_model+lookup"])
-def test_of_a_long_prompt_the_draft_model_reads_the_first_and_the_last_tokens(tiny_folder, method):
-    """The same model with the whole prompt drafts every token; with a part of it texts stay, and drafts are others."""
-    folder = str(tiny_folder())
+def test_of_a_long_prompt_the_draft_model_reads_the_first_and_the_last_tokens(tiny_folder, tmp_path, method):
+    folder, copy = str(tiny_folder()), shutil.copytree(tiny_folder(), tmp_path / "copy")
     engine = saltus.load(
-        folder, method, draft_model=folder, adaptive=False, max_draft_tokens=4,
+        folder, method, draft_model=str(copy), adaptive=False, max_draft_tokens=4,
         options={"small_model": {"min_probability": 0.0, "num_draft_tokens": 4, "max_prompt": 8}},
     )  # fmt: skip
     read, forward = [], engine.decoder.setup(method).networks["small_model"].forward
