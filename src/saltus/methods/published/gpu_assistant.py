@@ -122,7 +122,9 @@ def _as_decoder(model: Any) -> Any:
     base: Any = whole.get_submodule("model")
     base.rotary_emb = model.rotary
     dtype = model.embeddings.dtype
-    return SimpleNamespace(get_decoder=lambda: base, dtype=dtype, named_parameters=base.named_parameters)
+    return SimpleNamespace(
+        get_decoder=lambda: base, dtype=dtype, named_parameters=base.named_parameters, named_modules=base.named_modules
+    )
 
 
 class _Module(nn.Module):

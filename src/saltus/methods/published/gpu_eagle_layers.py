@@ -164,5 +164,5 @@ def _as_decoder(model: EagleModel) -> Any:
     layers = SimpleNamespace(layers=model.layers, norm=model.norm, rotary_emb=rotary)
     return SimpleNamespace(
         model=layers, config=model.config, lm_head=model.lm_head, dtype=model.dtype,
-        named_parameters=model.named_parameters,
+        named_parameters=model.named_parameters, named_modules=model.named_modules,
     )  # fmt: skip
