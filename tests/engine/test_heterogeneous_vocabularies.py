@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import decoders
 from transformers import AutoModelForCausalLM
 
 import saltus
@@ -186,3 +187,10 @@ def test_of_a_long_prompt_the_draft_model_reads_the_first_and_the_last_tokens(ti
     assert read[0] == [*prompt[:4], *prompt[-8:]]
     assert read[1][:12] == read[0]
     assert len(read[-1]) == len(prompt[:4]) + 8 + 18
+
+
+def test_a_tokenizer_whose_tokens_have_no_bytes_of_their_own_is_refused_with_the_cure():
+    unknown = byte_tokenizer(OTHER)
+    unknown.backend_tokenizer.decoder = decoders.WordPiece()
+    with pytest.raises(ValueError, match=r"does not tell what its tokens stand for.*of the target's family"):
+        VocabularyTranslation(unknown, byte_tokenizer(WORDS), 300, None)

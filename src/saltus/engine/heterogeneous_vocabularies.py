@@ -176,7 +176,10 @@ def _contents(tokenizer: Any) -> dict[int, bytes | str]:
         if has_no_text(tokenizer, token):
             found[token] = tokenizer.convert_ids_to_tokens(token)
         elif (content := token_bytes(tokenizer, [token])) is None:
-            raise ValueError("a tokenizer does not tell what its tokens stand for")
+            raise ValueError(
+                f"the tokenizer of {tokenizer.name_or_path} does not tell what its tokens stand for, so that a model of"
+                " another vocabulary cannot draft; choose a draft model of the target's family"
+            )
         elif content:
             found[token] = content
     return found
