@@ -114,7 +114,15 @@ def test_many_categories_and_sides_stay_apart(tmp_path):
 
 def test_long_names_are_cut_and_leave_room(tmp_path):
     said = drawn(tmp_path, invented_records(4, ("a" * 90, "b"), {"plain": 0.0, "endpoint:" + "c" * 90: None}))
-    assert {"a" * 27 + "…", "endpoint:" + "c" * 18 + "…"} <= set(said["speed-up"])
+    assert {"a" * 12 + "…" + "a" * 15, "endpoint:ccc…" + "c" * 15} <= set(said["speed-up"])
+
+
+def test_names_with_varied_options_stay_apart(tmp_path):
+    """By the field and the end of its value: the folders of two drafters begin alike."""
+    names = [f"ptp+lookup ptp.model=/a/folder/of/drafters/drafter-{letter}" for letter in "ab"]
+    said = drawn(tmp_path, invented_records(4, systems={"plain": 0.0, **dict.fromkeys(names, 0.5)}))
+    for figure in ("speed-up", "calls"):
+        assert {"ptp+lookup model=drafter-a", "ptp+lookup model=drafter-b"} <= set(said[figure])
 
 
 def test_sides_without_calls_have_speed_ups_alone(tmp_path):

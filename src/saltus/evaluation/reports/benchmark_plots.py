@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -174,7 +175,9 @@ def _draw_speedup(
 
 
 def _abbreviate(name: str) -> str:
-    return name if len(name) <= 28 else name[:27] + "…"
+    """A name of at most 28 characters: of a varied option the field and the end of its value, such as a file's name."""
+    short = re.sub(r" \w+\.(\w+)=(?:\S*/)?", r" \1=", name)
+    return short if len(short) <= 28 else f"{short[:12]}…{short[-15:]}"
 
 
 def _format_interval(bounds: Sequence[float | int] | None) -> str:
@@ -228,8 +231,10 @@ def _plot_calls(results: Mapping[str, Any]) -> Any:
     low, high = axes.get_ylim()
     axes.set_ylim(max(0, low - 0.12 * (high - low)), high + 0.14 * max(high - low, 0.2))
     bars += _draw_equal_speed_lines(axes, shown.get("plain"))
-    points = {system: [(row["ms_per_call"], row["decode_tokens_per_call"])] for system, row in shown.items()}
-    place_labels(axes, points, {system: paint[system].light for system in shown}, bars)
+    points = {
+        _abbreviate(system): [(row["ms_per_call"], row["decode_tokens_per_call"])] for system, row in shown.items()
+    }
+    place_labels(axes, points, {_abbreviate(system): paint[system].light for system in shown}, bars)
     axes.set_xlabel("milliseconds per call", loc="right")
     axes.set_ylabel("tokens per call")
     return figure
@@ -296,8 +301,8 @@ def _plot_acceptance(results: Mapping[str, Any]) -> Any:
         )
     axes.set_xlim(0.7, max(3, *map(len, shown.values())) + 0.3)
     axes.set_ylim(0, 1.1 * max(max(shares) for shares in shown.values()) or 1)
-    points = {system: list(enumerate(shares, start=1)) for system, shares in shown.items()}
-    place_labels(axes, points, {system: paint[system].light for system in shown}, drawn)
+    points = {_abbreviate(system): list(enumerate(shares, start=1)) for system, shares in shown.items()}
+    place_labels(axes, points, {_abbreviate(system): paint[system].light for system in shown}, drawn)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     axes.grid(axis="y", color=LINE, lw=0.6)
