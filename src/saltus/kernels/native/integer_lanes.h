@@ -42,7 +42,7 @@ CONSTANT some_integers dot(some_integers sum, some_integers w, some_integers x) 
 }
 #else
 #define MAX_HEIGHT 6
-#define AT_ONCE 2  // vectors of outputs that share what is loaded of a row
+#define AT_ONCE 2  // vectors of outputs, at most, that share what is loaded of a row
 #define PAIRS_OF_PRODUCTS  // sums of two products in 16 bits, of which a few are added there
 #endif
 #elif defined __SSE4_1__
