@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from threading import Event
 
 import httpx
 import pytest
@@ -88,6 +89,33 @@ def test_an_address_in_use_is_refused_before_a_model_is_loaded():
     assert found.exit_code == 2
     assert f"cannot listen on 127.0.0.1:{port}" in " ".join(found.output.split())
     assert "http://" not in found.output
+
+
+@pytest.mark.parametrize("more", [[], ["--ray"]])
+@pytest.mark.parametrize("host", ["nonexistent.invalid", "192.0.2.1", "a..b"])
+def test_a_host_that_is_not_this_machine_is_refused_before_anything_starts(host, more):
+    found = CliRunner().invoke(app, ["serve", "-m", "nowhere", "--host", host, *more])
+    assert found.exit_code == 2
+    assert f"cannot listen on {host}:8000" in " ".join(found.output.split())
+
+
+def test_a_name_server_that_does_not_answer_is_not_waited_for(monkeypatch):
+    answered = Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [answered.wait(60)])
+    monkeypatch.setattr("saltus.cli.serve.RESOLVE_SECONDS", 0.01)
+    found = CliRunner().invoke(app, ["serve", "-m", "nowhere", "--host", "somewhere.example"])
+    answered.set()
+    assert found.exit_code == 2
+    assert "name servers did not answer within 0.01 s" in " ".join(found.output.split())
+
+
+def test_replicas_may_listen_where_earlier_ones_do(monkeypatch):
+    monkeypatch.setattr("saltus.server.replicas.start_replicas", lambda *_: sys.exit(5))
+    with socket.socket() as used:
+        used.bind(("127.0.0.1", 0))
+        used.listen()
+        command = ["serve", "-m", "nowhere", "--ray", "--port", str(used.getsockname()[1])]
+        assert CliRunner().invoke(app, command).exit_code == 5
 
 
 @pytest.mark.slow

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
 import signal
 import socket
 from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
+from threading import Thread
 from typing import Annotated, Any
 
 import typer
@@ -19,6 +22,7 @@ from saltus.cli import options as o
 LEARN_SHARE = 0.08
 DEFAULT_KV_CACHE = "4GB"
 MIN_KV_CACHE_BYTES = 10**6
+RESOLVE_SECONDS = 5.0  # that name servers have for the address of --host
 DEFAULT_CONTEXT = 32768  # tokens, for models that name no limit and whose memory does not grow with a text
 _server_option = partial(o.in_panel, o.SERVER_PANEL)
 
@@ -171,6 +175,7 @@ def serve(
     def app(service: Any) -> Any:
         return make_app(service, keys, log_requests, allowed_hosts(host, allowed_host or ()))
 
+    _check_address(host, port, held_by_ray=ray)  # before a model is loaded
     if ray:
         from saltus.server.replicas import Replicas, start_replicas, stop_replicas, wait_for_signal
 
@@ -182,7 +187,6 @@ def serve(
         print_note("finishing what runs")
         stop_replicas()
         return
-    _check_free(host, port)  # before a model is loaded
     service = new_service()
     what = f"{model_options.model} with {service.engine.method}"
     server = Server(
@@ -264,10 +268,10 @@ def _kv_cache_bytes(size: str, device: str) -> int:
     return wanted
 
 
-def _check_free(host: str, port: int) -> None:
-    """Raise ValueError for an address where nothing can listen."""
+def _check_address(host: str, port: int, held_by_ray: bool) -> None:
+    """Raise ValueError for an address where nothing can listen. Ray may hold the port already, for earlier replicas."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = _resolved(host, 0 if held_by_ray else port)
         with socket.socket(family, kind, protocol) as tried:
             if os.name == "posix":  # a port that was left a moment ago is free
                 tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -276,6 +280,25 @@ def _check_free(host: str, port: int) -> None:
         raise ValueError(
             f"the server cannot listen on {host}:{port} ({error.strerror}); choose another --port or --host"
         ) from None
+
+
+def _resolved(host: str, port: int) -> Any:
+    """What `socket.getaddrinfo` finds first. Errors: OSError, also where name servers do not answer."""
+    found: Future[Any] = Future()
+
+    def resolve() -> None:
+        try:
+            found.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0])
+        except UnicodeError:
+            found.set_exception(OSError(errno.EINVAL, "that is no name of a machine"))
+        except OSError as error:
+            found.set_exception(error)
+
+    Thread(target=resolve, daemon=True).start()  # nothing can interrupt it
+    try:
+        return found.result(RESOLVE_SECONDS)
+    except TimeoutError:
+        raise OSError(errno.ETIMEDOUT, f"name servers did not answer within {RESOLVE_SECONDS:g} s") from None
 
 
 def _keys_of_environment() -> Sequence[str]:
