@@ -13,6 +13,8 @@ from saltus.core.noise import Noise
 from saltus.core.rules import match, reject
 from saltus.core.sampling import Sampling
 from saltus.core.speculate import speculate
+from saltus.core.tree import Branch
+from saltus.engine.decoding_setup import _limit_to_context
 from saltus.methods.jacobi.drafter import Jacobi
 from saltus.methods.ptp.fused_drafter import FusedPtpDrafter
 from saltus.testing import ToyDecoding, toy_decoding, toy_drafter, toy_network
@@ -127,11 +129,46 @@ def test_where_hardly_a_draft_could_pay_for_its_row_nobody_looks_for_drafts():
     assert times_asked({2: 1.9, 16: 2.5}) == 8 + 9, "many drafts cost little each"
 
 
-def test_a_drafter_that_forgets_to_return_is_an_error_that_names_it():
-    def forgetful(canvas, last, max_depth): ...
+def returning(returned):
+    def careless(canvas, last, max_depth):
+        return returned
 
-    decoding = speculate(continuation([1, 2], 4), Noise(0), Sampling(), [forgetful], lambda step: None)
-    with pytest.raises(ValueError, match=r"^the drafter .*forgetful returned None; return branches, or \(\)"):
+    return careless
+
+
+def yielding(yielded, returned):
+    def careless(canvas, last, max_depth):
+        if yielded is not None:
+            yield yielded
+        yield from ()
+        return returned
+
+    return careless
+
+
+class Careless:
+    def __call__(self, canvas, last, max_depth):
+        return [3, Branch([1], [0.5])]
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize(
+    ("drafter", "says"),
+    [
+        (returning(None), r"careless returned None; return a list of Branch, or \(\)"),
+        (returning([([1, 2], [0.5, 0.5])]), r"careless returned \[\(\[1, 2\], \[0.5, 0.5\]\)\]; return"),
+        (returning(Branch([1], [0.5])), r"careless returned Branch\(.*; return"),
+        (returning(7), "careless returned 7; return"),
+        (Careless(), r"Careless returned \[3, Branch"),
+        (yielding(None, [(1, 0.5)]), r"careless returned \[\(1, 0.5\)\]; return"),
+        (yielding(None, None), "careless returned None; return"),
+        (yielding(Branch([1], [0.5]), None), r"careless yielded Branch\(.*; yield ForwardInputs, and return a list"),
+        (_limit_to_context(64, returning([(1, 0.5)])), "careless returned"),
+    ],
+)
+def test_a_drafter_that_returns_no_drafts_is_an_error_that_names_it(drafter, says):
+    decoding = speculate(continuation([1, 2], 4), Noise(0), Sampling(), [drafter], lambda step: None)
+    with pytest.raises(ValueError, match=f"^the drafter test_speculate.*{says}"):
         next(decoding)
 
 

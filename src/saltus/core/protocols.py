@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,6 +13,7 @@ from saltus.core.control.controller import Controller
 from saltus.core.distributions import Step
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.tree import Drafts
+from saltus.core.value_types import short_repr
 
 DraftResult = Sequence[Drafts] | Generator[ForwardInputs, ForwardOutputs, Sequence[Drafts]]
 """Branches, or a generator that returns them, which is not run while its drafts do not pay for their time.
@@ -29,6 +31,32 @@ class Drafter(Protocol):
     """
 
     def __call__(self, canvas: Canvas, last: Step | None, max_depth: int) -> DraftResult: ...
+
+
+def checked_drafts(drafter: Drafter, returned: Any) -> Sequence[Drafts]:
+    """What a drafter returned, itself or by its generator. Errors: ValueError that names it if these are no drafts."""
+    if isinstance(returned, Sequence) and all(isinstance(each, Drafts) for each in returned):
+        return returned
+    raise ValueError(
+        f"the drafter {drafter_name(drafter)} returned {short_repr(returned)}; return a list of Branch, or () where it"
+        " has none"
+    )
+
+
+def checked_draft_call(drafter: Drafter, yielded: Any) -> ForwardInputs:
+    """What a drafter's generator yielded. Errors: ValueError that names the drafter if that is no forward pass."""
+    if isinstance(yielded, ForwardInputs):
+        return yielded
+    raise ValueError(
+        f"the drafter {drafter_name(drafter)} yielded {short_repr(yielded)}; yield ForwardInputs, and return a list of"
+        " Branch"
+    )
+
+
+def drafter_name(drafter: Drafter) -> str:
+    """Where a drafter, or what it is wrapped in, is defined; the name of its method is in it."""
+    drafter = inspect.unwrap(drafter)
+    return f"{drafter.__module__}.{getattr(drafter, '__qualname__', type(drafter).__qualname__)}"
 
 
 @runtime_checkable

@@ -16,7 +16,15 @@ from saltus.core.control.controller import Controller
 from saltus.core.distributions import DecodeGenerator, Step, TargetDistributions
 from saltus.core.forward import ForwardInputs, ForwardOutputs, GumbelMax
 from saltus.core.noise import Noise
-from saltus.core.protocols import Drafter, FusedDrafter, StopCondition, UsesCandidates, UsesHiddenStates
+from saltus.core.protocols import (
+    Drafter,
+    FusedDrafter,
+    StopCondition,
+    UsesCandidates,
+    UsesHiddenStates,
+    checked_draft_call,
+    checked_drafts,
+)
 from saltus.core.rules import Rule, match
 from saltus.core.sampling import Sampling
 from saltus.core.tree import Drafts
@@ -42,10 +50,6 @@ class _DraftCalls:
         self.seconds += outputs.seconds
         self.waited += waited
         self.read_prompt |= read_prompt
-
-
-def _name(drafter: Drafter) -> str:
-    return f"{drafter.__module__}.{getattr(drafter, '__qualname__', type(drafter).__qualname__)}"
 
 
 def speculate(
@@ -88,13 +92,10 @@ def speculate(
         for drafter in asked if max_depth else ():
             drafts = drafter(canvas, last, max_depth)
             if isinstance(drafts, Generator):
-                drafts = (yield from _time_draft_calls(drafts, draft_calls, controller)) if should_draft else ()
+                calls = _time_draft_calls(drafter, drafts, draft_calls, controller)
+                drafts = (yield from calls) if should_draft else ()
                 draft_calls.asked = should_draft
-            if drafts is None:
-                raise ValueError(
-                    f"the drafter {_name(drafter)} returned None; return branches, or () where it has none"
-                )
-            drafted += drafts
+            drafted += checked_drafts(drafter, drafts)
         if constraint is not None and drafters and max_depth:
             drafted = [*constrained_branches(drafted, constraint, canvas.new_tokens.tolist(), max_depth)]
         offered = controller.offered_tree(drafted, max_depth)
@@ -133,7 +134,10 @@ def speculate(
 
 
 def _time_draft_calls(
-    drafts: Generator[ForwardInputs, ForwardOutputs, Sequence[Drafts]], calls: _DraftCalls, controller: Controller
+    drafter: Drafter,
+    drafts: Generator[ForwardInputs, ForwardOutputs, Sequence[Drafts]],
+    calls: _DraftCalls,
+    controller: Controller,
 ) -> Generator[ForwardInputs, ForwardOutputs, Sequence[Drafts]]:
     """Pass on the forward passes of a drafter, and record them; returns its branches.
 
@@ -142,7 +146,7 @@ def _time_draft_calls(
     try:
         inputs = next(drafts)
         while True:
-            drafted = inputs.draft_probabilities
+            drafted = checked_draft_call(drafter, inputs).draft_probabilities
             if drafted and not controller.draft_call_pays(math.prod(drafted), calls.latest, len(drafted)):
                 inputs = drafts.send(ForwardOutputs(torch.empty(0, 0)))
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import update_wrapper
 from typing import Any
 
 from saltus.core.canvas import Canvas
@@ -142,4 +143,4 @@ def _limit_to_context(context_length: int, drafter: Drafter) -> Drafter:
         depth = min(max_depth, context_length - len(canvas.decided_prefix))
         return drafter(canvas, last, depth) if depth > 0 else ()
 
-    return limited
+    return update_wrapper(limited, drafter, updated=())

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import update_wrapper
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,8 @@ import torch
 from saltus.core.canvas import Canvas, continuation
 from saltus.core.distributions import Step
 from saltus.core.forward import ForwardInputs, ForwardOutputs
-from saltus.core.protocols import Drafter
-from saltus.core.tree import Branch, Drafts
+from saltus.core.protocols import Drafter, checked_draft_call, checked_drafts
+from saltus.core.tree import Branch, Drafts, each_branch
 from saltus.engine.encoding import begin_tokens, tokens_inside_text
 from saltus.engine.token_texts import has_no_text, token_bytes
 
@@ -151,7 +152,7 @@ def translating_drafter(drafter: Drafter, translation: VocabularyTranslation) ->
         try:
             inputs = next(drafts)
             while True:
-                read = inputs.canvas.decided_prefix.tolist()
+                read = checked_draft_call(drafter, inputs).canvas.decided_prefix.tolist()
                 decided = len(read) - (inputs.canvas.num_decided - canvas.num_decided)
                 own = [*text.read(read[:decided]), *(translation.own[token] for token in read[decided:])]
                 outputs = ForwardOutputs(torch.empty(0, 0))  # none where the text is too long for the draft model
@@ -163,10 +164,10 @@ def translating_drafter(drafter: Drafter, translation: VocabularyTranslation) ->
                     outputs = translation.outputs(made)
                 inputs = drafts.send(outputs)
         except StopIteration as end:
-            branches: Sequence[Branch] = end.value
+            branches = each_branch(checked_drafts(drafter, end.value))
             return [translation.into_target(branch, max_depth) for branch in branches]
 
-    return draft
+    return update_wrapper(draft, drafter, updated=())
 
 
 def _contents(tokenizer: Any) -> dict[int, bytes | str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from saltus.core.control.acceptance import Acceptance
 from saltus.core.distributions import DecodeGenerator, Step, TargetDistributions
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
-from saltus.core.protocols import Drafter, DraftResult, Network, UsesHiddenStates
+from saltus.core.protocols import Drafter, DraftResult, Network, UsesHiddenStates, checked_drafts
 from saltus.core.rules import match
 from saltus.core.sampling import Sampling
 from saltus.core.tree import Drafts, Tree, grow_tree
@@ -87,10 +87,10 @@ class Drafting:
             canvas = continuation(request.tokens, request.max_depth + 1)
             for drafter in text.drafters if request.max_depth > 0 else ():
                 drafts = _drafts(drafter, canvas, request, len(new))
-                if isinstance(drafts, Sequence):
-                    text_branches += drafts
+                if not isinstance(drafts, Generator):
+                    text_branches += checked_drafts(drafter, drafts)
                 elif use_networks:
-                    generators.append(SequenceState(_collected(drafts, text_branches), text.kv_caches))
+                    generators.append(SequenceState(_collected(drafter, drafts, text_branches), text.kv_caches))
             text.tokens = request.tokens.copy()
             branches.append(text_branches)
         started, num_drafting = time.perf_counter(), len(generators)
@@ -117,6 +117,6 @@ def _drafts(drafter: Drafter, canvas: Canvas, request: DraftRequest, num_new: in
     return drafter(canvas, step, request.max_depth)
 
 
-def _collected(drafts: Any, branches: list[Drafts]) -> DecodeGenerator:
+def _collected(drafter: Drafter, drafts: Any, branches: list[Drafts]) -> DecodeGenerator:
     """Run a drafter's calls and add its branches to the list."""
-    branches += yield from drafts
+    branches += checked_drafts(drafter, (yield from drafts))
