@@ -878,6 +878,20 @@ def test_a_text_follows_a_grammar(folder, tmp_path):
         assert says in found.output + str(found.exception)
 
 
+@pytest.mark.parametrize(
+    ("option", "text", "says"),
+    [
+        ("--regex", "(", "its regular expression is not valid (unclosed group)"),
+        ("--json-schema", '{"type": "nonsense"}', "JSON schema cannot be used"),
+        ("--grammar", "start: what", 'unknown name: "what"'),
+    ],
+)
+def test_a_grammar_that_no_model_can_follow_is_refused_before_a_model_is_loaded(option, text, says, tmp_path):
+    given = tmp_path / "given"
+    given.write_text(text)
+    assert says in complaint("generate", "x", "-m", "nowhere", option, text if option == "--regex" else given)
+
+
 def test_a_character_that_does_not_exist_is_named(folder):
     with pytest.raises(ValueError, match=r"U\+D800\) at character 5"):
         saltus.load(folder, "plain").generate("the \ud800")

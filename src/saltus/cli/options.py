@@ -289,7 +289,7 @@ class GrammarOptions:
     ] = None
 
     def read(self) -> Grammar | None:
-        """The grammar, if there is one. Errors: ValueError of one line."""
+        """The grammar, if there is one. Errors: ValueError of one line for one that no model can follow."""
         from saltus.engine.grammar import Grammar
         from saltus.engine.text_files import read_text
 
@@ -298,10 +298,15 @@ class GrammarOptions:
             names = " and ".join("--" + name.replace("_", "-") for name in given)
             raise ValueError(f"{names} contradict each other; give one of them")
         if self.json_schema is not None:
-            return Grammar.json_schema(read_text(self.json_schema))
-        if self.grammar is not None:
-            return Grammar.lark(read_text(self.grammar))
-        return None if self.regex is None else Grammar.regex(self.regex)
+            made = Grammar.json_schema(read_text(self.json_schema))
+        elif self.grammar is not None:
+            made = Grammar.lark(read_text(self.grammar))
+        elif self.regex is not None:
+            made = Grammar.regex(self.regex)
+        else:
+            return None
+        made.validate()
+        return made
 
 
 def with_options(*, omit: tuple[str, ...] = (), **defaults: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

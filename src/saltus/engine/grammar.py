@@ -87,6 +87,11 @@ class Grammar:
         """A context-free grammar in Lark's syntax, with llguidance's extensions (`%json {...}`)."""
         return cls(matcher_class().grammar_from_lark(grammar))
 
+    def validate(self) -> None:
+        """Raise ValueError of one line for a grammar that cannot be used, whatever the model."""
+        if problem := matcher_class().validate_grammar(self.definition, limits=grammar_limits()):
+            raise ValueError(_described(problem))
+
     def constraint(self, tokenizer: Any, end_tokens: frozenset[int], prompt: Sequence[int] = ()) -> Constraint:
         """The constraint on one text. Errors: ValueError of one line for a grammar that cannot be used."""
         ends = frozenset(token for token in end_tokens if token < len(tokenizer))  # a model may have more tokens
@@ -235,12 +240,17 @@ def _matcher(definition: str, tokenizer: Any, end_tokens: frozenset[int]) -> Any
         _grammar_tokenizer(tokenizer, end_tokens), definition, log_level=0, limits=grammar_limits()
     )
     if matcher.is_error():
-        said = re.sub(r"^at \d+\(\d+\): ", "", matcher.get_error())  # a place in llguidance's form of the grammar
-        if "regex parse error" in said:
-            reason = re.search(r"error: (.+)", said.partition("regex parse error")[2])
-            said = f"its regular expression is not valid ({reason[1] if reason else first_line(said)})"
-        raise ValueError(f"the grammar cannot be used: {first_line(said)}")
+        raise ValueError(_described(matcher.get_error()))
     return matcher
+
+
+def _described(problem: str) -> str:
+    """What llguidance says of a grammar that cannot be used, in one line."""
+    said = re.sub(r"^at \d+\(\d+\): ", "", problem)  # a place in llguidance's form of the grammar
+    if "regex parse error" in said:
+        reason = re.search(r"error: (.+)", said.partition("regex parse error")[2])
+        said = f"its regular expression is not valid ({reason[1] if reason else first_line(said)})"
+    return f"the grammar cannot be used: {first_line(said)}"
 
 
 @lru_cache(maxsize=4)
