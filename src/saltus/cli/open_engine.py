@@ -69,8 +69,6 @@ def open_engine(
         engine = load(model, method, options=options, progress=show, **settings)
     if (weights := settings.get("weights", "file")) not in ("file", "bf16"):
         print_note(f"weights packed as {weights}: another model than {model}, with other texts")
-    if engine.decoder.auto_note:
-        print_note(engine.decoder.auto_note)
     return engine
 
 
@@ -91,7 +89,7 @@ def _compiling_meanwhile(show: ProgressCallback) -> ProgressCallback:
 @contextmanager
 def _temporary_note(line: str) -> Iterator[None]:
     """A line on the terminal that is removed when the work is done."""
-    print(f"\x1b[2m{line} …\x1b[0m", end="", file=sys.stderr, flush=True)
+    print(f"\x1b[2m{line} …\x1b[0m\r", end="", file=sys.stderr, flush=True)  # what is logged meanwhile overwrites it
     try:
         yield
     finally:

@@ -126,13 +126,16 @@ def load(
         decoder.corpus = load_corpus(ngram_corpus, target.tokenizer, target.num_token_ids, progress or no_progress)
     engine = Engine(target, decoder.chosen_method(method), decoder)
     if method == methods.AUTO:
-        _report_unused_options(engine)
+        _report_choice(engine)
     return engine
 
 
-def _report_unused_options(engine: Engine) -> None:
-    """Log a line where options are given of methods that `auto` is not, unless the decoder's note says why."""
-    explained = {"ptp"} if engine.decoder.auto_note else set()
+def _report_choice(engine: Engine) -> None:
+    """Log the decoder's note on what `auto` is, and a line where options are given of methods that it is not."""
+    explained: set[str] = set()
+    if engine.decoder.auto_note:
+        log.warning("%s", engine.decoder.auto_note)
+        explained = {"ptp"}
     given = {name for name, fields in engine.decoder.options.items() if fields}
     if unused := sorted(given - explained - {*engine.method.split("+")}):
         log.warning(
