@@ -6,6 +6,7 @@ import logging
 import re
 import shutil
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -86,6 +87,40 @@ def test_a_text_interrupted_while_its_prompt_is_read_has_statistics(tiny_folder,
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPT, max_new_tokens=3)
     assert len(engine.generate(PROMPT, max_new_tokens=3).tokens) == 3
+
+
+@pytest.mark.unchecked
+def test_a_closed_engine_frees_its_memory_and_is_refused_in_one_line(tiny_folder):
+    folder = str(tiny_folder())
+    with saltus.load(folder, draft_model=folder) as engine:
+        before = engine.generate(PROMPT, max_new_tokens=4).tokens
+        engine.generate(PROMPT, method="lookup", max_new_tokens=4)
+        held = [weakref.ref(each) for each in (engine.network, engine.model, next(engine.model.parameters()))]
+        stream = engine.stream(PROMPT, max_new_tokens=8)
+        next(stream)
+    for use in (
+        lambda: engine.generate(PROMPT),
+        lambda: engine.generate([]),
+        lambda: engine.infill("The [[2]]"),
+        lambda: engine.stream(PROMPT),
+        lambda: engine.encode(PROMPT),
+        lambda: engine.model,
+        lambda: engine.copy_with(),
+        lambda: next(stream),
+    ):
+        with refused("is closed; load the model again"):
+            use()
+    assert folder in repr(engine)
+    engine.close()  # the stream has ended
+    assert [each() for each in held] == [None] * 3
+    assert saltus.load(folder, "plain").generate(PROMPT, max_new_tokens=4).tokens == before
+
+
+def test_a_copy_of_an_engine_decodes_on_when_the_engine_is_closed(tiny_folder):
+    engine = saltus.load(str(tiny_folder()), "lookup")
+    copy, before = engine.copy_with(), engine.generate(PROMPT, max_new_tokens=4).tokens
+    engine.close()
+    assert copy.generate(PROMPT, max_new_tokens=4).tokens == before
 
 
 def ending_with(engine: saltus.Engine, *tokens: int) -> saltus.Engine:

@@ -71,6 +71,7 @@ class Decoder:
     learned: OrderedDict[str, Any] = field(default_factory=OrderedDict, repr=False)  # of all setups, see there
     draft_networks: dict[tuple[str, str], LoadedDraftNetwork] = field(default_factory=dict, repr=False)  # by name, spec
     lock: Any = field(default_factory=RLock, repr=False, compare=False)
+    closed: bool = field(default=False, init=False)
 
     def copy_with(self, **changes: Any) -> Decoder:
         """The same decoder with some fields changed: new setups and prefix tree, nothing learned, shared call costs.
@@ -81,11 +82,24 @@ class Decoder:
         new = {"setups": {}, "learned": OrderedDict(), "prefix_tree": PrefixTree(), "draft_networks": loaded}
         return replace(self, **new | changes)
 
+    def close(self) -> None:
+        """Forget networks and texts, after the step that runs; the next step of any text is a ValueError."""
+        with self.lock:
+            self.closed, self.corpus = True, None
+            for kept in (self.setups, self.learned, self.draft_networks, self.prefix_tree):
+                kept.clear()
+
+    def require_open(self) -> None:
+        """Raise ValueError if the decoder is closed."""
+        if self.closed:
+            raise ValueError(f"the engine of {self.target_name} is closed; load the model again")
+
     def setup(self, method: str) -> DecodingSetup:
         """Methods (joined by +) with their networks, loaded at first use. Errors: ValueError of one line.
 
         What `auto` stands for is decided at its first use, since call costs change while texts are decoded.
         """
+        self.require_open()
         if method not in self.setups:
             chosen, note = resolve_method(method, self.target, self.options, self.call_cost, self.rule, self._why_not)
             self.auto_note = note or self.auto_note

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Unpack, overload
+from typing import Any, Unpack, cast, overload
+
+import torch
 
 from saltus.core.constraint import Constraint
 from saltus.core.noise import Noise
@@ -77,12 +80,25 @@ class TextRequest:
         return TextRequest(self.prompt, request, output)
 
 
+@dataclass(frozen=True)
+class _Closed:
+    """What a closed engine has in place of its parts. Errors: ValueError for whatever is asked of them."""
+
+    name: str
+
+    def __getattr__(self, attribute: str) -> Any:
+        raise ValueError(f"the engine of {self.name} is closed; load the model again")
+
+
 AnyRequest = TextRequest | HolesRequest | FimRequest  # all have a `request`, and an `output` to `release` text from
 
 
 @dataclass
 class Engine:
-    """A model with a decoding method, as `load` makes it. Threads may share it: texts take turns, call by call."""
+    """A model with a decoding method, as `load` makes it. Threads may share it: texts take turns, call by call.
+
+    `with saltus.load(…) as engine:` closes it at the end.
+    """
 
     target: Checkpoint = field(repr=False)
     method: str  # the method of calls that name none
@@ -90,6 +106,25 @@ class Engine:
 
     def __repr__(self) -> str:
         return f"<saltus.Engine of {self.target.name}, method {self.method}>"
+
+    def close(self) -> None:
+        """Free the memory of the weights, of draft models and of kept texts, and files that are mapped.
+
+        A call that runs in another thread is waited for; streams that have begun end with an error, as does any other
+        use of a closed engine: ValueError. Closing twice is fine. What else refers to the model keeps it, such as a
+        copy of the engine (`copy_with`) or `model`. The kernels' threads sleep, and belong to the process.
+        """
+        if isinstance(self.decoder, Decoder):
+            self.decoder.close()
+        self.target = self.decoder = cast(Any, _Closed(self.target.name))
+        gc.collect()  # modules and their hooks refer to each other
+        torch.cuda.empty_cache()  # nothing without a GPU
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def model(self) -> Any:

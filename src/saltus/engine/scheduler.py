@@ -278,7 +278,7 @@ def run_requests(
     Requests that have nothing to decode come first. `prefix_tree` is True for the decoder's own, False for none, or
     another one; it is used only where it cannot change a text. The generator may be closed between steps. Several
     threads may run texts at once: a step of one waits for that of another.
-    Errors: ValueError at once for a method that cannot be used.
+    Errors: ValueError at once for a method that cannot be used, and at any step once the decoder is closed.
     """
     with decoder.lock:
         decoder.setup(method)
@@ -294,6 +294,7 @@ def _run(scheduler: Scheduler[ScheduledRequest], requests: Sequence[Request], me
     try:
         while waiting or scheduler.requests:
             with scheduler.decoder.lock:
+                scheduler.decoder.require_open()
                 while waiting and len(scheduler.requests) < scheduler.max_batch_size:
                     scheduler.add(ScheduledRequest(waiting.popleft(), method))
                 ended = [scheduled.request for scheduled in scheduler.step() if scheduled.ended]
