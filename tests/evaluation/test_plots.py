@@ -125,6 +125,24 @@ def test_names_with_varied_options_stay_apart(tmp_path):
         assert {"ptp+lookup model=drafter-a", "ptp+lookup model=drafter-b"} <= set(said[figure])
 
 
+@pytest.mark.slow
+def test_equal_acceptance_is_drawn_in_turn():
+    import matplotlib
+
+    records = invented_records()
+    results = results_of(records)
+    methods = results["methods"]
+    methods["jacobi"]["acceptance_by_position"] = [0.8, 0.5, 0.3]
+    methods["jacobi+lookup"]["acceptance_by_position"] = [0.8, 0.501, 0.3, 0.1]
+    methods["lookup"]["acceptance_by_position"] = [0.8, 0.4, 0.3]
+    with matplotlib.rc_context(STYLE):
+        lines = draw_figures(results, records)["acceptance"].axes[0].lines
+    drawn = {tuple(line.get_ydata()): (line.get_linestyle(), line.get_markevery()) for line in lines}
+    assert drawn == {
+        (0.8, 0.5, 0.3): ("-", (0, 2)), (0.8, 0.501, 0.3, 0.1): ("--", (1, 2)), (0.8, 0.4, 0.3): ("-", (0, 1)),
+    }  # fmt: skip
+
+
 def test_sides_without_calls_have_speed_ups_alone(tmp_path):
     records = invented_records(4, systems={"plain": None, "transformers": None})
     assert set(drawn(tmp_path, records)) == {"speed-up"}

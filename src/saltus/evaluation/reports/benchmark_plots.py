@@ -15,6 +15,8 @@ from saltus.evaluation.reports.text_figure import draw_coloured_text
 
 FIGURES = ("speed-up", "calls", "acceptance", "calibration", "text")
 WIDTH, NARROW_WIDTH = 720, 620  # pixels, a hundred an inch
+SAME = 0.02  # of the highest share
+DASH = 4  # length of a dash, in widths of the line
 STYLE: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "saltus", "pdf.fonttype": 42, "text.parse_math": False, "font.size": 10,
     "font.family": "sans-serif", "font.sans-serif": ["Helvetica Neue", "Arial", "DejaVu Sans"], "text.color": INK,
@@ -284,7 +286,7 @@ def _draw_equal_speed_lines(axes: Any, plain: Mapping[str, Any] | None) -> list[
 
 
 def _plot_acceptance(results: Mapping[str, Any]) -> Any:
-    """Lines over the position in the draft, named at their ends."""
+    """Lines over the position in the draft, named at their ends; those on each other have dashes and marks in turn."""
     shown = {system: row["acceptance_by_position"] for system, row in results["methods"].items()}
     shown = {system: shares for system, shares in shown.items() if shares}
     if not shown:
@@ -293,12 +295,14 @@ def _plot_acceptance(results: Mapping[str, Any]) -> Any:
     subtitle = "share of the calls with drafts in which the k-th drafted token was accepted"
     figure, axes = _new_figure(NARROW_WIDTH, 350, "How far drafts hold", subtitle, 56, 16)
     drawn = []
-    for system, shares in shown.items():
-        colour = paint[system]
-        places = list(range(1, len(shares) + 1))
+    turns = _turns(list(shown.values()))
+    for (system, shares), (turn, count) in zip(shown.items(), turns, strict=True):
+        colour, places = paint[system], list(range(1, len(shares) + 1))
+        dashes = (turn * DASH, (DASH, (count - 1) * DASH)) if turn else "solid"  # each shows between those on it
         drawn += axes.plot(
-            places, shares, color=colour.light, lw=2, marker=colour.marker, ms=5, mec=BACKGROUND, mew=0.8
-        )
+            places, shares, color=colour.light, lw=2, ls=dashes, dash_capstyle="butt", marker=colour.marker,
+            markevery=(turn % len(shares), count), ms=5, mec=BACKGROUND, mew=0.8,
+        )  # fmt: skip
     axes.set_xlim(0.7, max(3, *map(len, shown.values())) + 0.3)
     axes.set_ylim(0, 1.1 * max(max(shares) for shares in shown.values()) or 1)
     points = {_abbreviate(system): list(enumerate(shares, start=1)) for system, shares in shown.items()}
@@ -309,3 +313,23 @@ def _plot_acceptance(results: Mapping[str, Any]) -> Any:
     axes.set_axisbelow(True)
     axes.set_xlabel("position in the draft, k", loc="right")
     return figure
+
+
+def _turns(curves: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
+    """Which each curve is of those that lie on each other, everywhere within SAME of the highest share, and of how many
+    it is one.
+    """
+    most = max(map(max, curves))
+
+    def is_on(one: Sequence[float], other: Sequence[float]) -> bool:
+        return all(abs(share - of_other) <= SAME * most for share, of_other in zip(one, other, strict=False))
+
+    groups: list[list[int]] = []
+    for number, curve in enumerate(curves):
+        group = next((group for group in groups if is_on(curve, curves[group[0]])), None)
+        if group is None:
+            groups.append([number])
+        else:
+            group.append(number)
+    found = {number: (turn, len(group)) for group in groups for turn, number in enumerate(group)}
+    return [found[number] for number in range(len(curves))]
