@@ -95,7 +95,7 @@ CONSTANT some_integers all_integers(int32_t x) { return VECTOR(set1_epi32)(x); }
 CONSTANT some_integers add_integers(some_integers a, some_integers b) { return VECTOR(add_epi32)(a, b); }
 CONSTANT some_integers bits_of_both(some_integers a, some_integers b) { return WHOLE(and)(a, b); }
 CONSTANT some_integers bits_of_either(some_integers a, some_integers b) { return WHOLE(or)(a, b); }
-CONSTANT some_integers other_bits(some_integers a, some_integers b) { return WHOLE(xor)(a, b); }
+CONSTANT some_integers less(some_integers bytes, int x) { return x ? VECTOR(sub_epi8)(bytes, all_bytes(x)) : bytes; }
 // What a table of 16 bytes has at each of these places.
 CONSTANT some_integers looked_up(some_integers table, some_integers places) { return VECTOR(shuffle_epi8)(table, places); }
 // By n bits to the left, or −n to the right, across the bytes of a word of 16 bits.
@@ -121,7 +121,9 @@ CONSTANT some_integers all_integers(int32_t x) { return vdupq_n_s32(x); }
 CONSTANT some_integers add_integers(some_integers a, some_integers b) { return vaddq_s32(a, b); }
 CONSTANT some_integers bits_of_both(some_integers a, some_integers b) { return vandq_s32(a, b); }
 CONSTANT some_integers bits_of_either(some_integers a, some_integers b) { return vorrq_s32(a, b); }
-CONSTANT some_integers other_bits(some_integers a, some_integers b) { return veorq_s32(a, b); }
+CONSTANT some_integers less(some_integers bytes, int x) {
+  return x ? vreinterpretq_s32_u8(vsubq_u8(vreinterpretq_u8_s32(bytes), vdupq_n_u8(x))) : bytes;
+}
 CONSTANT some_integers looked_up(some_integers table, some_integers places) {
   return vreinterpretq_s32_u8(vqtbl1q_u8(vreinterpretq_u8_s32(table), vreinterpretq_u8_s32(places)));
 }

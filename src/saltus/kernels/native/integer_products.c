@@ -77,6 +77,7 @@ void quantize_row(const uint16_t *row, int64_t in, int64_t r, int64_t rows, uint
     const int64_t some = blocks - first < LANES ? blocks - first : LANES;
     ilanes greatest = {}, place;
     for (int l = 0; l < LANES; l++) place[l] = l;
+    const ilanes is_first = (place & 2) == 0;
     for (int64_t block = 0; block < some; block++) {
       ilanes most = {};
       for (int i = 0; i < 32; i += LANES) {
@@ -97,10 +98,11 @@ void quantize_row(const uint16_t *row, int64_t in, int64_t r, int64_t rows, uint
         store_bytes((int8_t *)tile + number * 32 + i, whole);
         sums[i / 16] += whole;
       }
-      const int32_t sum[2] = {sum_integers(sums[0]), sum_integers(sums[1])};
+      int32_t first[2], second[2];  // inputs 4 j and 4 j + 1, and the others
+      for (int i = 0; i < 2; i++) first[i] = sum_integers(sums[i] & is_first), second[i] = sum_integers(sums[i] & ~is_first);
       scales_of_rows(tile, height)[number] = scales[block];
-      totals_of_rows(tile, height)[number] = scales[block] * (sum[0] + sum[1]);
-      for (int i = 0; i < 2; i++) sums_of_rows(tile, height)[2 * number + i] = -sum[i];
+      totals_of_rows(tile, height)[number] = scales[block] * (first[0] + second[0] + first[1] + second[1]);
+      for (int i = 0; i < 2; i++) sums_of_rows(tile, height)[2 * number + i] = sum_of_pairs(-first[i], -second[i]);
     }
   }
 }
