@@ -17,6 +17,9 @@ from saltus.kernels.packed_weight import INTEGER_FORMATS, PackedWeight, dequanti
 
 pytestmark = pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
 each_format = pytest.mark.parametrize("format", INTEGER_FORMATS, ids=lambda format: format.name)
+INTEGERS = {Q.Q4_0: (2, 18), Q.Q4_1: (4, 20), Q.Q5_0: (2, 22), Q.Q5_1: (4, 24), Q.Q8_0: (2, 34), Q.Q2_K: (16, 80),
+            Q.Q3_K: (0, 96), Q.Q4_K: (16, 144), Q.Q5_K: (16, 176), Q.Q6_K: (0, 192), Q.IQ4_NL: (2, 18),
+            Q.IQ4_XS: (8, 136), Q.MXFP4: (1, 17)}  # fmt: skip
 
 
 def rows_of(count: int, inputs: int) -> torch.Tensor:
@@ -39,6 +42,27 @@ def check(format: Q, outputs: int = 43, inputs: int = 1280, counts: tuple[int, .
 def test_products_are_those_of_the_definition(format):
     check(format)
     check(format, 16, 256, (1, 4, 6, 7))
+
+
+def check_greatest_integers(format: Q) -> None:
+    """Of weights and of activations, of equal and of other signs, which sums of 16 bits have to hold."""
+    blocks = random_blocks(format, 35, 256).view(35, -1, GGML_QUANT_SIZES[format][1])
+    first, last = INTEGERS[format]
+    blocks[:, :, first:last] = torch.tensor([0, 0xFF, 0x77, 0x7F, 0x80], dtype=torch.uint8).repeat(7)[:, None, None]
+    signs = [
+        torch.tensor(pattern).repeat(256 // len(pattern)) for pattern in ([1.0], [-1.0], [1.0, -1], [1.0, 1, -1, -1])
+    ]
+    x, blocks = torch.stack([*signs, *signs[:3]]).bfloat16(), blocks.view(35, -1)
+    wanted = torch.from_numpy(product(x.float().numpy(), blocks.numpy(), format)).bfloat16()
+    for count in (1, 4, 5, 6, 7):
+        assert same_bits(
+            linear(x[:count], [PackedWeight.from_blocks(blocks, format, "int8")], [None])[0], wanted[:count]
+        ), count
+
+
+@each_format
+def test_products_of_the_greatest_integers_do_not_overflow(format):
+    check_greatest_integers(format)
 
 
 @each_format
@@ -119,6 +143,7 @@ def test_kernels_of_other_processors_give_the_same_bits():
         check(format, counts=(*range(1, 51), 75))
         if GGML_QUANT_SIZES[format][0] == 32:
             check(format, 16, 800, (5, 16, 17))
+        check_greatest_integers(format)
     check_exponents_of_mxfp4()
 
 
