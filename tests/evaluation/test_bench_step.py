@@ -26,7 +26,7 @@ from saltus.evaluation.profiling.call_timing import CallGrid, CallShape, CallTim
 from saltus.evaluation.profiling.roofline import MachineSpeed, ResourceDemand
 from saltus.evaluation.reports import environment
 from saltus.evaluation.reports.command_line import command_line
-from saltus.kernels import native
+from saltus.kernels.native import structs
 from saltus.methods.shared.hidden_state_drafter import HiddenStateDrafter
 from saltus.models.causal import CausalNetwork
 
@@ -319,7 +319,7 @@ def test_the_kernels_time_their_parts_only_while_somebody_asks():
     network = CausalNetwork(tiny_llama())
     one = steps.synthetic_inputs(4, 16, 300)
     plain = network.forward([one], [network.new_kv_cache()])[0].logits
-    network.native_decoder.seconds = found = native.SecondsOfParts()
+    network.native_decoder.seconds = found = structs.SecondsOfParts()
     assert torch.equal(network.forward([one], [network.new_kv_cache()])[0].logits, plain)
     times = [getattr(found, name) for name in call_profile.PARTS_OF_KERNEL]
     assert min(times) > 0

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import linear
+from saltus.kernels.native import structs
 from saltus.kernels.packed_weight import PACKED_FORMATS, PackedWeight, kernel_arguments, select_outputs
 
 pytestmark = pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
@@ -86,11 +87,11 @@ class Mixture:
         """What the kernel computes, of rows [rows, hidden]."""
         experts, out = len(self.router), torch.full_like(x, float("nan")) if add is None else add.clone()
         settings = {k: v for k, v in self.settings.items() if not isinstance(v, bool | str)}
-        struct = native.Experts(**{
+        struct = structs.Experts(**{
             "x": x.data_ptr(), "out": out.data_ptr(), "router": self.router.data_ptr(), "rows": len(x),
             "hidden": self.hidden, "width": self.width, "routed_inputs": self.hidden, "experts": experts, "groups": 1,
-            "scoring": native.SCORINGS[self.settings.get("scoring", "softmax")], "scale": 1.0, "limit": 1.5,
-            "activation": native.ACTIVATION_NUMBERS[self.activation], "interleaved": self.interleaved, "alpha": 1.702,
+            "scoring": structs.SCORINGS[self.settings.get("scoring", "softmax")], "scale": 1.0, "limit": 1.5,
+            "activation": structs.ACTIVATION_NUMBERS[self.activation], "interleaved": self.interleaved, "alpha": 1.702,
             "epsilon": 1e-5, "add": None if add is None else out.data_ptr(),
             "shared": None if shared is None else shared.data_ptr(),
             "shared_gate": None if shared_gate is None else shared_gate.data_ptr(),
@@ -240,7 +241,7 @@ def test_a_norm_comes_before_and_a_sum_after(dtype):
     mixture = Mixture(dtype, **ROUTERS["qwen3_moe"])
     x = mixture.normal(40, HIDDEN)
     normed = torch.empty_like(x)
-    struct = native.Norm(
+    struct = structs.Norm(
         x=x.data_ptr(), weight=mixture.norm.data_ptr(), out=normed.data_ptr(), rows=40, size=HIDDEN, epsilon=1e-5
     )
     kernel = native.kernel("norm", dtype, torch.device("cpu"))
@@ -313,7 +314,7 @@ def chain(mixture: Mixture, x: Tensor) -> Tensor:
             for name, weight in mixture.weights.items()
         }
         gate, up = linear(x[row : row + 1], [own["gate"], own["up"]], [None, None])
-        struct = native.Linear(x=up.data_ptr(), gate=gate.data_ptr(), rows=1, inputs=mixture.width, count=1)
+        struct = structs.Linear(x=up.data_ptr(), gate=gate.data_ptr(), rows=1, inputs=mixture.width, count=1)
         struct.weight[0], struct.format[0] = kernel_arguments(own["down"])
         struct.out[0], struct.outs[0] = out[row].data_ptr(), mixture.hidden
         assert kernel(ctypes.byref(struct)) == 0

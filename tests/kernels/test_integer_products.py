@@ -13,6 +13,7 @@ from test_packed import random_blocks, same_bits
 from reference_integer_products import product
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import linear
+from saltus.kernels.native import structs
 from saltus.kernels.packed_weight import INTEGER_FORMATS, PackedWeight, dequantize_blocks
 
 pytestmark = pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
@@ -157,7 +158,7 @@ def test_norms_gates_and_sums_around_a_product_are_those_of_bfloat16():
 
     def run(**given: torch.Tensor) -> torch.Tensor:
         out = given.get("add", torch.empty(9, 64, dtype=torch.bfloat16))
-        struct = native.Linear(x=x.data_ptr(), rows=9, inputs=64, count=1, epsilon=1e-5)
+        struct = structs.Linear(x=x.data_ptr(), rows=9, inputs=64, count=1, epsilon=1e-5)
         struct.weight[0], struct.format[0] = weight.rows.data_ptr(), weight.kernel_format
         struct.out[0], struct.outs[0] = out.data_ptr(), 64
         for name, tensor in given.items():
@@ -168,7 +169,7 @@ def test_norms_gates_and_sums_around_a_product_are_those_of_bfloat16():
     plain = linear(x, [weight], [None])[0]
     assert same_bits(run(add=add.clone()), plain + add)
     normed = torch.empty_like(x)
-    struct = native.Norm(x=x.data_ptr(), weight=norm.data_ptr(), out=normed.data_ptr(), rows=9, size=64, epsilon=1e-5)
+    struct = structs.Norm(x=x.data_ptr(), weight=norm.data_ptr(), out=normed.data_ptr(), rows=9, size=64, epsilon=1e-5)
     norm_kernel = native.kernel("norm", torch.bfloat16, torch.device("cpu"))
     assert norm_kernel is not None
     assert norm_kernel(ctypes.byref(struct)) == 0

@@ -29,7 +29,7 @@ from saltus.core.forward import ForwardInputs
 from saltus.core.sampling import greedy_tokens
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode, batch_invariant_elementwise, linear
-from saltus.kernels.native import compiling, processor
+from saltus.kernels.native import compiling, processor, structs
 from saltus.models.attention_span import Chunks
 from saltus.models.causal import CausalNetwork
 from saltus.models.cpu import attention
@@ -148,7 +148,7 @@ def test_a_norm_by_itself_is_that_of_transformers_and_of_the_row_alone(run, dtyp
 
     def normed(rows: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(rows)
-        struct = native.Norm(x=rows.data_ptr(), weight=norm.weight.data_ptr(), out=out.data_ptr())
+        struct = structs.Norm(x=rows.data_ptr(), weight=norm.weight.data_ptr(), out=out.data_ptr())
         struct.rows, struct.size, struct.epsilon = *rows.shape, 1e-5
         run("norm", struct)
         return out
@@ -162,7 +162,7 @@ def test_a_norm_by_itself_is_that_of_transformers_and_of_the_row_alone(run, dtyp
 def product(run, x, weight, norm=None, gate=None, add=None) -> torch.Tensor:
     """One call of the kernel as the native decoders make it."""
     out = torch.empty(len(x), len(weight), dtype=x.dtype)
-    struct = native.Linear(x=x.data_ptr(), rows=len(x), inputs=x.shape[1], count=1, epsilon=1e-5)
+    struct = structs.Linear(x=x.data_ptr(), rows=len(x), inputs=x.shape[1], count=1, epsilon=1e-5)
     struct.weight[0], struct.out[0], struct.outs[0] = weight.data_ptr(), out.data_ptr(), len(weight)
     for name, given in (("norm", norm), ("gate", gate), ("add", add)):
         setattr(struct, name, None if given is None else given.data_ptr())
@@ -203,7 +203,7 @@ def test_rotations_are_those_of_transformers_row_by_row(run, dtype, dim):
 
     def rotate(rows: slice) -> torch.Tensor:
         turned, c, s = (part[rows].clone() for part in (x, cos, sin))
-        struct = native.Rotary(
+        struct = structs.Rotary(
             x=turned.data_ptr(), cos=c.data_ptr(), sin=s.data_ptr(), rows=len(turned), heads=3, dim=dim
         )
         run("rotate", struct)

@@ -24,6 +24,7 @@ from architectures import random_tree
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.kernels import native
+from saltus.kernels.native import structs
 from saltus.models.cpu.hybrid_kv_cache import HybridKVCache, StateSizes
 
 __all__ = ["run"]
@@ -48,7 +49,7 @@ class Mixer:
     struct: type = field(init=False)
 
     def __post_init__(self) -> None:
-        self.struct = {"convolve": native.Convolution, "recur": native.Recurrence}[self.kernel]
+        self.struct = {"convolve": structs.Convolution, "recur": structs.Recurrence}[self.kernel]
 
     def new_cache(self, **given) -> HybridKVCache:
         return HybridKVCache(sizes=self.sizes, **given)
@@ -110,7 +111,7 @@ def recurrence(
 
 def mamba(dtype: torch.dtype, channels: int = 70, state: int = 10) -> Mixer:
     """A step for each channel, and a decay for each number of its state."""
-    columns, keys = native.STATE_COLUMNS, -(-state // 4) * 4
+    columns, keys = structs.STATE_COLUMNS, -(-state // 4) * 4
     blocks = -(-channels // columns)
     inputs = {"query": state, "key": state, "value": channels, "step": channels}
     tensors = {
@@ -260,7 +261,7 @@ def test_numbers_of_other_texts_and_threads_change_nothing(name):
         out = mixer.call(mixer.new_cache(), x, 200)
     library = native.load_kernels()
     assert library is not None
-    library.saltus_threads(native.INTEGER(1))
+    library.saltus_threads(structs.INTEGER(1))
     assert same(mixer.call(mixer.new_cache(), x, 200), out)
 
 
@@ -306,7 +307,7 @@ def test_a_norm_with_a_gate_is_that_of_transformers(name, dtype, run):
             weight = module.weight.to(dtype)
             shape = (5, 3, 24) if weights == 24 else (1, 5, 72)
             expected = module(x.float().reshape(shape), gate.float().reshape(shape)).reshape(5, 72)
-    struct = native.GatedNorm(
+    struct = structs.GatedNorm(
         x=x.data_ptr(), gate=gate.data_ptr(), gate_row=gate.stride(0), rows=5, size=72, group=group, weights=weights,
         gate_group=1 if one_gate else group, weight=None if weight is None else weight.data_ptr(),
         gate_first=gate_first, one_gate=one_gate, epsilon=1e-5,

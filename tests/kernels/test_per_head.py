@@ -7,6 +7,7 @@ from test_kernels import DTYPES, normal, run, same
 from torch import Tensor
 
 from saltus.kernels import native
+from saltus.kernels.native import structs
 from saltus.kernels.packed_weight import PackedWeight, Q, quantized_blocks
 
 __all__ = ["run"]
@@ -20,12 +21,12 @@ def multiply(run, x: Tensor, weight: Tensor, tail: int) -> Tensor:
     if isinstance(weight, PackedWeight):
         laid, format, step = weight.rows, weight.kernel_format, weight.matrix_bytes
     else:
-        panels, format, step = -(-outs // native.PANEL), 0, 0
-        laid = weight.new_full((heads, panels, inputs, native.PANEL), float("nan"))  # what lies beyond is never stored
+        panels, format, step = -(-outs // structs.PANEL), 0, 0
+        laid = weight.new_full((heads, panels, inputs, structs.PANEL), float("nan"))  # what lies beyond is never stored
         for out in range(outs):
-            laid[:, out // native.PANEL, :, out % native.PANEL] = weight[:, out]
+            laid[:, out // structs.PANEL, :, out % structs.PANEL] = weight[:, out]
     out = x.new_full((len(x), heads, outs + tail), float("nan"))
-    run("per_head", native.PerHead(
+    run("per_head", structs.PerHead(
         x=x.data_ptr(), weight=laid.data_ptr(), out=out.data_ptr(), format=format, weight_step=step, rows=len(x),
         heads=heads, inputs=inputs, outs=outs, tail=tail, x_row=x.stride(0), x_head=x.stride(1), out_row=out.stride(0),
         out_head=out.stride(1),

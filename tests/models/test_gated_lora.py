@@ -17,6 +17,7 @@ from saltus.engine.checkpoints import load_checkpoint
 from saltus.engine.target_network import make_network
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import linear
+from saltus.kernels.native import structs
 from saltus.loading.load_model import load_model
 from saltus.methods.shared.adapter_files import load_adapter, save_adapter
 from saltus.methods.shared.query_chains import with_query_chains
@@ -237,7 +238,7 @@ def test_the_kernel_adds_the_low_rank_part_to_gated_rows_and_rounds_once(dtype, 
     down, up, plain = normal(rank, inputs), normal(outputs, rank), linear(x, weights, [bias, None])
     outs, place = [torch.empty_like(out) for out in plain], torch.full((23,), -1, dtype=torch.int32)
     place[gate] = torch.arange(len(gate), dtype=torch.int32)
-    struct = native.Linear(x=x.data_ptr(), rows=23, inputs=inputs, count=2, rank=rank, gated=len(gate), scale=1.5)
+    struct = structs.Linear(x=x.data_ptr(), rows=23, inputs=inputs, count=2, rank=rank, gated=len(gate), scale=1.5)
     for i, (weight, out) in enumerate(zip(weights, outs, strict=True)):
         struct.weight[i], struct.out[i], struct.outs[i] = weight.data_ptr(), out.data_ptr(), outputs
     struct.bias[0], struct.place = bias.data_ptr(), place.data_ptr()

@@ -9,6 +9,7 @@ import numpy as np
 
 from saltus.core.tree import DraftNodes, Drafts, Tree
 from saltus.kernels import native
+from saltus.kernels.native import structs
 
 THIRDS = range(3)  # of the scale of probabilities, by which acceptance is recorded
 NOTHING_RECORDED = 0.0, 0.0
@@ -18,8 +19,8 @@ class DraftedNodes(ctypes.Structure):
     """The struct `DraftedNodes` of draft_trees.c, field for field."""
 
     _fields_ = [
-        *((name, native.POINTER) for name in ("tokens", "parents", "chances")),
-        *((name, native.INTEGER) for name in ("count", "source")),
+        *((name, structs.POINTER) for name in ("tokens", "parents", "chances")),
+        *((name, structs.INTEGER) for name in ("count", "source")),
     ]
 
 
@@ -27,10 +28,10 @@ class TreeGrowth(ctypes.Structure):
     """The struct `TreeGrowth` of draft_trees.c, field for field."""
 
     _fields_ = [
-        *((name, native.POINTER) for name in ("drafted", "records")),
+        *((name, structs.POINTER) for name in ("drafted", "records")),
         *((name, ctypes.c_double) for name in ("prior", "least")),
-        *((name, native.INTEGER) for name in ("num_drafted", "most", "max_depth")),
-        *((name, native.POINTER) for name in ("tokens", "parents", "sources", "chances", "expected")),
+        *((name, structs.INTEGER) for name in ("num_drafted", "most", "max_depth")),
+        *((name, structs.POINTER) for name in ("tokens", "parents", "sources", "chances", "expected")),
     ]
 
 
@@ -70,7 +71,7 @@ def grow_natively(
         ]
         table = (ctypes.c_double * len(known))(*known)
         growth.records = ctypes.addressof(table)
-    tokens, parents, sources = (made := (native.INTEGER * max_draft_tokens * 3)())
+    tokens, parents, sources = (made := (structs.INTEGER * max_draft_tokens * 3)())
     chances, expected = (values := (ctypes.c_double * max_draft_tokens * 2)())
     growth.tokens, growth.chances = ctypes.addressof(made), ctypes.addressof(values)
     growth.parents, growth.sources = ctypes.addressof(parents), ctypes.addressof(sources)
@@ -94,8 +95,8 @@ def best_size(seconds: Mapping[int, float], expected_tokens: Sequence[float]) ->
     sizes = sorted(seconds)
     count, nodes = len(sizes), len(expected_tokens)
     return kernels.saltus_num_nodes(
-        (native.INTEGER * count)(*sizes), (ctypes.c_double * count)(*[seconds[size] for size in sizes]),
-        native.INTEGER(count), (ctypes.c_double * nodes)(*expected_tokens), native.INTEGER(nodes),
+        (structs.INTEGER * count)(*sizes), (ctypes.c_double * count)(*[seconds[size] for size in sizes]),
+        structs.INTEGER(count), (ctypes.c_double * nodes)(*expected_tokens), structs.INTEGER(nodes),
     )  # fmt: skip
 
 
@@ -111,8 +112,8 @@ def tree_rows(parents: Sequence[int], num_decided: int, past_length: int) -> tup
     rows = num_decided + nodes
     positions, visible = np.empty(rows, dtype=np.int64), np.empty((rows, rows), dtype=np.uint8)
     kernels.saltus_tree_rows(
-        (native.INTEGER * nodes)(*parents), native.INTEGER(nodes), native.INTEGER(num_decided),
-        native.INTEGER(past_length), native.POINTER(native.address(positions)),
-        native.POINTER(native.address(visible)),
+        (structs.INTEGER * nodes)(*parents), structs.INTEGER(nodes), structs.INTEGER(num_decided),
+        structs.INTEGER(past_length), structs.POINTER(native.address(positions)),
+        structs.POINTER(native.address(visible)),
     )  # fmt: skip
     return positions, visible

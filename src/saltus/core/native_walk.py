@@ -10,19 +10,20 @@ import torch
 
 from saltus.core.distributions import TargetDistributions
 from saltus.kernels import native
+from saltus.kernels.native import structs
 
 
 class Walk(ctypes.Structure):
     """The struct `Walk` of kernels.h, field for field."""
 
     _fields_ = [
-        *((name, native.POINTER) for name in ("logits", "tokens", "parents", "keys")),
-        *((name, native.INTEGER) for name in ("vocab", "nodes", "positions")),
-        ("temperature", native.REAL),
-        ("decided", native.POINTER),
-        *((name, native.INTEGER) for name in ("last", "ended")),
-        *((name, native.POINTER) for name in ("banned", "ends")),
-        *((name, native.INTEGER) for name in ("num_banned", "num_ends")),
+        *((name, structs.POINTER) for name in ("logits", "tokens", "parents", "keys")),
+        *((name, structs.INTEGER) for name in ("vocab", "nodes", "positions")),
+        ("temperature", structs.REAL),
+        ("decided", structs.POINTER),
+        *((name, structs.INTEGER) for name in ("last", "ended")),
+        *((name, structs.POINTER) for name in ("banned", "ends")),
+        *((name, structs.INTEGER) for name in ("num_banned", "num_ends")),
     ]
 
 
@@ -53,9 +54,9 @@ def followed_tokens(distributions: TargetDistributions) -> tuple[list[int], int,
     keys = None
     if not sampling.greedy:
         keys = distributions.noise.keys_of_tokens("text", canvas.order[first : first + positions])
-    rows = native.INTEGER * nodes
+    rows = structs.INTEGER * nodes
     tokens, parents = rows(*inputs.tokens[:nodes]), rows(*inputs.parents[:nodes])
-    decided = (native.INTEGER * positions)()
+    decided = (structs.INTEGER * positions)()
     struct = Walk(
         logits.data_ptr(), ctypes.addressof(tokens), ctypes.addressof(parents),
         None if keys is None else native.address(keys), logits.shape[1], nodes, positions, sampling.temperature,

@@ -26,6 +26,7 @@ from saltus.core.picking import DEFAULT_COUPLING, Coupling, Distribution, one_ho
 from saltus.core.truncation import min_p, top_k, top_p
 from saltus.core.value_types import short_repr
 from saltus.kernels import native
+from saltus.kernels.native import structs
 
 MAX_BIAS = 1e30  # of a logit, and of a penalty either way; more would be infinite in float32
 MAX_TEMPERATURE = 1e30  # an infinite float32 would make NaN of the −∞ of banned tokens, which could then be picked
@@ -240,7 +241,7 @@ def greedy_tokens(logits: Float[Tensor, "rows vocab"]) -> list[int]:
     logits = logits.detach()
     kernel = native.kernel("greatest", logits.dtype, logits.device)
     if kernel is not None and logits.is_contiguous():
-        tokens = (native.INTEGER * len(logits))()
+        tokens = (structs.INTEGER * len(logits))()
         kernel(logits.data_ptr(), *logits.shape, ctypes.addressof(tokens))
         if -1 not in tokens:
             return list(tokens)

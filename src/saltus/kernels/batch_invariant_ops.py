@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from saltus.kernels import native
+from saltus.kernels.native import structs
 from saltus.kernels.packed_weight import is_kernel_weight, kernel_arguments
 
 TILE_ROWS = 8  # rows of a product where there is no compiled kernel
@@ -44,7 +45,7 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     x = x.contiguous()
     outs = [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
     rows = x.numel() // x.shape[-1]
-    struct = native.Linear(x=x.data_ptr(), rows=rows, inputs=x.shape[-1], count=len(weights))
+    struct = structs.Linear(x=x.data_ptr(), rows=rows, inputs=x.shape[-1], count=len(weights))
     for i, (weight, bias, out) in enumerate(zip(weights, biases, outs, strict=True)):
         struct.weight[i], struct.format[i] = kernel_arguments(weight)
         struct.out[i], struct.outs[i] = out.data_ptr(), weight.shape[0]

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
 from saltus.kernels import native
+from saltus.kernels.native import structs
 
 Q = GGMLQuantizationType
 ATEN = torch.ops.aten
@@ -119,7 +120,7 @@ class PackedWeight(Tensor):
             rows = rows.to(torch.int64).contiguous()
             if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
                 raise IndexError(f"a row of {len(self)} was asked for by {int(rows.min())}…{int(rows.max())}")
-        expansion = native.Expansion(
+        expansion = structs.Expansion(
             weight=self.rows.data_ptr(), out=out.data_ptr(), rows=None if rows is None else rows.data_ptr(),
             format=self.kernel_format, inputs=out.shape[-1], count=out.shape[:-1].numel(),
         )  # fmt: skip
@@ -236,7 +237,7 @@ def interleave_blocks(blocks: Tensor, format: GGMLQuantizationType) -> Tensor:
     matrix = packed_bytes(int(format) + INTERLEAVED, outs, inputs)
     out = torch.zeros(len(stack), matrix, dtype=torch.uint8)
     for from_matrix, to in zip(stack, out, strict=True):
-        interleaving = native.Interleaving(
+        interleaving = structs.Interleaving(
             blocks=from_matrix.data_ptr(), out=to.data_ptr(), format=int(format), outs=outs, inputs=inputs
         )
         kernels.saltus_interleave(ctypes.byref(interleaving))
@@ -250,7 +251,7 @@ def packed_bytes(kernel_format: int, rows: int, inputs: int) -> int:
     """
     kernels = native.load_kernels()
     assert kernels is not None, "packed weights are made only where there are compiled kernels"
-    return kernels.saltus_packed_bytes(*map(native.INTEGER, (kernel_format, rows, inputs)))
+    return kernels.saltus_packed_bytes(*map(structs.INTEGER, (kernel_format, rows, inputs)))
 
 
 def dequantize_blocks(blocks: Tensor, format: GGMLQuantizationType) -> Tensor:

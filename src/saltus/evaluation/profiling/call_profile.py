@@ -22,7 +22,7 @@ from saltus.evaluation.profiling.call_timing import (
     synthetic_inputs,
     temporarily_replaced,
 )
-from saltus.kernels import native
+from saltus.kernels.native import structs
 from saltus.models.cpu import attention
 from saltus.models.cpu.native_decoder import NativeDecoder
 
@@ -82,7 +82,7 @@ def profile_call(
 def _measure_by_timer(network: Any, call: Callable[[], float]) -> tuple[float, dict[str, float]]:
     decoder = network.native_decoder
     if isinstance(decoder, NativeDecoder):
-        decoder.seconds = timed = native.SecondsOfParts()
+        decoder.seconds = timed = structs.SecondsOfParts()
         try:
             whole = call()
         finally:

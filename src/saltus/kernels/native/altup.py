@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from saltus.kernels.native import INTEGER, POINTER, REAL
+from saltus.kernels.native.structs import INTEGER, POINTER, REAL
 
 PREDICT_STREAMS, CORRECT_STREAMS, MATCH_MAGNITUDE, AVERAGE, CUT_OFF = range(19, 24)  # kinds of Op
 MAX_STREAMS = 8

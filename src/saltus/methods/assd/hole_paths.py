@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from saltus.kernels import native
+from saltus.kernels.native import structs
 from saltus.methods.assd.hole_predictions import HolePredictions
 from saltus.methods.shared.draft_tree import Chooser, PathNode
 from saltus.methods.shared.logit_correction import PairwiseCorrection
@@ -44,7 +45,7 @@ class HolePathKernel:
         unknown = np.array(predictions.unknown, dtype=np.int64)
         last = np.array(sorted(predictions.last_tokens), dtype=np.int64)
         second, first = [-1, -1, *text][-2:]
-        struct = native.Holes(
+        struct = structs.Holes(
             logits=ctypes.addressof(rows), states=ctypes.addressof(inputs), unknown=native.address(unknown),
             gate=native.address(self.gate), sharpness=native.address(self.sharpness), left=self.left.data_ptr(),
             second_left=self.second_left.data_ptr(), right=self.right.data_ptr(),

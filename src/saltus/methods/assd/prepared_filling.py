@@ -10,6 +10,7 @@ from torch import Tensor
 
 from saltus.core.forward import ForwardInputs
 from saltus.kernels import native
+from saltus.kernels.native import structs
 from saltus.models.cpu.kv_cache import KVCache
 from saltus.models.cpu.native_decoder import NativeDecoder
 from saltus.models.cpu.prepared_call import MAX_ROWS, PreparedCall
@@ -19,9 +20,9 @@ class HoleRows(ctypes.Structure):
     """The struct `HoleRows` of hole_rows.c, field for field."""
 
     _fields_ = [
-        *((name, native.POINTER) for name in ("places", "place_tokens", "tokens", "parents", "open")),
-        *((name, native.INTEGER) for name in ("unread", "given", "drafts", "nodes", "mask")),
-        *((name, native.POINTER) for name in ("row_tokens", "positions", "visible", "outputs")),
+        *((name, structs.POINTER) for name in ("places", "place_tokens", "tokens", "parents", "open")),
+        *((name, structs.INTEGER) for name in ("unread", "given", "drafts", "nodes", "mask")),
+        *((name, structs.POINTER) for name in ("row_tokens", "positions", "visible", "outputs")),
     ]
 
 
@@ -30,7 +31,7 @@ class PreparedFilling(PreparedCall):
 
     def __init__(self, decoder: NativeDecoder, mask_token: int) -> None:
         super().__init__(decoder)
-        self.node_tokens, self.parents, self.outputs = ((native.INTEGER * MAX_ROWS)() for _ in range(3))
+        self.node_tokens, self.parents, self.outputs = ((structs.INTEGER * MAX_ROWS)() for _ in range(3))
         addresses = map(ctypes.addressof, (self.node_tokens, self.parents, self.tokens, self.outputs))
         tokens, parents, row_tokens, outputs = addresses
         self.rows = HoleRows(

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from saltus.kernels import native
+from saltus.kernels.native import structs
 from saltus.kernels.packed_weight import is_kernel_weight, kernel_arguments
 from saltus.methods.shared.context_layers import ContextLayers
 from saltus.methods.shared.context_rows import DraftRows, plan_pass, run_in_passes
@@ -50,10 +51,10 @@ class NativeDraftPass:
         embeddings, state = model.embeddings[0], None if model.correction is None else model.correction.state
         weight, format = kernel_arguments(embeddings)
         self.rank = 0 if state is None else len(state.weight)
-        self.constants = native.DraftPass(
-            embedding=native.Expansion(weight=weight, format=format, inputs=size),
+        self.constants = structs.DraftPass(
+            embedding=structs.Expansion(weight=weight, format=format, inputs=size),
             fuse=linear_struct(self.ones, [(fuse, None)]), ones=self.ones.data_ptr(),
-            likely=native.NearGreatest(size=len(model.tokens)),
+            likely=structs.NearGreatest(size=len(model.tokens)),
             parts=self.state_size // size, vocab=len(embeddings), epsilon=RMS_EPSILON,
         )  # fmt: skip
         if state is not None:
@@ -91,10 +92,10 @@ class NativeDraftPass:
     def _run(
         self, texts: Sequence[DraftRows], call: DecoderCall, candidates: RowCandidates, projected: np.ndarray
     ) -> None:
-        struct = native.DraftPass.from_buffer_copy(self.constants)
+        struct = structs.DraftPass.from_buffer_copy(self.constants)
         struct.decoder = call.struct
-        states, queries = ((native.POINTER * len(texts))() for _ in range(2))
-        counts, query_counts = ((native.INTEGER * len(texts))() for _ in range(2))
+        states, queries = ((structs.POINTER * len(texts))() for _ in range(2))
+        counts, query_counts = ((structs.INTEGER * len(texts))() for _ in range(2))
         for i, text in enumerate(texts):
             assert len(text.tokens) == len(text.states) > 0 and text.states.is_contiguous()
             assert text.states.shape[1] == self.state_size
@@ -115,13 +116,13 @@ class PreparedDraftPass:
 
     def __init__(self, draft_pass: NativeDraftPass) -> None:
         self.decoder, self.kernel, self.rank = draft_pass.decoder, draft_pass.kernel, draft_pass.rank
-        self.struct = struct = native.DraftPass.from_buffer_copy(draft_pass.constants)
+        self.struct = struct = structs.DraftPass.from_buffer_copy(draft_pass.constants)
         struct.decoder = self.decoder.constants
         self.set_rows = PreparedRows(self.decoder, struct.decoder)
         self.embedding, self.likely = struct.embedding, struct.likely
-        self.states, self.queries = ((native.POINTER * 1)() for _ in range(2))
-        self.counts, self.query_counts = ((native.INTEGER * 1)() for _ in range(2))
-        self.tokens = (native.INTEGER * MAX_ROWS)()
+        self.states, self.queries = ((structs.POINTER * 1)() for _ in range(2))
+        self.counts, self.query_counts = ((structs.INTEGER * 1)() for _ in range(2))
+        self.tokens = (structs.INTEGER * MAX_ROWS)()
         self.embedding.rows = ctypes.addressof(self.tokens)
         struct.states, struct.vectors = ctypes.addressof(self.states), ctypes.addressof(self.queries)
         struct.contexts, struct.queries = ctypes.addressof(self.counts), ctypes.addressof(self.query_counts)

@@ -15,6 +15,7 @@ from torch import Tensor
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode, linear
+from saltus.kernels.native import structs
 from saltus.methods.published.dflash_model import DFlashModel
 from saltus.methods.published.gpu_block_layers import GPUBlockLayers
 from saltus.methods.shared.context_layers import ContextLayers
@@ -138,7 +139,7 @@ class DFlashNetwork:
         if kernel is None:
             return normed(norm, x)
         out = torch.empty_like(x)
-        struct = native.Norm(x=x.data_ptr(), weight=norm.weight.data_ptr(), out=out.data_ptr())
+        struct = structs.Norm(x=x.data_ptr(), weight=norm.weight.data_ptr(), out=out.data_ptr())
         struct.rows, struct.size, struct.epsilon = *x.shape, norm.variance_epsilon
         kernel(ctypes.byref(struct))
         return out
@@ -155,7 +156,7 @@ class DFlashNetwork:
         norm, kernel = attention.k_norm, native.kernel("rotate", keys.dtype, self.device)
         if kernel is None:
             return rotated(normed(norm, keys), cos[:, None], sin[:, None]), values
-        struct = native.Rotary(
+        struct = structs.Rotary(
             x=keys.data_ptr(), cos=cos.data_ptr(), sin=sin.data_ptr(), norm=norm.weight.data_ptr(),
             rows=len(keys), heads=keys.shape[1], dim=size, epsilon=norm.variance_epsilon,
         )  # fmt: skip

@@ -15,6 +15,7 @@ from saltus.core.candidates import Candidates
 from saltus.core.distributions import Step
 from saltus.core.tree import DraftNodes
 from saltus.kernels import native
+from saltus.kernels.native import structs
 from saltus.methods.shared.draft_tree import MAX_GAP, Chooser, LikelyTokens, draft_nodes, grown_nodes, most_likely
 from saltus.methods.shared.row_candidates import RowCandidates, grow_arrays, knows_chooser, rows_likely_tokens
 
@@ -39,7 +40,7 @@ class CandidateTable:
         self.tokens: list[int] = []  # of the rows
         self.num_taken = 0  # rows that were given to tokens, one after another
         self.kernels: dict[torch.dtype, Callable[..., int] | None] = {}
-        self.record_struct, self.path_struct = native.NearGreatestRows(), native.DraftPaths()
+        self.record_struct, self.path_struct = structs.NearGreatestRows(), structs.DraftPaths()
 
     def record(self, step: Step) -> None:
         """Replace the candidates after all tokens that the step's call read: the last decided one and the drafts.
@@ -62,7 +63,7 @@ class CandidateTable:
             for place, likely in zip(places, rows_likely_tokens(logits[list(places.values())]), strict=True):
                 self.candidates[place] = likely
             return
-        numbers = (native.INTEGER * (2 * len(places)))(*places.values(), *places)
+        numbers = (structs.INTEGER * (2 * len(places)))(*places.values(), *places)
         struct, start = self.record_struct, ctypes.addressof(numbers)
         struct.from_rows, struct.into_rows = start, start + ctypes.sizeof(numbers) // 2
         struct.all.x, struct.all.rows = logits.data_ptr(), len(places)

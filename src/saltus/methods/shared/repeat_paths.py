@@ -10,20 +10,21 @@ import numpy as np
 
 from saltus.core.tree import DraftNodes
 from saltus.kernels import native
+from saltus.kernels.native import structs
 
 
 class Repeats(ctypes.Structure):
     """The struct `Repeats` of draft_trees.c, field for field."""
 
     _fields_ = [
-        ("text", native.POINTER),
-        ("chains", native.POINTER * 2),
-        ("latest", native.INTEGER * 2),
-        *((name, native.POINTER) for name in ("places", "sizes")),
-        *((name, native.INTEGER) for name in ("length", "repeats", "room", "max_matches", "max_size")),
-        *((name, native.INTEGER) for name in ("sure_repeat", "max_sure_matches", "most", "max_depth")),
+        ("text", structs.POINTER),
+        ("chains", structs.POINTER * 2),
+        ("latest", structs.INTEGER * 2),
+        *((name, structs.POINTER) for name in ("places", "sizes")),
+        *((name, structs.INTEGER) for name in ("length", "repeats", "room", "max_matches", "max_size")),
+        *((name, structs.INTEGER) for name in ("sure_repeat", "max_sure_matches", "most", "max_depth")),
         ("least", ctypes.c_double),
-        *((name, native.POINTER) for name in ("tokens", "parents", "chances")),
+        *((name, structs.POINTER) for name in ("tokens", "parents", "chances")),
     ]
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from saltus.core.coupling import PARALLEL_ERROR
 from saltus.core.sampling import float_row
 from saltus.kernels import native
+from saltus.kernels.native import structs
 from saltus.methods.shared.draft_tree import (
     MAX_CANDIDATES,
     MAX_GAP,
@@ -41,7 +42,7 @@ class RowCandidates(Sequence[LikelyTokens]):
     def __init__(self, rows: int) -> None:
         size = rows * MAX_CANDIDATES
         self.columns, self.logits = (ctypes.c_int32 * size)(), (ctypes.c_float * size)()  # [rows, MAX_CANDIDATES]
-        self.counts, self.rests = (native.INTEGER * rows)(), (ctypes.c_float * rows)()
+        self.counts, self.rests = (structs.INTEGER * rows)(), (ctypes.c_float * rows)()
         self.rows = range(rows)  # of these arrays: the positions
 
     def copied(self, rows: int) -> RowCandidates:
@@ -63,7 +64,7 @@ class RowCandidates(Sequence[LikelyTokens]):
         columns, logits, counts, rests = (ctypes.addressof(array) + start * size for array, size in places)
         return columns, logits, counts, rests
 
-    def point(self, struct: native.NearGreatest) -> None:
+    def point(self, struct: structs.NearGreatest) -> None:
         """Let the kernel write here, as much as there is room for."""
         struct.places, struct.values, struct.counts, struct.rests = self.addresses()
         struct.rows, struct.most, struct.gap = len(self), MAX_CANDIDATES, MAX_GAP
@@ -103,7 +104,7 @@ def row_candidates(logits: Float[Tensor, "positions vocab"]) -> RowCandidates | 
     logits = logits.contiguous()
     rows, vocab = logits.shape
     candidates = RowCandidates(rows)
-    struct = native.NearGreatest(x=logits.data_ptr(), size=vocab)
+    struct = structs.NearGreatest(x=logits.data_ptr(), size=vocab)
     candidates.point(struct)
     kernel(ctypes.byref(struct))
     return candidates
@@ -185,14 +186,14 @@ def knows_chooser(choose: Chooser) -> bool:
 def grow_natively(choose: Chooser, positions: int, fields: Mapping[str, int]) -> list[PathNode] | None:
     """`grown_nodes` by the kernel, for a chooser that it knows; None if it has no room for so many candidates.
 
-    `fields` are those of `native.DraftPaths` that say where the candidates come from.
+    `fields` are those of `structs.DraftPaths` that say where the candidates come from.
     """
-    nodes = grow_arrays(choose, positions, native.DraftPaths(**fields), MAX_NODES)
+    nodes = grow_arrays(choose, positions, structs.DraftPaths(**fields), MAX_NODES)
     return None if nodes is None else list(zip(*(column.tolist() for column in nodes), strict=True))
 
 
 def grow_arrays(
-    choose: Chooser, positions: int, struct: native.DraftPaths, max_nodes: int, confidence: float = 1.0
+    choose: Chooser, positions: int, struct: structs.DraftPaths, max_nodes: int, confidence: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """`grow_natively` with its nodes in arrays: parents and tokens in int64, and probabilities in float32.
 

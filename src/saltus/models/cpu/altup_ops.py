@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from saltus.kernels import native
-from saltus.kernels.native import altup
+from saltus.kernels.native import altup, structs
 from saltus.models.cpu.operations import Operations
 from saltus.models.decoder_description import AltUp, Streams
 from saltus.models.mixer_description import Norm, Weight
@@ -77,5 +76,7 @@ class StreamOps:
         out = self.ops.buffer("scaled", self.size)
         self.ops.copy(self.ops.hidden, out)
         scale = self.ops.weights.floats(self.ops.weights.tensor(f"{layer.path}.correct_output_scale"), self.size)
-        self.ops.op(native.SCALE_COLUMNS, native.ColumnScale(x=out.data_ptr(), scale=scale.data_ptr(), size=self.size))
+        self.ops.op(
+            structs.SCALE_COLUMNS, structs.ColumnScale(x=out.data_ptr(), scale=scale.data_ptr(), size=self.size)
+        )
         return out

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from jaxtyping import UInt8
 
 from saltus.kernels import native
+from saltus.kernels.native import structs
 from saltus.models.attention_span import AttentionSpan, Chunks, first_visible
 from saltus.models.cpu.kv_cache import KVCache
 from saltus.models.temperature_tuning import is_tuned, leave_out_tuning, tuned_queries
@@ -82,7 +83,7 @@ class SequenceRows:
             return mask
         return mask & (self.positions >= first[:, None])
 
-    def fill_rows(self, struct: native.Attention, span: AttentionSpan) -> None:
+    def fill_rows(self, struct: structs.Attention, span: AttentionSpan) -> None:
         """Set the kernel's arguments that say which rows there are and what they see."""
         struct.rows, struct.past = self.num_rows, self.past_length
         if span is None and self.num_rows <= len(FROM_FIRST_SLOT):
@@ -95,9 +96,9 @@ class SequenceRows:
 
     def kernel_arguments(
         self, span: AttentionSpan, query, key, value, out, scale, softcap=None, sinks=None
-    ) -> native.Attention:
+    ) -> structs.Attention:
         """The kernel's arguments but the layer's KV cache. Tensors: [heads, rows, dim]; out: [rows, heads, dim]."""
-        struct = native.Attention(
+        struct = structs.Attention(
             query=query.data_ptr(), query_head=query.stride(0), query_row=query.stride(1),
             key=key.data_ptr(), key_head=key.stride(0), key_row=key.stride(1),
             value=value.data_ptr(), value_head=value.stride(0), value_row=value.stride(1),

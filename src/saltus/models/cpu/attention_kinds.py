@@ -9,7 +9,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from saltus.kernels import native
+from saltus.kernels.native import structs
 from saltus.models.attention_span import AttentionSpan
 from saltus.models.cpu.attention import AttentionCall
 from saltus.models.mixer_description import Attention, LatentAttention, Mixer
@@ -36,7 +36,7 @@ class AttentionKinds:
         self.num_main_layers = 0  # whose keys and values have these sizes
         # of layers' keys and values: in the main memory, or their own
         self.places: dict[int, tuple[int, int | None]] = {}
-        self.indexers: dict[int, native.Indexer] = {}  # that choose the keys of layers
+        self.indexers: dict[int, structs.Indexer] = {}  # that choose the keys of layers
 
     def add(
         self,
@@ -63,7 +63,7 @@ class AttentionKinds:
             self.places[number] = self.places[layer.shares]
         place, own = self.places[number]
         given = {"query": q, "key": k} | ({} if v is None else {"value": v})
-        struct = native.Attention(
+        struct = structs.Attention(
             **{name: x.data_ptr() for name, x in (given | {"out": out}).items()},
             **{f"{name}_row": x.stride(0) for name, x in given.items()},
             **{f"{name}_head": x.stride(1) for name, x in given.items()},
@@ -88,11 +88,11 @@ class AttentionKinds:
         """Kernel arguments by kind and text, and the bytes between layers of each text's keys and values."""
         texts, start = len(call.sequences), 0
         if texts > 1:
-            structs, key_steps, value_steps = self.new_structs(texts)
+            attentions, key_steps, value_steps = self.new_structs(texts)
         else:  # all that differs from call to call is written again
-            structs, key_steps, value_steps = self.structs_of_one_text
+            attentions, key_steps, value_steps = self.structs_of_one_text
         if not self.kinds:
-            return structs, key_steps, value_steps
+            return attentions, key_steps, value_steps
         main_rows = self.main_rows
         for number, sequence in enumerate(call.sequences):
             cache, slots = sequence.kv_cache, sequence.past_length + sequence.num_rows
@@ -101,7 +101,7 @@ class AttentionKinds:
             main = cache.keys, cache.values
             key_steps[number], value_steps[number] = (x.stride(0) * x.element_size() for x in main)
             for index, kind in enumerate(self.kinds):
-                struct, (keys, values) = structs[index * texts + number], main
+                struct, (keys, values) = attentions[index * texts + number], main
                 if kind.own_memory is not None:
                     keys, values = cache.reserve_odd_layer(kind.own_memory, slots, *kind.new_rows)
                 struct.keys, struct.values, struct.capacity = keys.data_ptr(), values.data_ptr(), keys.shape[-2]
@@ -111,7 +111,7 @@ class AttentionKinds:
                             setattr(struct, name, getattr(struct, name) + start * step)
                 sequence.fill_rows(struct, kind.span)
             start += sequence.num_rows
-        return structs, key_steps, value_steps
+        return attentions, key_steps, value_steps
 
     @cached_property
     def structs_of_one_text(self) -> tuple[ctypes.Array, ctypes.Array, ctypes.Array]:
@@ -124,10 +124,10 @@ class AttentionKinds:
 
     def new_structs(self, texts: int) -> tuple[ctypes.Array, ctypes.Array, ctypes.Array]:
         """What `structs_of` fills in."""
-        structs = (native.Attention * (texts * len(self.kinds))).from_buffer_copy(
+        attentions = (structs.Attention * (texts * len(self.kinds))).from_buffer_copy(
             b"".join(kind.struct * texts for kind in self.kinds)
         )
-        return structs, (native.INTEGER * texts)(), (native.INTEGER * texts)()
+        return attentions, (structs.INTEGER * texts)(), (structs.INTEGER * texts)()
 
 
 def _memory_sizes(mixer: Mixer) -> tuple[int, int, int] | None:

@@ -8,7 +8,7 @@ import torch
 from gguf import GGML_QUANT_SIZES
 from torch import Tensor
 
-from saltus.kernels import native
+from saltus.kernels.native import structs
 from saltus.kernels.packed_weight import GROUP_OUTPUTS, PackedWeight, Q, quantized_blocks, select_outputs
 from saltus.models.cpu.attention_kinds import AttentionKinds
 from saltus.models.cpu.mixer_ops import MixerOps
@@ -67,8 +67,8 @@ class AttentionOps:
                 ops.add(v, None, layer.value_scale, v)
         self._attend(number, layer, wide[..., :dim], keys, values, out.view(len(out), -1, value_dim))
         if layer.gated:
-            MixerOps(ops).gate(out, wide[..., dim:], dim, None, activation=native.ACTIVATION_NUMBERS["sigmoid"])
-        activation = native.ACTIVATION_NUMBERS[layer.gate_activation]
+            MixerOps(ops).gate(out, wide[..., dim:], dim, None, activation=structs.ACTIVATION_NUMBERS["sigmoid"])
+        activation = structs.ACTIVATION_NUMBERS[layer.gate_activation]
         if layer.gate is not None:
             gate = ops.buffer("gate of heads", layer.heads * value_dim)
             MixerOps(ops).gate(out, gate.view(len(gate), -1, value_dim), value_dim, None, activation=activation)
@@ -103,7 +103,7 @@ class AttentionOps:
                 ops.add(x, None, scale, x)
         self._rotate(rotated, 1, rope, None, layer.angles, layer.rope_interleaved)
         runs = ops.weights.keep(torch.tensor([[0, latent], [latent, rope]]))
-        ops.op(native.REARRANGE, native.Rearrangement(
+        ops.op(structs.REARRANGE, structs.Rearrangement(
             x=vector.data_ptr(), other=rotated.data_ptr(), out=k.data_ptr(), runs=runs.data_ptr(),
             inputs=latent, others=rope, size=latent + rope, num_runs=len(runs),
         ))  # fmt: skip
@@ -130,7 +130,7 @@ class AttentionOps:
         self._multiply_heads(attended, to_values, out)
         return out
 
-    def _indexer(self, layer: LatentAttention, indexer: Indexer, norm: Norm | None) -> tuple[native.Indexer, Tensor]:
+    def _indexer(self, layer: LatentAttention, indexer: Indexer, norm: Norm | None) -> tuple[structs.Indexer, Tensor]:
         """The kernel's arguments of a choice, and the new keys [rows, 1, size] that it is made by.
 
         What only a choice needs is skipped while texts are so short that there is none.
@@ -145,7 +145,7 @@ class AttentionOps:
         weight = ops.weights.dense(ops.weights.module(indexer.weights).weight)
         if weight.shape != (heads, ops.hidden.shape[1]):
             raise ValueError(f"a decoder's {indexer.weights} does not have {heads} outputs; fetch it again")
-        struct = native.Indexer(
+        struct = structs.Indexer(
             x=normed.data_ptr(), weight=weight.data_ptr(), query=query.data_ptr(), key=key.data_ptr(),
             inputs=ops.hidden.shape[1], heads=heads, dim=dim, most=indexer.top_k,
             weight_is_float32=weight.dtype == torch.float32,
@@ -187,12 +187,12 @@ class AttentionOps:
         if isinstance(weight, PackedWeight):
             laid, format, step = weight.rows, weight.kernel_format, weight.matrix_bytes
         else:
-            panels = -(-outs // native.PANEL)
-            padded = weight.new_zeros(heads, panels * native.PANEL, inputs, dtype=x.dtype)
+            panels = -(-outs // structs.PANEL)
+            padded = weight.new_zeros(heads, panels * structs.PANEL, inputs, dtype=x.dtype)
             padded[:, :outs] = weight
-            laid = padded.view(heads, panels, native.PANEL, inputs).transpose(2, 3).contiguous()
+            laid = padded.view(heads, panels, structs.PANEL, inputs).transpose(2, 3).contiguous()
             format = step = 0
-        self.ops.op(native.MULTIPLY_HEADS, native.PerHead(
+        self.ops.op(structs.MULTIPLY_HEADS, structs.PerHead(
             x=x.data_ptr(), weight=self.ops.weights.keep(laid).data_ptr(), out=out.data_ptr(), format=format,
             weight_step=step, heads=heads, inputs=inputs, outs=outs, tail=tail, x_row=x.stride(0), x_head=inputs + tail,
             out_row=out.stride(0), out_head=outs + tail,
@@ -224,7 +224,7 @@ class AttentionOps:
         if norm is None and angles is None:
             return
         assert x.stride(0) % heads == 0
-        rotation = native.Rotary(
+        rotation = structs.Rotary(
             x=x.data_ptr(), heads=heads, dim=dim, stride=x.stride(0) // heads, interleaved=interleaved
         )  # fmt: skip
         if norm is not None:
@@ -232,7 +232,7 @@ class AttentionOps:
             rotation.norm, rotation.norm_kind, rotation.epsilon = given.values.data_ptr(), given.kind, given.epsilon
         if angles is not None and angles not in ops.angles:
             ops.angles.append(angles)
-        ops.op(native.ROTATE, rotation, -1 if angles is None else ops.angles.index(angles))
+        ops.op(structs.ROTATE, rotation, -1 if angles is None else ops.angles.index(angles))
 
     def _attend(
         self,
@@ -252,8 +252,8 @@ class AttentionOps:
         which, place = self.kinds.add(number, layer, q, k, v, out, sinks, index_key)
         indexer = self.kinds.indexers.get(number)
         if index_key is not None:
-            self.ops.op(native.CHOOSE_KEYS, indexer, which, place)
-        self.ops.op(native.ATTEND, indexer, which, place)
+            self.ops.op(structs.CHOOSE_KEYS, indexer, which, place)
+        self.ops.op(structs.ATTEND, indexer, which, place)
 
 
 def _in_8_bits(matrices: Tensor) -> Tensor:

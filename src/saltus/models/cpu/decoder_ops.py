@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saltus.kernels import native
-from saltus.kernels.native import altup
+from saltus.kernels.native import altup, structs
 from saltus.models.cpu.altup_ops import StreamOps
 from saltus.models.cpu.attention import AttentionCall
 from saltus.models.cpu.attention_kinds import AttentionKinds
@@ -43,7 +42,7 @@ class DecoderOps:
     ) -> None:
         self.weights, self.hidden = weights, hidden
         self.buffers: dict[tuple[str, int], Tensor] = {}
-        self.products: list[tuple[native.Linear, Sequence[Weight]]] = []  # and the layers whose outputs they are
+        self.products: list[tuple[structs.Linear, Sequence[Weight]]] = []  # and the layers whose outputs they are
         self.angles: list[Angles | PositionEmbedding] = []  # of rotations, and embeddings of positions
         mixers = [mixer for layer in description.layers for mixer, _ in mixers_of(layer)]
         self.attention = AttentionKinds(mixers, same_everywhere)
@@ -56,7 +55,7 @@ class DecoderOps:
             self.normalize(hidden, description.input_norm, hidden)
         if description.position_embedding is not None:
             x = hidden.data_ptr()
-            self.op(native.ADD_POSITIONS, native.Addition(x=x, out=x, size=hidden.shape[1]), len(self.angles))
+            self.op(structs.ADD_POSITIONS, structs.Addition(x=x, out=x, size=hidden.shape[1]), len(self.angles))
             self.angles.append(description.position_embedding)
         self.per_layer = None
         if (inputs := description.per_layer_embeddings) is not None:
@@ -72,10 +71,10 @@ class DecoderOps:
                 self.add(shortcut, hidden, 1.0)
             shortcut = None if layer.shortcut is None else self.buffer("shortcut", hidden.shape[1])
         assert shortcut is None
-        self.op(native.LAYER_BEGINS, which=len(description.layers))  # none does, but the states may be wanted
+        self.op(structs.LAYER_BEGINS, which=len(description.layers))  # none does, but the states may be wanted
         if self.streams is not None:
             self.streams.end()
-        self.ops = (native.Op * len(self.list))()
+        self.ops = (structs.Op * len(self.list))()
         for op, (kind, struct, which, place) in zip(self.ops, self.list, strict=True):
             op.kind, op.which, op.place = kind, which, place
             op.of = None if struct is None else ctypes.addressof(struct)
@@ -92,10 +91,10 @@ class DecoderOps:
         self.list.append((kind, struct, which, place))
 
     @contextmanager
-    def skipped_unless_choosing(self, indexer: native.Indexer) -> Iterator[None]:
+    def skipped_unless_choosing(self, indexer: structs.Indexer) -> Iterator[None]:
         """What is added within is done if a row of a call may see more keys than the indexer chooses."""
         begin = len(self.list)
-        self.op(native.SKIP_UNLESS_CHOOSING, indexer)
+        self.op(structs.SKIP_UNLESS_CHOOSING, indexer)
         yield
         kind, struct, which, _ = self.list[begin]
         self.list[begin] = kind, struct, which, len(self.list) - begin - 1
@@ -107,13 +106,13 @@ class DecoderOps:
         matrices = [(self.weights.matrix(weight), out) for weight, out in outputs]
         struct = linear_struct(x, matrices, given, **settings)
         self.products.append((struct, [weight for weight, _ in outputs]))
-        self.op(native.PRODUCT, struct)
+        self.op(structs.PRODUCT, struct)
 
     def normalize(self, x: Tensor, norm: Norm, out: Tensor, add: Tensor | None = None) -> None:
         given = self.weights.norm(norm, x.shape[1])
         assert x.shape == out.shape and (add is None or add.shape == x.shape)
         added = None if add is None else add.data_ptr()
-        self.op(native.NORMALIZE, native.Norm(
+        self.op(structs.NORMALIZE, structs.Norm(
             x=x.data_ptr(), out=out.data_ptr(), size=x.shape[1], add=added, **given.arguments("weight", "kind"),
         ))  # fmt: skip
 
@@ -122,18 +121,18 @@ class DecoderOps:
         out = self.hidden if out is None else out
         assert x.shape == out.shape
         added = None if add is None else add.data_ptr()
-        struct = native.Addition(x=x.data_ptr(), add=added, out=out.data_ptr(), size=x.shape[1], scale=scale)
-        self.op(native.ADD, struct)
+        struct = structs.Addition(x=x.data_ptr(), add=added, out=out.data_ptr(), size=x.shape[1], scale=scale)
+        self.op(structs.ADD, struct)
 
     def copy(self, x: Tensor, out: Tensor, first: int = 0) -> None:
         """Columns of x from the first one on."""
         assert 0 <= first <= x.shape[1] - out.shape[1]
-        self.op(native.COPY_COLUMNS, native.Columns(
+        self.op(structs.COPY_COLUMNS, structs.Columns(
             x=x.data_ptr(), out=out.data_ptr(), width=x.shape[1], first=first, size=out.shape[1],
         ))  # fmt: skip
 
     def _layer(self, number: int, layer: Layer) -> None:
-        self.op(native.LAYER_BEGINS, which=number)
+        self.op(structs.LAYER_BEGINS, which=number)
         x, outputs, streams = self.hidden, [self.hidden], self.streams
         if streams is None or layer.altup is None:
             self._mixer_and_mlp(number, layer)
@@ -199,9 +198,9 @@ class DecoderOps:
         if mlp.gate is None:
             self.product(self.hidden, [(mlp.up, up), *others], norm)
             if mlp.activation == "xielu":
-                self.op(native.XIELU, self._xielu(mlp, up))
+                self.op(structs.XIELU, self._xielu(mlp, up))
                 return up, {}
-            alone = native.SILU_ALONE if mlp.activation == "silu" else native.ACTIVATION_NUMBERS[mlp.activation]
+            alone = structs.SILU_ALONE if mlp.activation == "silu" else structs.ACTIVATION_NUMBERS[mlp.activation]
             return up, {"activation": alone}
         gate = self.buffer("gate", width)
         self.product(self.hidden, [(mlp.gate, gate), (mlp.up, up), *others], norm)
@@ -209,14 +208,14 @@ class DecoderOps:
             self.add(gate, None, mlp.gate_scale, gate)
         if mlp.gate_cutoff is not None:
             self.op(altup.CUT_OFF, altup.Cutoff(x=gate.data_ptr(), size=width, deviations=mlp.gate_cutoff))
-        return up, {"gate": gate, "activation": native.ACTIVATION_NUMBERS[mlp.activation]}
+        return up, {"gate": gate, "activation": structs.ACTIVATION_NUMBERS[mlp.activation]}
 
-    def _xielu(self, mlp: MLP, x: Tensor) -> native.Xielu:
+    def _xielu(self, mlp: MLP, x: Tensor) -> structs.Xielu:
         """The activation of x, in place. Its numbers are rounded as those of the model."""
         assert mlp.xielu is not None
         given = self.weights.module(mlp.xielu)
         above, below = F.softplus(given.alpha_p), given.beta + F.softplus(given.alpha_n)
-        return native.Xielu(
+        return structs.Xielu(
             x=x.data_ptr(), size=x.shape[1], above=above.item(), below=below.item(), slope=given.beta.item(),
             most=given.eps.item(),
         )  # fmt: skip
@@ -272,7 +271,7 @@ class DecoderOps:
             struct.routed = routed.data_ptr()
         struct.x, struct.out = self.hidden.data_ptr(), out.data_ptr()
         struct.add = None if add is None else add.data_ptr()
-        self.op(native.MIX_EXPERTS, struct)
+        self.op(structs.MIX_EXPERTS, struct)
 
     def _mlp_and_experts(self, both: MLPAndExperts, norm: Norm | None, output_norm: Norm | None, scale: float) -> None:
         """Add the sum of both, through its norm and scaled, to the hidden states."""
@@ -295,7 +294,7 @@ class DecoderOps:
     def set_angle_widths(self, widths: Sequence[int]) -> None:
         """How many dimensions of a head each kind of angles rotates."""
         for kind, struct, which, _ in self.list:
-            if kind == native.ROTATE and which >= 0:
+            if kind == structs.ROTATE and which >= 0:
                 assert widths[which] % 2 == 0 and 0 < widths[which] <= struct.dim
                 struct.turned = widths[which]
 

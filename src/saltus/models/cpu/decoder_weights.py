@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saltus.kernels import native
+from saltus.kernels.native import structs
 from saltus.kernels.packed_weight import PackedWeight, kernel_arguments, select_outputs
 from saltus.models.mixer_description import Norm, Weight
 
@@ -98,7 +98,7 @@ class Resolver:
             if kind == "layer":
                 values = torch.cat([values, torch.zeros_like(values)])
             kind = "rms-float32" if kind == "rms" else kind  # of weights in float32
-            return NormWeights(self.keep(values), native.NORM_KINDS[kind], norm.epsilon)
+            return NormWeights(self.keep(values), structs.NORM_KINDS[kind], norm.epsilon)
         module = self.module(norm.path)
         values = module.weight.detach()
         assert values.shape == (size,)
@@ -108,7 +108,7 @@ class Resolver:
                 bias = getattr(module, "bias", None)
                 values = torch.cat([values, torch.zeros_like(values) if bias is None else bias.detach().float()])
             self.made.append(values)
-        return NormWeights(values, native.NORM_KINDS[norm.kind], norm.epsilon)
+        return NormWeights(values, structs.NORM_KINDS[norm.kind], norm.epsilon)
 
 
 def linear_struct(
@@ -118,11 +118,11 @@ def linear_struct(
     gate: Tensor | None = None,
     add: Tensor | None = None,
     activation: int = 0,
-) -> native.Linear:
+) -> structs.Linear:
     """The kernel's arguments of a product but its rows: of `x` with matrices (or linear layers), to their outputs."""
     inputs = weights[0][0].weight.shape[1]
     _check_widths(x, inputs, weights, norm, gate, add)
-    struct = native.Linear(x=x.data_ptr(), inputs=inputs, count=len(weights), activation=activation)
+    struct = structs.Linear(x=x.data_ptr(), inputs=inputs, count=len(weights), activation=activation)
     for i, (matrix, out) in enumerate(weights):
         struct.weight[i], struct.format[i] = kernel_arguments(matrix.weight)
         struct.out[i], struct.outs[i] = None if out is None else out.data_ptr(), len(matrix.weight)
@@ -144,7 +144,7 @@ def _check_widths(
 ) -> None:
     """Fail unless weights fit the rows that the kernel reads and writes; `x` of one dimension only holds a place."""
     assert x.dim() == 1 or x[0].numel() == inputs
-    assert norm is None or len(norm.values) == inputs * (1 + (norm.kind == native.NORM_KINDS["layer"]))
+    assert norm is None or len(norm.values) == inputs * (1 + (norm.kind == structs.NORM_KINDS["layer"]))
     assert gate is None or gate[0].numel() == inputs
     for matrix, out in weights:
         outputs = len(matrix.weight)

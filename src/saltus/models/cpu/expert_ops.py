@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from saltus.kernels import native
+from saltus.kernels.native import structs
 from saltus.kernels.packed_weight import PackedWeight, kernel_arguments, select_outputs
 from saltus.models.decoder_description import Experts
 from saltus.models.packed_decoder import check_sizes
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 GATE, UP, DOWN = range(3)  # of weights, in the struct
 
 
-def experts_struct(layer: Experts, weights: Resolver, hidden: int, norm: dict[str, Any]) -> native.Experts:
+def experts_struct(layer: Experts, weights: Resolver, hidden: int, norm: dict[str, Any]) -> structs.Experts:
     """All but its rows, what it reads and what it writes. `norm` has the fields of the norm before it.
 
     Errors: ValueError for numbers of experts that the kernel cannot choose by.
@@ -34,12 +34,12 @@ def experts_struct(layer: Experts, weights: Resolver, hidden: int, norm: dict[st
     assert router_weight.shape == (experts, hidden)
     assert down.shape == (experts - layer.zero_experts, hidden, width)
     assert not (layer.zero_experts and layer.scales_inputs)
-    struct = native.Experts(
+    struct = structs.Experts(
         router=router_weight.data_ptr(), router_is_float32=router_weight.dtype == torch.float32, hidden=hidden,
         width=width, routed_inputs=hidden, experts=experts, top_k=layer.top_k, groups=layer.groups,
-        top_groups=layer.top_groups, best_of_group=layer.best_of_group, scoring=native.SCORINGS[layer.scoring],
+        top_groups=layer.top_groups, best_of_group=layer.best_of_group, scoring=structs.SCORINGS[layer.scoring],
         normalized=layer.is_normalized, least_sum=layer.least_sum, scale=layer.scale, scales_inputs=layer.scales_inputs,
-        activation=native.ACTIVATION_NUMBERS[layer.activation], interleaved=layer.gate_up_interleaved,
+        activation=structs.ACTIVATION_NUMBERS[layer.activation], interleaved=layer.gate_up_interleaved,
         limit=layer.limit, alpha=layer.alpha, biases_logits=layer.biases_logits, margin=layer.margin,
         zero_experts=layer.zero_experts, **norm,
     )  # fmt: skip
@@ -57,7 +57,7 @@ def experts_struct(layer: Experts, weights: Resolver, hidden: int, norm: dict[st
             assert biases.shape == (experts, stack.shape[1]) and biases.is_contiguous()
             struct.bias[number] = biases.data_ptr() + start * biases.element_size()
             struct.bias_step[number] = biases.stride(0) * biases.element_size()
-    arithmetics = {struct.format[number] >= native.INTERLEAVED for number in (GATE, UP) if struct.weight[number]}
+    arithmetics = {struct.format[number] >= structs.INTERLEAVED for number in (GATE, UP) if struct.weight[number]}
     assert len(arithmetics) == 1, "gate and up share their rows"
     return struct
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from saltus.kernels import native
+from saltus.kernels.native import structs
 from saltus.models.cpu.kv_cache import KVCache
 
 SNAPSHOT_INTERVAL = 1024  # tokens; doubled while a text would have more snapshots than follows
@@ -143,7 +144,7 @@ class RecurrentCall:
             np.array([states.data_ptr() for states in new.values()], dtype=np.uint64),
         )  # fmt: skip
         pointers = dict(zip(("parents", "accepted", "marks", "copies"), map(native.address, self.arrays), strict=True))
-        self.struct = native.RecurrentText(
+        self.struct = structs.RecurrentText(
             states=cache.states.data_ptr(), inputs=cache.inputs.data_ptr(), first=first, decided=decided,
             nodes=len(parents), num_accepted=len(cache.accepted), num_marks=len(new),
             node_bytes=cache.sizes.node, **pointers,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saltus.kernels import native
+from saltus.kernels.native import structs
 from saltus.models.cpu.operations import Operations
 from saltus.models.mixer_description import DeltaNet, KimiDeltaNet, Mamba, Mamba2, Norm, ShortConvolution, Weight
 
@@ -78,7 +78,7 @@ class MixerOps:
             mixer.decays, query, key, value, decay, given[3], heads=heads, groups=heads, key_dim=dim, value_dim=dim,
             scale=dim**-0.5, epsilon=1e-6, most=float("inf"), weight_scale=1.0,
         )  # fmt: skip
-        sigmoid = native.ACTIVATION_NUMBERS["sigmoid"]
+        sigmoid = structs.ACTIVATION_NUMBERS["sigmoid"]
         self.gate(out, gate, dim, mixer.norm, epsilon=mixer.epsilon, activation=sigmoid)
         return out
 
@@ -97,14 +97,14 @@ class MixerOps:
                 ops.normalize(parts[number], mixer.norms[number], parts[number])
         (step,) = self._inputs((mixer.steps,), (size,), None, "step", parts[0])
         rates = -self._vector(f"{mixer.path}.A_log", size * state).view(size, state).exp()
-        columns, keys = native.STATE_COLUMNS, -(-state // KEY_UNIT) * KEY_UNIT
+        columns, keys = structs.STATE_COLUMNS, -(-state // KEY_UNIT) * KEY_UNIT
         padded = rates.new_zeros(-(-size // columns) * columns, keys)
         padded[:size, :state] = rates
         skip = rates.new_zeros(len(padded))
         skip[:size] = self._vector(f"{mixer.path}.D", size)
         of_rows = {"query": parts[2], "key": parts[1], "value": value, "step": step}
         out = ops.buffer("recurrent", size)
-        struct = native.Recurrence(
+        struct = structs.Recurrence(
             **{name: each.data_ptr() for name, each in of_rows.items()},
             **{f"{name}_row": each.stride(0) for name, each in of_rows.items()},
             **self._places(4 * padded.numel(), (state + 2 * size) * value.element_size()),
@@ -112,7 +112,7 @@ class MixerOps:
             rate=self._kept(padded.view(-1, columns, keys).transpose(1, 2).contiguous()), heads=1, groups=1,
             key_dim=state, value_dim=size, steps=size, scale=1.0, most=float("inf"),
         )  # fmt: skip
-        ops.op(native.RECUR, struct)
+        ops.op(structs.RECUR, struct)
         self.gate(out, gate, size, None)
         return out
 
@@ -122,8 +122,8 @@ class MixerOps:
         if mixer.scales:
             scale = torch.cat([torch.full((count,), value, dtype=torch.float32) for value, count in mixer.scales])
             assert scale.shape == inputs.shape[1:]
-            struct = native.ColumnScale(x=inputs.data_ptr(), scale=self._kept(scale), size=inputs.shape[1])
-            self.ops.op(native.SCALE_COLUMNS, struct)
+            struct = structs.ColumnScale(x=inputs.data_ptr(), scale=self._kept(scale), size=inputs.shape[1])
+            self.ops.op(structs.SCALE_COLUMNS, struct)
         gate, mixed, step = inputs.split((size, size + 2 * keys, mixer.heads), 1)
         value, key, query = self._convolve(f"{mixer.path}.conv1d", mixed, silu=True).split((size, keys, keys), 1)
         out = self._recur(
@@ -164,8 +164,8 @@ class MixerOps:
         out = self.ops.buffer(f"ungrouped {x.shape[1]}", x.shape[1])
         assert sum(size for _, size in runs) == x.shape[1]
         pointers = {"x": x.data_ptr(), "out": out.data_ptr(), "runs": self._kept(torch.tensor(runs))}
-        struct = native.Rearrangement(**pointers, inputs=x.shape[1], size=x.shape[1], num_runs=len(runs))
-        self.ops.op(native.REARRANGE, struct)
+        struct = structs.Rearrangement(**pointers, inputs=x.shape[1], size=x.shape[1], num_runs=len(runs))
+        self.ops.op(structs.REARRANGE, struct)
         return out
 
     def _convolve_parts(self, path: str, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -182,7 +182,7 @@ class MixerOps:
         channels, _, width = module.weight.shape
         if first is not None:
             own, channels = slice(first, first + x.shape[1]), x.shape[1]
-        assert x.shape[1] == channels and 1 < width <= native.MAX_CONVOLUTION_WIDTH
+        assert x.shape[1] == channels and 1 < width <= structs.MAX_CONVOLUTION_WIDTH
         assert all(each.shape == x.shape for each in gates.values())
         out = self.ops.buffer(f"convolved from {first}", channels)
         bytes_of_row = channels * x.element_size()
@@ -191,11 +191,11 @@ class MixerOps:
         pointers |= {f"{name}_row": each.stride(0) for name, each in inputs.items()}
         pointers["weight"] = self._kept(module.weight.detach()[own, 0].to(x.dtype).T.contiguous())
         pointers["bias"] = None if module.bias is None else module.bias[own].data_ptr()
-        struct = native.Convolution(
+        struct = structs.Convolution(
             **pointers, **self._places((width - 1) * bytes_of_row, bytes_of_row), out=out.data_ptr(),
             channels=channels, width=width, silu=silu,
         )  # fmt: skip
-        self.ops.op(native.CONVOLVE, struct)
+        self.ops.op(structs.CONVOLVE, struct)
         return out
 
     def _recur(
@@ -216,14 +216,14 @@ class MixerOps:
         if weight is None:
             pointers["skip"] = self._kept(self._vector(f"{path}.D", heads))
         out = self.ops.buffer("recurrent", heads * value_dim)
-        columns = -(-value_dim // native.STATE_COLUMNS) * native.STATE_COLUMNS
+        columns = -(-value_dim // structs.STATE_COLUMNS) * structs.STATE_COLUMNS
         state = 4 * heads * (-(-key_dim // KEY_UNIT) * KEY_UNIT) * columns
         kept = [each for name, each in inputs.items() if name != "query"]
         node = sum(each.shape[1] for each in kept) * value.element_size()
-        struct = native.Recurrence(
+        struct = structs.Recurrence(
             **pointers, **self._places(state, node), **settings, out=out.data_ptr(), steps=steps
         )  # fmt: skip
-        self.ops.op(native.RECUR, struct)
+        self.ops.op(structs.RECUR, struct)
         return out
 
     def gate(self, x: Tensor, gate: Tensor, group: int, norm: str | None, **settings: Any) -> None:
@@ -237,12 +237,12 @@ class MixerOps:
         assert weight is None or weight.dtype == x.dtype
         gates = gate.view(len(gate), -1, group) if gate.dim() == 2 else gate
         assert gates.shape[:2] == (len(x), x.shape[1] // group) and gates.shape[2] in (1, group)
-        struct = native.GatedNorm(
+        struct = structs.GatedNorm(
             x=x.data_ptr(), gate=gates.data_ptr(), gate_row=gates.stride(0), gate_group=gates.stride(1),
             size=x.shape[1], group=group, weights=0 if weight is None else len(weight),
             weight=None if weight is None else weight.data_ptr(), one_gate=gates.shape[2] != group, **settings,
         )  # fmt: skip
-        self.ops.op(native.GATE_OUTPUTS, struct)
+        self.ops.op(structs.GATE_OUTPUTS, struct)
 
     def _vector(self, path: str, size: int) -> Tensor:
         return self.ops.weights.floats(self.ops.weights.tensor(path).flatten(), size)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode
+from saltus.kernels.native import structs
 from saltus.kernels.packed_weight import PackedWeight, kernel_arguments, select_rows, uses_integers
 from saltus.models.architectures import describe_decoder, find_architecture
 from saltus.models.cpu.attention import AttentionCall
@@ -74,7 +75,7 @@ def is_unmodified_decoder(model: Any) -> bool:
 class DecoderCall:
     """One call's arguments, and the tensors that the kernel writes."""
 
-    struct: native.Decoder
+    struct: structs.Decoder
     logits: Tensor
     hidden_states: list[Tensor]  # after each layer that was asked for, and the last ones
     pointed_to: tuple[Any, ...]  # kept alive, since the struct points to them
@@ -107,7 +108,7 @@ class NativeDecoder:
         self.adapter: Adapter | None = None
         self.lora_tensors: list[Tensor] = []  # of the adapter; the structs point to them
         self.rows_are_gated = False  # True if the structs gate rows
-        self.seconds: native.SecondsOfParts | None = None  # of its calls, while somebody asks for them
+        self.seconds: structs.SecondsOfParts | None = None  # of its calls, while somebody asks for them
         self.tables = [
             _PositionTable(self.base, each)
             if isinstance(each, PositionEmbedding)
@@ -116,11 +117,11 @@ class NativeDecoder:
         ]
         self.layers.set_angle_widths([table.width for table in self.tables])
         self.constants = self._constants(weights)
-        self.angles = (native.Angles * len(self.tables))()
-        self.no_layers_kept = (native.POINTER * (1 + self.num_layers))()
+        self.angles = (structs.Angles * len(self.tables))()
+        self.no_layers_kept = (structs.POINTER * (1 + self.num_layers))()
         self.prepared_call = PreparedCall(self) if PreparedRows.supports(self) else None
 
-    def _constants(self, weights: Resolver) -> native.Decoder:
+    def _constants(self, weights: Resolver) -> structs.Decoder:
         """The kernel arguments that are the same in every call."""
         description, layers = self.description, self.layers
         embedding = weights.module(description.embedding).weight
@@ -130,10 +131,10 @@ class NativeDecoder:
         assert size == self.hidden.shape[1]
         hidden = self.hidden.data_ptr()
         scale = float(torch.tensor(description.embedding_scale, dtype=self.dtype))
-        return native.Decoder(
-            embedding=native.Expansion(weight=weight, out=hidden, format=format, inputs=size),
+        return structs.Decoder(
+            embedding=structs.Expansion(weight=weight, out=hidden, format=format, inputs=size),
             embedding_scale=scale, logit_scale=description.logit_scale, logit_softcap=description.logit_softcap,
-            norm=native.Norm(x=hidden, size=size, **norm.arguments("weight", "kind")),
+            norm=structs.Norm(x=hidden, size=size, **norm.arguments("weight", "kind")),
             head=linear_struct(self.hidden, [(weights.output_layer(self.model), None)]),
             ops=ctypes.addressof(layers.ops), num_ops=len(layers.ops), vocab=vocab,
         )  # fmt: skip
@@ -222,7 +223,7 @@ class NativeDecoder:
     ) -> DecoderCall:
         """The kernel's arguments of a call but its inputs, and the tensors that it will write; see `__call__`."""
         selected, hidden = logit_rows.shape[0], self.hidden[:rows]
-        struct = native.Decoder.from_buffer_copy(self.constants)
+        struct = structs.Decoder.from_buffer_copy(self.constants)
         tables, angles = [table.at(positions) for table in self.tables], self.angles
         for number, (cos, sin, indexed) in enumerate(tables):
             place = positions.data_ptr() if indexed else None
@@ -230,7 +231,7 @@ class NativeDecoder:
         struct.angles = ctypes.addressof(angles)
         recurrent, texts = self.layers.recurrent_calls(call), None
         if recurrent:
-            texts = (native.RecurrentText * len(recurrent))(*(each.struct for each in recurrent))
+            texts = (structs.RecurrentText * len(recurrent))(*(each.struct for each in recurrent))
             struct.recurrent = ctypes.addressof(texts)
         attentions, key_steps, value_steps = self.layers.attention.structs_of(call)
         struct.attentions, struct.texts, struct.rows = ctypes.addressof(attentions), len(call.sequences), rows
@@ -238,7 +239,7 @@ class NativeDecoder:
         kept, collected = self.no_layers_kept, []
         if output_hidden_states and hidden_state_layers:
             kept, collected = (
-                (native.POINTER * (1 + self.num_layers))(),
+                (structs.POINTER * (1 + self.num_layers))(),
                 [torch.empty_like(hidden) for _ in hidden_state_layers],
             )
             for layer, states in zip(hidden_state_layers, collected, strict=True):
@@ -344,7 +345,7 @@ class _PositionTable:
 
 def raise_if_failed(code: int, vocab: int) -> None:
     """Errors: IndexError, MemoryError, by what a kernel returned."""
-    if code == native.UNKNOWN_TOKEN:
+    if code == structs.UNKNOWN_TOKEN:
         raise IndexError(f"a token lies beyond the model's vocabulary of {vocab}")
     if code:
         raise MemoryError("a call ran out of memory; decode a shorter text")

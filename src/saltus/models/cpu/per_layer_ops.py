@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from saltus.kernels import native
+from saltus.kernels.native import structs
 from saltus.kernels.packed_weight import kernel_arguments
 from saltus.models.cpu.operations import Operations
 from saltus.models.decoder_description import PerLayerEmbeddings, PerLayerInput
@@ -28,14 +28,14 @@ class PerLayerOps:
             raise ValueError(f"{count:,} of its {tokens:,} tokens have per-layer embeddings")
         self.every = embedded = ops.buffer("per-layer embeddings", width)
         projected = ops.buffer("projected", width)
-        ops.op(native.EMBED_TOKENS, native.Expansion(
+        ops.op(structs.EMBED_TOKENS, structs.Expansion(
             weight=weight, out=embedded.data_ptr(), format=format, inputs=width,
         ), which=count, place=inputs.others_are_first)  # fmt: skip
         ops.add(embedded, None, float(torch.tensor(inputs.embedding_scale, dtype=embedded.dtype)), embedded)
         ops.product(ops.hidden, [(inputs.projection, projected)])
         size = width // layers
         given = ops.weights.norm(inputs.norm, size)
-        ops.op(native.NORMALIZE, native.Norm(
+        ops.op(structs.NORMALIZE, structs.Norm(
             x=projected.data_ptr(), out=embedded.data_ptr(), size=size, parts=layers, add=embedded.data_ptr(),
             **given.arguments("weight", "kind"),
         ))  # fmt: skip
@@ -48,7 +48,7 @@ class PerLayerOps:
         made = self.ops.buffer("made", self.ops.hidden.shape[1])
         self.ops.product(x, [(layer.gate, gate)])
         self.ops.copy(self.every, embedded, number * size)
-        activation = native.ACTIVATION_NUMBERS[layer.activation]
+        activation = structs.ACTIVATION_NUMBERS[layer.activation]
         self.ops.product(embedded, [(layer.output, made)], gate=gate, activation=activation)
         for out in outputs:
             self.ops.normalize(made, layer.output_norm, out, add=out)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from saltus.kernels import native
+from saltus.kernels.native import structs
 from saltus.models.cpu.attention import FROM_FIRST_SLOT_ADDRESS
 from saltus.models.cpu.kv_cache import KVCache
 
@@ -25,22 +26,22 @@ MAX_ROWS = 64  # of a prepared call
 class PreparedRows:
     """The arguments of a decoder's calls that say which rows of one text it evaluates, written into a given struct."""
 
-    def __init__(self, decoder: NativeDecoder, struct: native.Decoder) -> None:
+    def __init__(self, decoder: NativeDecoder, struct: structs.Decoder) -> None:
         kernels, layers = native.load_kernels(), decoder.layers
         assert kernels is not None
         self.decoder, self.kernels, self.struct = decoder, kernels, struct
         self.num_layers, self.new_rows = layers.attention.num_main_layers, layers.attention.main_rows
-        self.parents, self.positions = ((native.INTEGER * MAX_ROWS)() for _ in range(2))
-        self.numbers = (native.INTEGER * MAX_ROWS)(*range(MAX_ROWS))
+        self.parents, self.positions = ((structs.INTEGER * MAX_ROWS)() for _ in range(2))
+        self.numbers = (structs.INTEGER * MAX_ROWS)(*range(MAX_ROWS))
         self.visible = (ctypes.c_uint8 * MAX_ROWS**2)()
         self.attentions, self.key_steps, self.value_steps = layers.attention.new_structs(1)
         self.structs = list(self.attentions)
         for each in self.structs:
             each.visible, each.first = ctypes.addressof(self.visible), FROM_FIRST_SLOT_ADDRESS
-        self.angles = (native.Angles * len(decoder.tables))()
+        self.angles = (structs.Angles * len(decoder.tables))()
         self.tables: list[object] = [None] * len(decoder.tables)  # as they were in the last call
         self.num_positions = 0  # of these
-        self.kept = (native.POINTER * (1 + decoder.num_layers))()
+        self.kept = (structs.POINTER * (1 + decoder.num_layers))()
         self.norm, self.head_out = struct.norm, struct.head.out
         self.first_number = ctypes.addressof(self.numbers)
         struct.texts, struct.angles = 1, ctypes.addressof(self.angles)
@@ -108,9 +109,9 @@ class PreparedCall:
     def __init__(self, decoder: NativeDecoder) -> None:
         self.decoder = decoder
         self.size, self.item = decoder.hidden.shape[1], decoder.hidden.element_size()
-        self.struct = struct = native.Decoder.from_buffer_copy(decoder.constants)
+        self.struct = struct = structs.Decoder.from_buffer_copy(decoder.constants)
         self.set_rows = PreparedRows(decoder, struct)
-        self.tokens = (native.INTEGER * MAX_ROWS)()
+        self.tokens = (structs.INTEGER * MAX_ROWS)()
         self.embedding = struct.embedding
         struct.tokens = self.embedding.rows = ctypes.addressof(self.tokens)
         self.vocab = struct.head.outs[0]
