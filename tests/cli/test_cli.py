@@ -841,7 +841,7 @@ def test_a_draft_model_is_an_option(folder, tiny_folder):
             "generate", PROMPT, "-m", folder, "-n", 12, "--draft-model", draft, "--num-draft-tokens", 2, "--json"
         ).stdout
     )
-    assert (told["method"], told["tokens"]) == ("small_model", plain["tokens"])
+    assert (told["method"], told["tokens"]) == ("small_model+lookup", plain["tokens"])
     assert "take small_model+lookup" in complaint(
         "generate", "x", "-m", folder, "--method", "lookup", "--draft-model", draft
     )

@@ -1038,12 +1038,17 @@ def test_the_model_still_works_as_one_of_transformers(tiny_folder, implementatio
 def test_a_draft_model_in_the_words_of_transformers(tiny_folder):
     target, draft = str(tiny_folder()), str(tiny_folder(seed=1))
     engine = saltus.load(target, draft_model=draft, num_draft_tokens=3)
-    assert engine.method == "small_model"
+    assert engine.method == "small_model+lookup"
     written = engine.generate(PROMPT, max_new_tokens=20)
     assert written.tokens == engine.generate(PROMPT, method="plain", max_new_tokens=20).tokens
     assert written.statistics.draft_calls > 0
-    assert max(call.num_draft_tokens for call in written.calls) <= 3
-    assert saltus.load(target, "small_model+lookup", draft_model=draft).method == "small_model+lookup"
+    alone = engine.generate(PROMPT, method="small_model", max_new_tokens=20)
+    assert max(call.num_draft_tokens for call in alone.calls) <= 3
+    for rule in ("match", "reject"):
+        assert saltus.load(target, "auto", draft_model=draft, rule=rule).method == "small_model+lookup"
+    assert saltus.load(target, "small_model", draft_model=draft).method == "small_model"
+    with refused("small_model needs a draft model; give --draft-model"):
+        saltus.load(target, num_draft_tokens=3)
     with pytest.raises(ValueError, match=r"the method is ptp; leave the method out, or take small_model\+ptp"):
         saltus.load(target, "ptp", draft_model=draft)
 

@@ -80,7 +80,7 @@ ChatTemplate = Annotated[
 ]
 
 _METHOD_HELP = (
-    "How to draft: auto (lookup; with the model's own heads or drafter, where there is one that pays), lookup, …"
+    "How to draft: auto (lookup; with --draft-model, or the model's own heads or drafter where they pay), lookup, …"
     " ([i]saltus methods[/i] lists them)."
 )
 Method = Annotated[str, in_panel(METHOD_PANEL, "--method", metavar="NAME", help=_METHOD_HELP)]
@@ -90,7 +90,7 @@ DraftModel = Annotated[
         METHOD_PANEL,
         "--draft-model",
         metavar="MODEL",
-        help="A smaller model that drafts (method small_model), best one of the same family.",
+        help="A smaller model that drafts (method small_model+lookup), best one of the same family.",
     ),
 ]
 NumDraftTokens = Annotated[

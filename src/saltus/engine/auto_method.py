@@ -15,7 +15,7 @@ from saltus.models.protocols import TargetNetwork
 
 log = logging.getLogger("saltus")
 
-WITH_HEADS, WITH_DRAFTER = "mtp+lookup", "ptp+lookup"
+WITH_HEADS, WITH_DRAFTER, WITH_DRAFT_MODEL = "mtp+lookup", "ptp+lookup", "small_model+lookup"
 # Of a call of eight rows, as a multiple of one row's: the shipped drafter decides about as many tokens in such a call.
 MAX_COST_OF_EIGHT_ROWS = 1.75
 
@@ -28,10 +28,11 @@ def resolve_method(
     rule: str,
     why_not: Callable[[str], str | None],
 ) -> tuple[str, str | None]:
-    """The method itself, or for `auto`: `assd` for an any-subset model, `ptp+lookup` or `mtp+lookup` where a drafter or
-    a head is given by the option `ptp.model` or `mtp.model`, `mtp+lookup` where the model's checkpoint has heads for
-    multi-token prediction, and they load, `ptp+lookup` where a drafter comes with the package and pays on this machine,
-    else `lookup`. Also a line for the user where the drafter would not pay.
+    """The method itself, or for `auto`: `small_model+lookup` where a draft model is given, `assd` for an any-subset
+    model, `ptp+lookup` or `mtp+lookup` where a drafter or a head is given by the option `ptp.model` or `mtp.model`,
+    `mtp+lookup` where the model's checkpoint has heads for multi-token prediction, and they load, `ptp+lookup` where a
+    drafter comes with the package and pays on this machine, else `lookup`. Also a line for the user where the drafter
+    would not pay.
 
     `why_not` makes the setup of a method, and returns the reason if that fails. Whether a drafter pays depends on what
     more rows of a call cost; they are timed if `call_cost` has no times yet. Under `reject` the text depends on the
@@ -61,6 +62,8 @@ def resolve_method(
 
 def auto_candidates(target: TargetNetwork, options: Mapping[str, Mapping[str, Any]], rule: str) -> list[str]:
     """What `auto` may stand for, the best first: each but the last may turn out not to load, or not to pay."""
+    if options.get("small_model", {}).get("model"):
+        return [WITH_DRAFT_MODEL]
     if target.any_subset:
         return ["assd"]
     if not target.accepts_drafters:

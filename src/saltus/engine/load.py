@@ -62,9 +62,10 @@ def load(
     Args:
         model: a short name, a local folder, a GGUF file, a hub id (`owner/name`), or a GGUF file on a hub
             (`owner/name:file.gguf`).
-        method: how to draft. "auto", the default unless a draft model is given, takes what drafts best with the model
-            without settings: see docs/methods.md. Several joined by + draft together.
-        draft_model: a smaller model, which drafts (method "small_model"); best one of the same vocabulary.
+        method: how to draft. "auto", the default, takes what drafts best with the model without settings: see
+            docs/methods.md. Several joined by + draft together.
+        draft_model: a smaller model, which drafts ("auto" is then "small_model+lookup"); best one of the same
+            vocabulary.
         num_draft_tokens: how many tokens it drafts for a call, at most.
         device: "auto", "cpu" or "cuda".
         dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".

@@ -15,14 +15,16 @@ def with_draft_model(
 ) -> tuple[str, Options]:
     """The method and the options of methods, given perhaps a draft model and its number of draft tokens.
 
-    A draft model alone selects the method `small_model`. Errors: ValueError if the method is another one.
+    A draft model is for the method `small_model`, and for `auto`, the default, which is then `small_model+lookup`.
+    Errors: ValueError if the method is another one.
     """
     given = {"model": draft_model, "num_draft_tokens": num_draft_tokens}
     given = {name: value for name, value in given.items() if value is not None}
     if not given:
         return DEFAULT_METHOD if method is None else method, options
-    method = "small_model" if method is None else method
-    if "small_model" not in method.split("+"):
+    if method is None:
+        method = DEFAULT_METHOD if draft_model else "small_model"  # which says that it lacks one
+    if "small_model" not in method.split("+") and not (method == DEFAULT_METHOD and draft_model):
         raise ValueError(
             f"a draft model belongs to the method small_model, but the method is {method};"
             f" leave the method out, or take small_model+{method}"

@@ -109,8 +109,8 @@ def method_names(spec: str) -> Sequence[str]:
 def make_methods(spec: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> list[Method]:
     """The methods of a spec like `jacobi+lookup`; their drafts share one tree.
 
-    For `auto` they are those whose options may be given. `options` gives fields by method:
-    {"lookup": {"max_ngram_size": 5}}.
+    For `auto` they are those whose options may be given, and `small_model` where its draft model is. `options` gives
+    fields by method: {"lookup": {"max_ngram_size": 5}}.
     They may be of further methods, since an engine decodes with any, but all must be right. Errors: ValueError.
     """
     options = options or {}
@@ -118,7 +118,9 @@ def make_methods(spec: str, options: Mapping[str, Mapping[str, Any]] | None = No
     for name, fields in options.items():
         if name not in available_methods():
             raise ValueError(f"options are given for {name!r}, which is no method; there are {_listed()}")
-        _make_method(name, fields)
+        other = _make_method(name, fields)
+        if spec == AUTO and name == "small_model" and all(other.draft_models.values()):
+            made.append(other)
     return made
 
 
