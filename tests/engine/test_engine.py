@@ -657,7 +657,12 @@ def test_memory_that_ends_while_a_model_is_checked_is_no_fault_of_its_attention(
 
 def test_a_router_that_takes_another_expert_by_rounding_is_no_wrong_attention(monkeypatch):
     """With these weights one of three rows has another expert in bfloat16, and half of its logits' spread is off."""
+    asked, evaluate = [], target_network._logits_of_a_branch
+    monkeypatch.setattr(
+        target_network, "_logits_of_a_branch", lambda model, text: asked.append(text) or evaluate(model, text)
+    )
     assert isinstance(make_network(tiny("Mixtral", 10).bfloat16(), "tiny"), causal.CausalNetwork)
+    assert asked == [0, 0, 1], "the first text, once more by other rounding, and another one"
     monkeypatch.setattr(target_network, "MAX_OTHER_TEXTS", 0)
     with refused("a tree of tokens gets other logits"):
         make_network(tiny("Mixtral", 10).bfloat16(), "tiny")
