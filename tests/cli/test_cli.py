@@ -12,9 +12,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -110,6 +111,20 @@ def test_every_command_s_help_has_its_short_name(command):
 def test_the_examples_of_a_help_stand_apart_from_its_text(command):
     examples = saltus_(*command.split(), "--help").stdout.partition("Examples")[2]
     assert re.search(r"^ {5}saltus ", examples, re.M)
+
+
+def commands(command: Any, name: str = "saltus") -> Iterator[tuple[str, Any]]:
+    """A command and those inside it, with their names."""
+    yield name, command
+    for inner, each in getattr(command, "commands", {}).items():
+        yield from commands(each, f"{name} {inner}")
+
+
+def test_help_has_no_line_that_a_terminal_of_80_columns_breaks_again():
+    for name, command in commands(get_command(app)):
+        for paragraph in (command.help or "").split("\n\n")[1:]:  # the first is filled
+            written = re.sub(r"\[/?(bold|dim|i)\]", "", paragraph).splitlines()
+            assert len(written) == 1 or all(len(line) <= 78 or line.startswith("    ") for line in written), name
 
 
 @pytest.mark.slow

@@ -37,9 +37,10 @@ def step(
 ) -> None:
     """Measure what a decoding step costs, and what it could cost.
 
-    Every round makes every call once, so that drift of the machine affects all alike.
-    The lower bound is what a call must read and compute, at the bandwidth and the
-    arithmetic that this machine reaches in the same run. Ctrl-C keeps what is measured.
+    Every round makes every call once, so that drift of the machine affects all
+    alike. The lower bound is what a call must read and compute, at the bandwidth
+    and the arithmetic that this machine reaches in the same run. Ctrl-C keeps
+    what is measured.
 
     [bold]Examples[/bold]
 
@@ -47,7 +48,8 @@ def step(
 
         saltus bench step --nodes 1,8,32 --lengths 512 --batches 1 --rounds 3
 
-    Measure on a quiet machine: two busy processes slow each other far more than twofold.
+    Measure on a quiet machine: two busy processes slow each other far more than
+    twofold.
     """
     inputs = {
         "nodes": parse_numbers("--nodes", nodes),

@@ -39,8 +39,8 @@ def data(
 ) -> None:
     """Write the texts of a data set as token ids, as if the model had answered its prompts.
 
-    A model's drafts can be trained on any texts: the model says under which uniforms
-    it would have written them. Their temperature counts as 1.
+    A model's drafts can be trained on any texts: the model says under which
+    uniforms it would have written them. Their temperature counts as 1.
 
     [bold]Examples[/bold]
 

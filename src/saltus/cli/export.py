@@ -30,8 +30,8 @@ def export(
     """Write a trained drafter in a format that other engines load.
 
     The format [bold]speculators[/bold] is what vLLM reads; its vocabulary may be cut.
-    The format [bold]flat[/bold] is that of the authors of DFlash, which SGLang reads; it has the
-    target's whole vocabulary (vocabulary=0 in training).
+    The format [bold]flat[/bold] is that of the authors of DFlash, which SGLang reads; it has
+    the target's whole vocabulary (vocabulary=0 in training).
 
     [bold]Examples[/bold]
 

@@ -62,9 +62,9 @@ def infill(
 
         saltus infill -m Qwen/Qwen2.5-Coder-0.5B --file program.py
 
-    [bold]With --json[/bold] the text is one object: text, fillings, tokens, model, method,
-    calls, tokens_per_call, seconds, tokens_per_second, tokens_by_call, and of a code
-    model's hole finish_reason.
+    [bold]With --json[/bold] the text is one object: text, fillings, tokens, model,
+    method, calls, tokens_per_call, seconds, tokens_per_second, tokens_by_call,
+    and of a code model's hole finish_reason.
     """
     if (text is None) == (file is None):
         raise ValueError("give one text with holes: in quotes, by --file, or - for stdin")

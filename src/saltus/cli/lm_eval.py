@@ -38,12 +38,13 @@ def lm_eval(
 
     The last two show the tasks, and [bold]all options of lm_eval[/bold].
 
-    [bold]--model_args[/bold] takes pretrained (a short name, a hub id, a folder, a GGUF file),
-    method, dtype, weights, arithmetic, device, seed, coupling, rule, max_draft_tokens, options of methods like
-    lookup.max_ngram_size=5, and of lm_eval's own max_length, max_gen_toks and add_bos_token.
+    [bold]--model_args[/bold] takes pretrained (a short name, a hub id, a folder, a GGUF
+    file), method, dtype, weights, arithmetic, device, seed, coupling, rule,
+    max_draft_tokens, options of methods like lookup.max_ngram_size=5, and of
+    lm_eval's own max_length, max_gen_toks and add_bos_token.
 
-    [bold]--chat-template[/bold] NAME or FILE is for a model without a template of its own; lm_eval
-    then applies it ([bold]--apply_chat_template[/bold]).
+    [bold]--chat-template[/bold] NAME or FILE is for a model without a template of its own;
+    lm_eval then applies it ([bold]--apply_chat_template[/bold]).
 
     [bold]Scores[/bold] are those of [bold]--model hf[/bold], up to rounding. Generated
     text is decoded by the method; given answers are scored by the model alone,

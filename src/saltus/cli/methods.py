@@ -19,9 +19,7 @@ AUTO_IS = (
 
 
 def methods(
-    names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="Methods whose options are shown.")
-    ] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Methods whose options are shown.")] = None,
     json: Annotated[bool, in_panel(OUTPUT_PANEL, "--json", help="Print a JSON object a method.")] = False,
 ) -> None:
     """List the methods, or the options of some of them.

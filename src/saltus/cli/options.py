@@ -191,7 +191,8 @@ Prompts = Annotated[
         "--prompts",
         "-f",
         metavar="FILE",
-        help='JSON lines with "prompt", "messages", or "turns" (each answer enters the next turn); - is stdin.',
+        help='JSON lines with "prompt", "messages", or "turns" (each answer enters the next turn), or (.txt) a prompt a'
+        " line; - is stdin.",
     ),
 ]
 Limit = Annotated[

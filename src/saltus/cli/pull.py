@@ -25,8 +25,9 @@ def pull(
     [dim]Existing files are not downloaded again; an interrupted download from a hub continues.[/dim]
 
     Without a name it is the default model, [bold]smollm2-135m[/bold]. Other short names are
-    smollm2-135m-bf16, smollm2-360m, smollm2-1.7b, qwen3-0.6b, qwen3-1.7b, qwen3-4b, gpt2; and stories and code, which
-    fill holes ([i]saltus infill[/i]) and come with Saltus.
+    smollm2-135m-bf16, smollm2-360m, smollm2-1.7b, qwen3-0.6b, qwen3-1.7b,
+    qwen3-4b, gpt2; and stories and code, which fill holes ([i]saltus infill[/i]) and
+    come with Saltus.
 
     [bold]Examples[/bold]
 

@@ -119,8 +119,8 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, with OpenAI's routes and Anthropic's.
 
-    Texts of many clients are decoded in one batch, each exactly as if it were alone.
-    Ctrl-C or SIGTERM lets what runs finish, a second one stops at once.
+    Texts of many clients are decoded in one batch, each exactly as if it were
+    alone. Ctrl-C or SIGTERM lets what runs finish, a second one stops at once.
 
     [bold]Examples[/bold]
 
@@ -135,8 +135,9 @@ def serve(
 
         saltus serve --ray --replicas 2
 
-    [bold]Routes[/bold]: /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /infill, /v1/models,
-    /tokenize, /detokenize, /health, /version, /load, /metrics (Prometheus, with vLLM's names), /docs.
+    [bold]Routes[/bold]: /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages,
+    /infill, /v1/models, /tokenize, /detokenize, /health, /version, /load,
+    /metrics (Prometheus, with vLLM's names), /docs.
     """
     try:
         from saltus.server.app import make_app

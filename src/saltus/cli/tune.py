@@ -48,10 +48,10 @@ def tune(
 ) -> None:
     """Find fast settings of the method jacobi for a model on this machine.
 
-    It measures the cost of calls by nodes; then, with as many draft tokens as are affordable,
-    tokens per second by block size, number and length of recycled n-grams, live blocks
-    and spawn ratio, one after the other. Plain decoding runs beside them. No setting changes a
-    text.
+    It measures the cost of calls by nodes; then, with as many draft tokens as are
+    affordable, tokens per second by block size, number and length of recycled
+    n-grams, live blocks and spawn ratio, one after the other. Plain decoding runs
+    beside them. No setting changes a text.
 
     [bold]Examples[/bold]
 
@@ -59,8 +59,8 @@ def tune(
 
         saltus tune --adapter adapter --prompts prompts.jsonl --texts 8
 
-    generate, chat and saltus.load use the saved settings if jacobi is given no options;
-    benchmarks do not. Run it on a quiet machine.
+    generate, chat and saltus.load use the saved settings if jacobi is given no
+    options; benchmarks do not. Run it on a quiet machine.
     """
     from saltus.cli.open_engine import open_engine, validate_settings
 
