@@ -489,7 +489,7 @@ WRONG_TYPES = {
         {"stop_token_ids": 5}, {"stop_token_ids": "5"}, {"stop_token_ids": [5.5]}, {"shown_tokens": 5},
         {"banned": (5.5,)}, {"banned": 5},
     ],
-    "a list, each (a whole number, a number)": [
+    "numbers by token id, such as {5: -100}": [
         {"logit_bias": [(5.5, 1)]}, {"logit_bias": [(5,)]}, {"logit_bias": {"a": 1}}, {"logit_bias": {5: "1"}},
     ],
     "a list, each (a whole number, a whole number)": [{"forced_at_index": 5}, {"banned_at_index": [(0, "5")]}],
@@ -533,6 +533,7 @@ def test_numbers_of_numpy_and_biases_by_token_are_settings_too(engine):
     [
         ({"method": ""}, "unknown method ''"),
         ({"top_logprobs": -3}, "top_logprobs is -3, but must be 0 or more"),
+        ({"logit_bias": {9999: 1}}, "token 9999 of logit_bias has no embedding"),
         ({"forced_at_index": ((0, 9999),)}, "token 9999 of forced_at_index has no embedding"),
         ({"banned_at_index": ((0, 9999),)}, "token 9999 of banned_at_index has no embedding"),
     ],

@@ -121,7 +121,7 @@ def test_what_clients_send_by_default_changes_nothing(server, engine, route):
     "field",
     [
         {"typical_p": 0.5}, {"length_penalty": 2}, {"modalities": ["audio"]}, {"lora": [1]}, {"best_of": 2},
-        {"background": True},
+        {"background": True}, {"logit_bias": {"9999": 1}},
     ],
 )  # fmt: skip
 def test_with_another_value_it_is_refused(server, route, field):

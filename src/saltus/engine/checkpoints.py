@@ -56,7 +56,8 @@ class Checkpoint:
             raise ValueError(f"{named} of {what} has no embedding in {self.name}, which has {limit:,}; leave it out")
 
     def check_sampling(self, sampling: Sampling) -> None:
-        """Raise ValueError of one line if a token that the model does not have is forced or banned somewhere."""
+        """Raise ValueError of one line if a token that the model does not have is forced, banned or biased."""
+        self.check_tokens([token for token, _ in sampling.logit_bias], "logit_bias")
         for name in ("forced_at_index", "banned_at_index"):
             self.check_tokens([token for _, token in getattr(sampling, name)], name)
 

@@ -74,10 +74,21 @@ def make_sampling(settings: Mapping[str, Any], known: type[Any]) -> Sampling:
             near = difflib.get_close_matches(name, [*get_type_hints(known), *ours], n=1)
             offer = f"did you mean {near[0]}?" if near else "see saltus.Settings"
             raise ValueError(f"there is no setting {short_repr(name)}; {offer}")
-        if name == "logit_bias" and isinstance(value, Mapping):
-            value = [(int(key) if _is_number(key) else key, bias) for key, bias in value.items()]
-        checked[name] = typed_value(value, ours[name], name)
+        checked[name] = (_biases if name == "logit_bias" else typed_value)(value, ours[name], name)
     return Sampling(**checked)
+
+
+def _biases(value: Any, hint: Any, name: str) -> Any:
+    """Biases by token, or pairs of both, as pairs. Errors: ValueError of one line."""
+    pairs = value
+    if isinstance(value, Mapping):
+        pairs = [(int(key) if _is_number(key) else key, bias) for key, bias in value.items()]
+    try:
+        return typed_value(pairs, hint, name)
+    except ValueError:
+        raise ValueError(
+            f"{name} is {short_repr(value)}, but must be numbers by token id, such as {{5: -100}}"
+        ) from None
 
 
 def _is_number(key: Any) -> bool:

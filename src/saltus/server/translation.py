@@ -108,7 +108,6 @@ def text_requests(
     settings = {
         **sampling_settings(body), "prediction": None if prediction is None else prediction.text
     }  # fmt: skip
-    check_logit_bias(engine, body)
     if max_tokens is not None and body.min_tokens > max_tokens:
         message = f"min_tokens is {body.min_tokens}, but the text has at most {max_tokens}; lower it"
         raise ApiError(400, message, "min_tokens")
@@ -155,20 +154,12 @@ def infill_request(
     engine: Engine, template: InfillTemplate, body: SamplingFields, open_tokens: int | None, seed: int
 ) -> AnyRequest:
     """A request of the engine for the holes of a text, which is taken as it is. Errors: ApiError 400."""
-    check_logit_bias(engine, body)
     try:
         return engine.infill_request(
             template, open_tokens=open_tokens, seed=seed, verbatim=True, **sampling_settings(body)
         )
     except ValueError as error:
         raise ApiError(400, str(error), _field_of(str(error))) from error
-
-
-def check_logit_bias(engine: Engine, body: SamplingFields) -> None:
-    """Refuse a bias of a token that does not exist. Errors: ApiError 400."""
-    size = engine.target.num_token_ids
-    if (wrong := next((token for token in body.logit_bias or () if not 0 <= token < size), None)) is not None:
-        raise ApiError(400, f"logit_bias names token {wrong}, but the vocabulary has {size:,}", "logit_bias")
 
 
 def sampling_settings(body: SamplingFields) -> dict[str, Any]:
