@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 import re
 import runpy
 import shlex
@@ -179,6 +180,14 @@ def test_the_example_method_of_the_docs_offers_branches():
     draft = example["Echo"](num_draft_tokens=2).drafter(Noise(0), Sampling(), match)
     (branch,) = draft(continuation([5, 6, 7], length=4), None, 3)
     assert list(branch.tokens) == [6, 7]
+
+
+def test_the_phrases_of_the_docs_become_token_ids(tiny_folder, tmp_path, monkeypatch):
+    found = blocks("python", (ROOT / "docs/adding-a-method.md").read_text(encoding="utf-8"))
+    (block,) = [each for each in found if "phrases.json" in each]
+    monkeypatch.chdir(tmp_path)
+    exec(block.replace('"smollm2-135m"', repr(str(tiny_folder()))), {})
+    assert all(json.loads(Path("phrases.json").read_text()))
 
 
 @pytest.mark.model
