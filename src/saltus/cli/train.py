@@ -165,9 +165,10 @@ MTP_HELP = f"""Train a head for multi-token prediction, for a model whose checkp
 
     {RESUMES}
 
-    The model first reads the teacher's texts once; its last hidden states are cached
-    on disk. The head is a projection and one layer like the model's. It is trained to
-    go on with its own output, as it does when it drafts. It cannot change a text.
+    The model first reads the teacher's texts once; its last hidden states are
+    cached on disk. The head is a projection and one layer like the model's. It is
+    trained to go on with its own output, as it does when it drafts. It cannot
+    change a text.
 
     [bold]Examples[/bold]
 
@@ -198,9 +199,10 @@ JACOBI_HELP = f"""Train a model, or an adapter of it, to decode blocks in parall
 
     {RESUMES}
 
-    Its texts are those of [bold]saltus collect jacobi[/bold]. An adapter acts on draft positions
-    alone, and the unchanged model verifies: no text changes. With [i]--set trains=model[/i]
-    the whole model is trained, and texts are those of the trained model.
+    Its texts are those of [bold]saltus collect jacobi[/bold]. An adapter acts on draft
+    positions alone, and the unchanged model verifies: no text changes. With
+    [i]--set trains=model[/i] the whole model is trained, and texts are those of the
+    trained model.
 
     [bold]Examples[/bold]
 
@@ -212,15 +214,18 @@ JACOBI_HELP = f"""Train a model, or an adapter of it, to decode blocks in parall
 
         saltus train jacobi --teacher trajectories --set trains=model --set learning_rate=1e-5 --work runs/t --out tuned
 
-    Afterwards: saltus generate --method jacobi --option jacobi.model=adapter "Who?"
-    or saltus generate --model tuned --method jacobi "Who?"
+    Afterwards:
+
+        saltus generate --method jacobi --option jacobi.model=adapter "Who?"
+
+        saltus generate --model tuned --method jacobi "Who?"
     """
 ASSD_HELP = f"""Train a model that fills holes anywhere, from scratch or from weights, on stories or on code.
 
     {RESUMES}
 
-    A hundredth of the texts is held out. After the model the pairwise correction of
-    the drafts of assd is trained, in [i]correction_steps[/i].
+    A hundredth of the texts is held out. After the model the pairwise correction
+    of the drafts of assd is trained, in [i]correction_steps[/i].
 
     [bold]Examples[/bold]
 
