@@ -134,14 +134,14 @@ def test_described_layers_are_those_of_transformers_and_rows_do_not_depend_on_ea
     if name == "Gemma4 of unlike heads" and not CUDA:  # of 512 dimensions: two programs of a row instead of sixteen
         monkeypatch.setattr(attention_kernels, "COMBINED_DIMS", 256)
     network, plain = decoded(name, described=True, **DESCRIBED.get(name, {}))
-    tokens = text(66)
-    found, expected = logits(network, tokens, TREE), logits(plain, tokens, TREE)
-    assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < BOUND
-    kv_cache = network.new_kv_cache()
+    tokens, kv_cache = text(66), network.new_kv_cache()
     alone = [logits(network, tokens[:length], kv_cache=kv_cache)[0] for length in (64, 65, 66)]
+    found, expected = logits(network, tokens, TREE, kv_cache), logits(plain, tokens, TREE)
+    assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < BOUND
+    assert torch.equal(found[0], alone[-1])
     chain = tuple(tokens[64:].tolist()), (-1, 0)
     inputs = [ForwardInputs(continuation(each, 60), *chain) for each in (text(7), tokens[:64])]
-    together = network.forward(inputs, [network.new_kv_cache() for _ in inputs])
+    together = network.forward(inputs, [network.new_kv_cache(), kv_cache])
     assert torch.equal(together[1].logits.float().cpu(), torch.stack(alone))
 
 
