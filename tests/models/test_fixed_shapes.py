@@ -51,7 +51,7 @@ def fresh(network) -> FixedShapeKVCache:
     pool = network.fixed_shape_runner.pool
     for buffer in pool.buffers:
         if buffer is not None:
-            buffer.view(len(buffer), pool.num_pages, -1)[:, pool.free_pages] = 3
+            buffer.view(len(buffer), pool.num_pages, -1)[:, pool.free_pages] = torch.nan
     return network.new_kv_cache()
 
 

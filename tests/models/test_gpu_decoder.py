@@ -32,7 +32,7 @@ from saltus.models.cuda.fixed_shape_calls import (
     first_recent_position,
     size_class,
 )
-from saltus.models.cuda.gpu_decoder import fits_described, fits_kernels
+from saltus.models.cuda.gpu_decoder import GPUDecoder, fits_described, fits_kernels
 from saltus.models.cuda.packed_weight import GPUPackedWeight
 
 CUDA = torch.cuda.is_available()
@@ -241,6 +241,29 @@ def test_a_row_has_the_same_bits_as_text_and_as_a_node_alone_and_in_a_batch(llam
     batch = [others[0], ForwardInputs(continuation(tokens[:127], 60), *chain), others[1]]
     together = network.forward(batch, [network.new_kv_cache(), kv_cache, network.new_kv_cache()])
     assert torch.equal(together[1].logits.float().cpu(), torch.stack(plain))
+
+
+@torch.inference_mode()
+def test_what_a_former_text_left_in_a_page_changes_no_row_though_it_is_not_finite(llama):
+    network, tokens = llama[0], text(70)
+    expected = logits(network, tokens, TREE)
+    pool = network.fixed_shape_runner.pool
+    for buffer in pool.buffers:
+        buffer.view(len(buffer), pool.num_pages, -1)[:, pool.free_pages] = torch.nan
+    found = logits(network, tokens, TREE)
+    for buffer in pool.buffers:
+        buffer.zero_()
+    assert torch.equal(found, expected)
+
+
+def test_gradients_pass_through_weights_that_are_merged_when_a_network_is_made():
+    """Which is in inference mode, whose tensors no gradient passes through."""
+    model = tiny("Llama", **SIZES | {"num_hidden_layers": 1}).to(DEVICE, torch.bfloat16)
+    with torch.inference_mode():
+        GPUDecoder(model)
+    inputs = torch.ones(1, 1, 64, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+    model(inputs_embeds=inputs, use_cache=False).logits.sum().backward()
+    assert inputs.grad is not None
 
 
 @pytest.fixture(scope="module")

@@ -71,14 +71,16 @@ def _attend_split(
     used = tile < group_rows * shared
     position = tl.load(positions + row, mask=used, other=0)
     border = tl.maximum(position // DEPTH * DEPTH - DEPTH, 0)  # first_recent_position
-    first = split * SPLIT
-    if tl.max(border, 0) > first:
+    first, end = split * SPLIT, tl.max(border, 0)  # the keys from `end` on may be a former text's, and not finite
+    if end > first:
         at = first + tl.arange(0, SPLIT)
         slot = tl.load(tables + group * num_pages + first // PAGE) * PAGE + at % PAGE
         place = (slot[:, None] * KV_HEADS + kv_head) * DIM + dim[None, :]
         value_place = (slot[:, None] * KV_HEADS + kv_head) * VALUE_STEP + dim[None, :]
-        key = tl.load(keys + place)
-        value = tl.load(values + value_place) if DIM == DIMS else key  # which comes while scores are computed
+        key, is_own = tl.load(keys + place), at[:, None] < end
+        value = key
+        if DIM == DIMS:  # it comes while scores are computed
+            value = tl.load(values + value_place, mask=is_own, other=0.0)
         own = (row * HEADS + head)[:, None] * DIM + dim[None, :]
         query = tl.load(queries + own, mask=used[:, None], other=0.0)
         products = tl.dot(query, tl.trans(key), input_precision="ieee")
@@ -92,7 +94,8 @@ def _attend_split(
         weights = tl.where(seen, tl.exp(scores - top[:, None]), 0.0)
         out = ((group * TILES + heads_of_tile) * tl.num_programs(0) + split).to(tl.int64) * TILE + tile
         for part in tl.static_range(0, VALUE_DIM, DIMS):
-            value = tl.load(values + value_place + part) if DIM > DIMS else value
+            if DIM > DIMS:
+                value = tl.load(values + value_place + part, mask=is_own, other=0.0)
             weighted = tl.dot(weights.to(value.dtype), value, input_precision="ieee")
             tl.store(sums + out[:, None] * VALUE_DIM + part + dim[None, :], weighted, mask=used[:, None])
         tl.store(tops + out, top)

@@ -163,7 +163,7 @@ class FixedShapeAttention:
         self.pool, self.inputs, self.queries = pool, inputs, queries
         self.pages_by_block = [pages.flatten() for pages in inputs.block_tables.split(pages_per_block, 1)]
         self.block = pages_per_block * pool.page_size  # positions
-        self.hidden_by_reach: dict[AttentionSpan, tuple[Tensor, Tensor]] = {}
+        self.hidden_by_reach: dict[AttentionSpan, tuple[Tensor, Tensor, Tensor]] = {}
         self.attended: set[int] = set()  # layers
 
     @property
@@ -193,7 +193,7 @@ class FixedShapeAttention:
         by_group = q.permute(2, 0, 1, 3, 4).flatten(2, 3).flatten(0, 1)  # [groups · kv_heads, shared · rows, dim]
         by_row = q.permute(2, 3, 0, 1, 4).flatten(1, 2).reshape(rows * kv_heads, shared, -1)
 
-        hidden_old, hidden_recent = self._hidden_columns(span)
+        hidden_old, hidden_recent, unread_old = self._hidden_columns(span)
 
         def scores_of(number: int) -> Tensor:
             """[groups, kv_heads, shared, rows of a group, block] of a block"""
@@ -225,7 +225,8 @@ class FixedShapeAttention:
         for number in blocks:
             weights = (old_scores(number) - by_groups[..., None]).exp()
             total = total + weights.sum(-1)
-            product = weights.flatten(0, 1).flatten(1, 2) @ self._block(values, number)
+            read = self._block(values, number).unflatten(0, (groups, kv_heads)).masked_fill(unread_old[number], 0)
+            product = weights.flatten(0, 1).flatten(1, 2) @ read.flatten(0, 1)
             out = out + product.view(*weights.shape[:-1], -1)
         total = as_rows(total) + recent.sum(-1)
         if sinks is not None:
@@ -245,8 +246,15 @@ class FixedShapeAttention:
 
     def _hidden_columns(
         self, span: AttentionSpan
-    ) -> tuple[Bool[Tensor, "blocks groups 1 1 rows block"], Bool[Tensor, "num_rows 1 1 recent"]]:
-        """True for columns that a row must not attend to."""
+    ) -> tuple[
+        Bool[Tensor, "blocks groups 1 1 rows block"],
+        Bool[Tensor, "num_rows 1 1 recent"],
+        Bool[Tensor, "blocks groups 1 block 1"],
+    ]:
+        """True for columns that a row must not attend to, and for those that no row of a group does.
+
+        The latter may be a former text's, and not finite: their values must not be multiplied, not even by 0.
+        """
         if span not in self.hidden_by_reach:
             shape, depth = self.inputs.shape, self.inputs.max_tree_depth
             positions = self.inputs.positions.view(shape.num_groups, -1, 1)
@@ -264,7 +272,8 @@ class FixedShapeAttention:
                 hidden_old = torch.where(is_query, self.queries.hidden_entries(positions, old, span), hidden_old)
                 hidden_recent = hidden_recent | is_query
             by_block = hidden_old.unflatten(-1, (-1, self.block)).movedim(2, 0)
-            self.hidden_by_reach[span] = by_block[:, :, None, None], hidden_recent.flatten(0, 1)[:, None, None]
+            unread, hidden_recent = by_block.all(2)[:, :, None, :, None], hidden_recent.flatten(0, 1)
+            self.hidden_by_reach[span] = by_block[:, :, None, None], hidden_recent[:, None, None], unread
         return self.hidden_by_reach[span]
 
 

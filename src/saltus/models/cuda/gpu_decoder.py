@@ -146,6 +146,8 @@ class GPUDecoder:
     description layers have Llama's names, and `windows` are their sliding windows, unless the configuration has them.
     """
 
+    @torch.inference_mode(False)  # weights that are merged stay such that gradients pass through them
+    @torch.no_grad()
     def __init__(
         self,
         model: Any,

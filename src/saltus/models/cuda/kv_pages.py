@@ -28,7 +28,7 @@ class KVPagePool:
     """Keys and values of all texts: slots i · page_size and on are those of page i.
 
     Layers whose keys and values are alike share two buffers, [layers, slots, kv_heads, dim]; most models have no
-    others. All values are finite, also in pages that no text has written to.
+    others. Slots that no text has written to are 0; what a former text left may not be finite.
     """
 
     num_layers: int
