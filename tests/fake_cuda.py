@@ -1,8 +1,10 @@
 """A CUDA device that does not exist: tensors that say cuda:0, compute on the CPU, and fail where a GPU's would.
 
 An operation on tensors of two devices, numpy() of a CUDA tensor, an address of one given to C code, a CPU tensor given
-to a Triton kernel, and a wait during the capture of a graph raise RuntimeError or TypeError. Rounding, speed and memory
-are the CPU's. A graph's replay runs its calls again; kernels do not run while it is captured, nor in the call before.
+to a Triton kernel, a launch where the tensors' device is not chosen, and a wait during the capture of a graph raise
+RuntimeError or TypeError. Rounding, speed and memory are the CPU's. A graph holds the operations and launches of its
+capture and where their tensors lay: a replay runs these again, not Python, and fails where memory has been freed since.
+Kernels do not run while it is captured, nor in the call before.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ import dataclasses
 import threading
 import time
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
@@ -27,18 +30,30 @@ INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, a
 MAY_MIX = {aten.copy_.default, aten._to_copy.default, *INDEXED}
 WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default}
 LEAVES = {type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
-STATE = SimpleNamespace(capturing=False, launches=True, graphs=0, in_graph=0, operations=0)
+STATE = SimpleNamespace(recording=None, launches=True, graphs=0, in_graph=0, operations=0)
+CHOSEN = threading.local()  # whether a thread is inside of torch.cuda.device(…)
 
 
 def wait(what: object) -> None:
     """To be called by what waits for the device."""
-    if STATE.capturing:
+    if STATE.recording is not None:
         raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
 
 
 def count_operation() -> None:
     """Of what the host starts on the device, one after another: a graph is one, and views are none."""
     STATE.operations += not STATE.in_graph
+
+
+@contextlib.contextmanager
+def chosen_device(*_: Any) -> Iterator[None]:
+    """torch.cuda.device: Triton launches on a thread's own GPU, which otherwise is the first one."""
+    before = getattr(CHOSEN, "device", False)
+    CHOSEN.device = True
+    try:
+        yield
+    finally:
+        CHOSEN.device = before
 
 
 @contextlib.contextmanager
@@ -165,6 +180,8 @@ class FakeTensor(Tensor):
         if func is aten.histc.default:
             real[0] = real[0].float()  # on a GPU of integers, too
         out = func(*real, **mapped(unwrap, kwargs))
+        if STATE.recording is not None and not is_view(func):
+            STATE.recording.add(func, args, kwargs, out)
         places, names, num_returned = written_arguments(func)
         if num_returned:
             written = [args[i] for i in places if i < len(args)] + [kwargs[name] for name in names if name in kwargs]
@@ -228,6 +245,8 @@ class FakeCuda(TorchFunctionMode):
         kwargs.pop("pin_memory", None)
         if on_cuda(kwargs.get("device")):
             out = func(*args, **kwargs | {"device": "cpu"})
+            if STATE.recording is not None:
+                STATE.recording.add_filled(out)
             return mapped(wrap, out)
         return func(*args, **kwargs)
 
@@ -292,31 +311,80 @@ class Event:
         wait("synchronize")
 
 
-class Graph:
-    """What a capture gives: a replay runs the same calls, into the same outputs."""
+class Place(NamedTuple):
+    """Where a tensor lies that the capture did not make; only others keep its memory."""
 
-    def __init__(self, run: Any, outputs: Any) -> None:
-        self.run, self.outputs = run, outputs
+    storage: StorageWeakRef
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    def tensor(self) -> Tensor:
+        """Errors: RuntimeError where the memory is free."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        if storage is None:
+            raise RuntimeError("a graph reads or writes memory that was freed after its capture")
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+
+
+class Graph:
+    """What a capture gives: a replay runs the same operations on the same memory."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Any, Any, Any, Any]] = []  # a function, its arguments, what it gave
+        self.made: dict[int, Any] = {}  # the storages that the capture made
+
+    def add(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
+        given = {unwrap(each).untyped_storage()._cdata for each in tensors_in((args, kwargs))}
+        new = [each for each in tensors_in(out) if each.untyped_storage()._cdata not in given]
+        self.made |= {each.untyped_storage()._cdata: each for each in new}
+        kept = out if new and "empty" not in str(function) else None
+        self.steps.append((function, mapped(self.place, args), mapped(self.place, kwargs), kept))
+
+    def add_filled(self, out: Tensor) -> None:
+        """What a function made of no tensors."""
+        values = out.clone()
+        self.add(lambda: values, [], {}, out)
+
+    def place(self, x: Tensor) -> Tensor | Place:
+        if not isinstance(x, FakeTensor):  # a number, which a graph holds itself
+            return x.clone()
+        x, storage = x.inner, x.untyped_storage()
+        if storage._cdata in self.made:
+            return x
+        return Place(StorageWeakRef(storage), x.size(), x.stride(), x.storage_offset(), x.dtype)
 
     def replay(self) -> None:
         count_operation()
-        with inside_graph():
-            for old, new in zip(tensors_in(self.outputs), tensors_in(self.run()), strict=True):
-                old.copy_(new)
+        with inside_graph(), torch.no_grad():
+            for function, args, kwargs, out in self.steps:
+                new = function(*placed(args), **placed(kwargs))
+                for old, found in zip(tensors_in(out), tensors_in(new), strict=out is not None):
+                    old.copy_(found)
+
+
+def placed(x: Any) -> Any:
+    """The same structure with tensors in place of where they lie."""
+    if isinstance(x, Place):
+        return x.tensor()
+    if isinstance(x, dict):
+        return {name: placed(each) for name, each in x.items()}
+    return type(x)([placed(each) for each in x]) if type(x) in (list, tuple) else x
 
 
 def capture(_: Any, run: Any) -> tuple[Graph, Any]:
     """GraphCapture.capture. What the kernels of its first call would compute, replays do."""
-    STATE.launches = False
+    graph, STATE.launches = Graph(), False
     with inside_graph():
         try:
             run()
-            STATE.capturing = True
+            STATE.recording = graph
             outputs = run()
         finally:
-            STATE.capturing, STATE.launches = False, True
+            STATE.recording, STATE.launches = None, True
     STATE.graphs += 1
-    return Graph(run, outputs), outputs
+    return graph, outputs
 
 
 def kernel_argument(x: Any) -> Any:
@@ -342,11 +410,11 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     replaced: dict[str, Any] = {
         "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
         "synchronize": lambda *_: wait("synchronize"), "get_device_name": lambda *_: "a GPU that does not exist",
-        "current_stream": lambda *_: stream, "device": lambda *_: contextlib.nullcontext(),
+        "current_stream": lambda *_: stream, "device": chosen_device,
         "mem_get_info": lambda *_: (1 << 24, 1 << 24), "get_device_capability": lambda *_: (9, 0),
         "get_device_properties": lambda *_: SimpleNamespace(shared_memory_per_block_optin=101_376),
         "max_memory_allocated": lambda *_: 0, "reset_peak_memory_stats": lambda *_: None, "empty_cache": lambda: None,
-        "Event": Event, "is_current_stream_capturing": lambda: STATE.capturing,
+        "Event": Event, "is_current_stream_capturing": lambda: STATE.recording is not None,
     }  # fmt: skip
     for name, value in replaced.items():
         monkeypatch.setattr(torch.cuda, name, value)
@@ -356,7 +424,11 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 
     def launch_unless_captured(self: Any, *args: Any, **kwargs: Any) -> None:
         own = [kernel_argument(each) for each in args]
-        if STATE.launches:
+        if not getattr(CHOSEN, "device", False) and self.fn.__name__ != "_write_one":  # which checks the first GPU
+            raise RuntimeError("a kernel is launched outside of torch.cuda.device(…), and so on the first GPU")
+        if STATE.recording is not None:
+            STATE.recording.add(partial(launch, self), args, kwargs, None)
+        elif STATE.launches:
             launch(self, *own, **kwargs)
 
     monkeypatch.setattr(GridExecutor, "__call__", launch_unless_captured)
@@ -369,6 +441,6 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             begin(self)
 
     monkeypatch.setattr(threading.Thread, "run", run_with_device)
-    vars(STATE).update(capturing=False, launches=True, graphs=0, in_graph=0, operations=0)
+    vars(STATE).update(recording=None, launches=True, graphs=0, in_graph=0, operations=0)
     with FakeCuda():
         yield STATE

@@ -39,6 +39,7 @@ from saltus.models.cuda import (
     packed_weight,
     pick_kernels,
 )
+from saltus.models.cuda.cuda_graphs import GraphCapture
 from saltus.models.cuda.packed_weight import GPUPackedWeight
 from saltus.models.gated_lora import new_adapter
 from saltus.models.packed_decoder import transformers_model
@@ -517,7 +518,7 @@ def test_published_drafters_of_known_sizes_draft_by_our_kernels(
     check_texts(engine, ["ptp"], temperature=0, tokens=3, twin=load(*given, device="cpu"))
     network = engine.decoder.setup("ptp").networks["ptp"]
     layers = network.layers if "eagle" in kind else network.context_layers
-    assert {name for name, *_ in layers.passes.pool.graphs} == passes
+    assert {name for _, (name, *_) in layers.passes.pool.graphs} == passes
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -532,6 +533,28 @@ def test_assistants_draft_by_our_kernels_over_the_targets_pages_or_in_torch(
     check_texts(engine, ["ptp", "ptp+lookup"], temperature=0, tokens=5, twin=load(*given, device="cpu"))
     assert engine.network.compute_path == ("native" if exact else "transformers")
     assert bool(engine.decoder.setup("ptp").networks["ptp"].on_gpu) == bool(device.graphs) == exact
+
+
+def test_each_of_two_assistants_of_a_model_has_its_own_graphs(device, monkeypatch, architecture_folder, tmp_path):
+    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
+    folder, engine = architecture_folder("Gemma4 of shared keys", **OWN_GEMMA4), None
+    for size in (64, 128):
+        sizes, path = {**OWN_ASSISTANT, "intermediate_size": size}, tmp_path / str(size)
+        published_assistant(path, AutoModelForCausalLM.from_pretrained(folder), **sizes)
+        options = {"ptp": {"model": str(path)}}
+        engine = load(folder, options) if engine is None else engine.copy_with(options=options)
+        check_texts(engine, ["ptp"], temperature=0, tokens=4, twin=load(folder, options, device="cpu"))
+
+
+def test_a_graph_reads_the_memory_of_its_capture_until_that_is_free(device):
+    read = [torch.ones(3, device="cuda")]
+    graph, out = GraphCapture(read[0].device).capture(lambda: read[0] + 1)
+    read[0].fill_(4)
+    graph.replay()
+    assert out.tolist() == [5, 5, 5]
+    read[0] = torch.zeros(3, device="cuda")
+    with pytest.raises(RuntimeError, match="freed"):
+        graph.replay()
 
 
 @pytest.mark.parametrize(
@@ -575,6 +598,7 @@ def test_a_tensor_on_the_wrong_device_is_found(device, monkeypatch, tiny_folder)
     engine = load(tiny_folder())
     embed = engine.model.get_input_embeddings()
     monkeypatch.setattr(embed, "forward", lambda tokens: embed.weight.cpu()[tokens.cpu()])
+    engine.network.fixed_shape_runner.pool.graphs.clear()  # of calls before
     with pytest.raises(RuntimeError, match="same device"):
         check_texts(engine, [])
 

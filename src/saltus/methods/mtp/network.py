@@ -13,7 +13,7 @@ from torch import Tensor
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.methods.mtp.module import MtpModule
 from saltus.methods.shared.context_rows import MAX_ROWS_PER_CALL, ContextKVCache, ContextRows, unread_states
-from saltus.methods.shared.timed_outputs import timed_outputs
+from saltus.methods.shared.timed_outputs import running_on, timed_outputs
 from saltus.models.cuda.device_candidates import find_candidates
 
 UNREAD_STATES = 1024  # hidden states that are read at once
@@ -184,7 +184,8 @@ def _kv_bytes_per_token(module: MtpModule) -> int:
     """As measured: keys and values may be of several sizes."""
     model, context = module.model, module.layers.new_kv_cache()
     row = torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device)
-    module.layers(row, context, 0, 1)
+    with running_on(model.device):
+        module.layers(row, context, 0, 1)
     return context.kv_cache.bytes_per_token
 
 

@@ -50,6 +50,7 @@ class GraphedPasses:
     shared_pool: KVPagePool | None = None
     pool: KVPagePool = field(init=False)
     inputs: dict[Hashable, Any] = field(default_factory=dict)
+    drafter: object = field(default_factory=object, init=False)  # in the keys of its graphs: a pool may have several
 
     def __post_init__(self) -> None:
         self.pool = self.shared_pool or KVPagePool(len(self.decoder.layers), SETTINGS.page_size)
@@ -71,14 +72,15 @@ class GraphedPasses:
         inputs = self.inputs[key]
         if self.decoder.reserve_positions(num_positions):
             self.pool.graphs.clear()
-        if self.use_cuda_graphs and key not in self.pool.graphs:
+        of_drafter = self.drafter, key
+        if self.use_cuda_graphs and of_drafter not in self.pool.graphs:
             inputs.clear()  # what was written last may belong to pages of other texts by now
             captured = self.capture.capture_or_warn(lambda: evaluate(inputs))
             self.use_cuda_graphs = captured is not None
-            self.pool.graphs |= {} if captured is None else {key: captured}
+            self.pool.graphs |= {} if captured is None else {of_drafter: captured}
         if not self.use_cuda_graphs:
             return inputs, lambda: evaluate(inputs)
-        graph, outputs = self.pool.graphs[key]
+        graph, outputs = self.pool.graphs[of_drafter]
 
         def replay() -> Outputs:
             graph.replay()
