@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -537,3 +538,24 @@ def test_a_drafters_pass_is_that_of_its_network(drafter):
             assert len(one.likely) == len(wanted)
     alone = ours([replace(rows[True][0])])[0]
     assert torch.equal(alone.logits, found[0].logits)
+
+
+@pytest.mark.unchecked  # the target is not a whole one
+def test_a_text_leaves_the_pages_of_a_drafter_that_is_replaced(drafter):
+    """As `saltus serve --learn` replaces one: the pages that the text has belong to others in the new one's pool."""
+    drafter = copy.deepcopy(drafter)
+    drafter.embeddings = [drafter.embeddings[0].to(DEVICE, DTYPE)]
+    tokens, states = np.arange(12) + 5, torch.randn(12, 128).to(DEVICE, DTYPE)
+    networks = [DraftNetwork(drafter, SimpleNamespace(layers_of=lambda states: (1,))) for _ in range(2)]
+    for network in networks:
+        network.whole_pass = GPUDraftPass(copy.deepcopy(drafter), use_cuda_graphs=CUDA)
+
+    def drafted(network: DraftNetwork, kv_cache: ContextKVCache, first: int, end: int) -> torch.Tensor:
+        inputs = ForwardInputs(continuation(tokens[:end], 9), hidden_states=states[first:end])
+        return network.forward([inputs], [kv_cache])[0].logits
+
+    kv_cache = networks[0].new_kv_cache()
+    drafted(networks[0], kv_cache, 0, 9)
+    found = drafted(networks[1], kv_cache, 9, 11)
+    assert kv_cache.kv_cache.pool is networks[1].whole_pass.passes.pool
+    assert torch.equal(found, drafted(networks[1], networks[1].new_kv_cache(), 9, 11))

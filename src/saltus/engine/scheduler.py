@@ -103,7 +103,10 @@ class Scheduler(Generic[AnyScheduled]):
         return [*failed, *decoding]
 
     def replace_network(self, name: str, network: Network) -> None:
-        """Draft with another network from the next call on; what texts have read on the one before it stays valid."""
+        """Draft with another network from the next call on; what texts have read on the one before it stays valid.
+
+        On a GPU that is in the pages of the one before, and a text's drafts begin without it.
+        """
         self.decoder.replace_network(name, network)
         if name in self.networks:
             self.networks[name] = network

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from saltus.methods.ptp.native_draft_pass import DraftedRows
-from saltus.methods.shared.context_rows import DraftRows, run_in_passes
+from saltus.methods.shared.context_rows import ContextKVCache, DraftRows, run_in_passes
 from saltus.methods.shared.hidden_state_correction import RMS_EPSILON
 from saltus.methods.shared.row_candidates import rows_likely_tokens
 from saltus.models.cuda.cuda_graphs import to_host
@@ -39,6 +39,11 @@ class GPUDraftPass:
 
     def new_kv_cache(self) -> FixedShapeKVCache:
         return self.passes.new_kv_cache()
+
+    def take_over(self, kv_cache: ContextKVCache) -> None:
+        """Let a text begin anew whose pages are in another pool: of a drafter that this one has replaced."""
+        if getattr(kv_cache.kv_cache, "pool", None) is not self.passes.pool:
+            kv_cache.begin_anew(self.new_kv_cache)
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[DraftRows]) -> list[DraftedRows]:

@@ -253,6 +253,8 @@ class DraftNetwork:
     def _rows(self, inputs: ForwardInputs, kv_cache: ContextKVCache) -> DraftRows:
         """What is new in a text, and its queries."""
         decided, layers = inputs.canvas.decided_prefix, (*self.model.shape.hidden_state_layers, None)
+        if isinstance(self.whole_pass, GPUDraftPass):
+            self.whole_pass.take_over(kv_cache)
         states = unread_states(inputs, kv_cache, self.target, layers)
         queries = self._query_vectors(inputs.uniforms[: self.model.shape.window], inputs.temperature)
         if states.dtype is not queries.dtype:

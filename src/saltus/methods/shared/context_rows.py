@@ -47,6 +47,11 @@ class ContextKVCache:
             self.first_position, self.kv_cache, past = first_given_position, self.new_kv_cache(), first_given_position
         return past
 
+    def begin_anew(self, new_kv_cache: Callable[[], Any]) -> None:
+        """Forget everything, and hold keys and values in such a cache from now on."""
+        self.new_kv_cache, self.first_position, self.tokens = new_kv_cache, 0, self.tokens[:0]
+        self.kv_cache = new_kv_cache()
+
     @property
     def keys(self) -> Tensor | None:
         return self.kv_cache.keys
