@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import subprocess
 import sys
@@ -126,7 +125,7 @@ def parse_method_options(
     Errors: ValueError of one line, which names the options of the command line that give them and the method.
     """
     from saltus.core.value_types import hints_of
-    from saltus.methods import available_methods, make_methods, method_names
+    from saltus.methods import available_methods, check_option, make_methods, method_names
 
     if assignments:
         make_methods(method)
@@ -139,13 +138,11 @@ def parse_method_options(
             raise ValueError(f"{shown}: write METHOD.FIELD=VALUE, such as lookup.max_ngram_size=5")
         if name not in method_names(method):
             raise ValueError(f"{shown}: the method is {method}, not {name}; name it with {named_by}")
-        hints = hints_of(available_methods()[name])
-        keys = [each.name for each in dataclasses.fields(available_methods()[name]) if each.init]
-        if key not in keys:
-            near = difflib.get_close_matches(key, keys, n=1)
-            offer = f"did you mean {name}.{near[0]}?" if near else f"it has {', '.join(keys) or 'no options'}"
-            raise ValueError(f"{shown}: {name} has no option {key}; {offer}")
-        options.setdefault(name, {})[key] = _convert(value, hints[key], shown)
+        try:
+            check_option(name, key)
+        except ValueError as error:
+            raise ValueError(f"{shown}: {error}") from error
+        options.setdefault(name, {})[key] = _convert(value, hints_of(available_methods()[name])[key], shown)
     return options
 
 

@@ -5,6 +5,7 @@ A trained method is a folder: its config and drafter are in `drafter.py`, beside
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import logging
 import pkgutil
@@ -134,15 +135,24 @@ def _make_method(name: str, fields: Mapping[str, Any]) -> Method:
         raise ValueError(f"unknown method {short_repr(name)}; {offer}there are {AUTO}, {_listed()}")
     if not isinstance(fields, Mapping):
         raise ValueError(f"the options of {name} are {fields!r}, but must be a dict of its fields")
+    for key in fields:
+        check_option(name, key)
     method = available_methods()[name]
     hints = hints_of(method)
+    values = {key: typed_value(value, hints[key], f"{name}: {key}") for key, value in fields.items()}
     try:
-        return method(**{
-            key: typed_value(value, hints[key], f"{name}: {key}") if key in hints else value
-            for key, value in fields.items()
-        })  # fmt: skip
-    except TypeError as error:
+        return method(**values)
+    except TypeError as error:  # a field of a package's method has no default
         raise ValueError(f"method {name}: {error}; `saltus methods {name}` lists its options") from error
+
+
+def check_option(name: str, key: str) -> None:
+    """Errors: ValueError of one line if the method `name` has no option `key`."""
+    keys = [each.name for each in dataclasses.fields(available_methods()[name]) if each.init]
+    if key not in keys:
+        near = difflib.get_close_matches(key, keys, n=1)
+        offer = f"did you mean {name}.{near[0]}?" if near else f"it has {', '.join(keys) or 'no options'}"
+        raise ValueError(f"{name} has no option {key}; {offer}")
 
 
 def _listed() -> str:
