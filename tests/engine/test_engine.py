@@ -1059,6 +1059,14 @@ def test_a_draft_model_in_the_words_of_transformers(tiny_folder):
         saltus.load(target, "ptp", draft_model=draft)
 
 
+def test_a_draft_model_drafts_for_an_any_subset_target(tiny_folder):
+    target, small = str(tiny_folder(any_subset={"mask": 2})), str(tiny_folder(seed=1))
+    engines = [saltus.load(target), saltus.load(target, draft_model=small)]
+    assert [engine.method for engine in engines] == ["assd", "small_model+lookup"]
+    texts = {engine.generate("5 6 5 6 5", max_new_tokens=24, temperature=0.8, seed=3).text for engine in engines}
+    assert len(texts) == 1
+
+
 @pytest.mark.parametrize("prompt", ["a \ud800", [{"role": "user", "content": "a \ud800"}]])
 def test_a_lone_surrogate_is_named(engine, prompt):
     with pytest.raises(ValueError, match=r"lone surrogate \(U\+D800\) at character \d+, .*; give valid UTF-8"):
