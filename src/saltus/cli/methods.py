@@ -12,9 +12,9 @@ import typer
 from saltus.cli.options import OUTPUT_PANEL, in_panel
 
 AUTO_IS = (
-    "The default: what drafts best with a model without any settings. A drafter given by ptp.model or mtp.model, or"
-    " a checkpoint's own heads, or the shipped drafter where it pays on this machine, each with lookup; assd for a"
-    " model that fills holes; else lookup."
+    "The default: what drafts best with a model without any settings. A draft model (--draft-model), a drafter given by"
+    " ptp.model or mtp.model, a checkpoint's own heads, or the shipped drafter where it pays on this machine, each with"
+    " lookup; assd for a model that fills holes; else lookup."
 )
 
 

@@ -29,6 +29,11 @@ DEFAULT_WHOLE_TREE_TOKENS = 16  # where calls carry the whole tree, whether it p
 MAX_DRAFT_TOKENS = 384  # two blocks of 64 and four recycled tails of 64, as in Jacobi Forcing
 
 
+def engine_is_closed(target_name: str) -> ValueError:
+    """What any use of a closed engine is."""
+    return ValueError(f"the engine of {target_name} is closed; load the model again")
+
+
 def _for_trained_model(method: Method) -> Method:
     """The method as its trained model needs it, where there is one. Errors: ValueError for damaged metadata."""
     if not isinstance(method, UsesTrainedModel):
@@ -92,7 +97,7 @@ class Decoder:
     def require_open(self) -> None:
         """Raise ValueError if the decoder is closed."""
         if self.closed:
-            raise ValueError(f"the engine of {self.target_name} is closed; load the model again")
+            raise engine_is_closed(self.target_name)
 
     def setup(self, method: str) -> DecodingSetup:
         """Methods (joined by +) with their networks, loaded at first use. Errors: ValueError of one line.

@@ -15,7 +15,7 @@ from saltus.core.constraint import Constraint
 from saltus.core.noise import Noise
 from saltus.core.value_types import short_repr, with_checked_types
 from saltus.engine.checkpoints import Checkpoint
-from saltus.engine.decoder import Decoder
+from saltus.engine.decoder import Decoder, engine_is_closed
 from saltus.engine.detokenizer import (
     Detokenizer,
     SeparatesReasoning,
@@ -87,7 +87,7 @@ class _Closed:
     name: str
 
     def __getattr__(self, attribute: str) -> Any:
-        raise ValueError(f"the engine of {self.name} is closed; load the model again")
+        raise engine_is_closed(self.name)
 
 
 AnyRequest = TextRequest | HolesRequest | FimRequest  # all have a `request`, and an `output` to `release` text from

@@ -53,6 +53,16 @@ static inline int32_t sum_integers(ilanes x) {
 #endif
 }
 
+// −Σ q of 16 inputs, whose lanes are added up before; see sum_of.
+static inline int32_t minus_sum(ilanes x, ilanes place) {
+#ifdef PAIRS_OF_PRODUCTS
+  const ilanes is_first = (place & 2) == 0;
+  return (int32_t)((uint16_t)-sum_integers(x & is_first) | (uint32_t)-sum_integers(x & ~is_first) << 16);
+#else
+  return -sum_integers(x);
+#endif
+}
+
 // Integers of 8 bits.
 static inline void store_bytes(int8_t *p, ilanes x) {
 #ifdef __AVX512F__
@@ -77,7 +87,6 @@ void quantize_row(const uint16_t *row, int64_t in, int64_t r, int64_t rows, uint
     const int64_t some = blocks - first < LANES ? blocks - first : LANES;
     ilanes greatest = {}, place;
     for (int l = 0; l < LANES; l++) place[l] = l;
-    const ilanes is_first = (place & 2) == 0;
     for (int64_t block = 0; block < some; block++) {
       ilanes most = {};
       for (int i = 0; i < 32; i += LANES) {
@@ -98,11 +107,10 @@ void quantize_row(const uint16_t *row, int64_t in, int64_t r, int64_t rows, uint
         store_bytes((int8_t *)tile + number * 32 + i, whole);
         sums[i / 16] += whole;
       }
-      int32_t first[2], second[2];  // inputs 4 j and 4 j + 1, and the others
-      for (int i = 0; i < 2; i++) first[i] = sum_integers(sums[i] & is_first), second[i] = sum_integers(sums[i] & ~is_first);
+      int32_t *minus = sums_of_rows(tile, height) + 2 * number;
+      for (int i = 0; i < 2; i++) minus[i] = minus_sum(sums[i], place);
       scales_of_rows(tile, height)[number] = scales[block];
-      totals_of_rows(tile, height)[number] = scales[block] * (first[0] + second[0] + first[1] + second[1]);
-      for (int i = 0; i < 2; i++) sums_of_rows(tile, height)[2 * number + i] = sum_of_pairs(-first[i], -second[i]);
+      totals_of_rows(tile, height)[number] = scales[block] * -(sum_of(minus[0]) + sum_of(minus[1]));
     }
   }
 }
