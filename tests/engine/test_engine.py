@@ -187,7 +187,7 @@ def test_auto_takes_the_drafter_that_fits_the_model_and_lookup_always(tiny_folde
     assert plain_engine.decoder.setup("auto") is first
     with refused("options are given for 'lokup', which is no method; there are assd, "):
         saltus.load("no folder", options={"lokup": {"longest": 5}})
-    with refused("method ptp: "):
+    with refused("ptp has no option num_draft_token; did you mean ptp.num_draft_tokens?"):
         saltus.load("no folder", "lookup", options={"ptp": {"num_draft_token": 5}})
     with refused("'eagle3' is a kind of draft model of the method ptp; take ptp with ptp.model=FOLDER"):
         saltus.load(folder, "eagle3")

@@ -319,7 +319,7 @@ def test_begin_tokens_and_chats_are_those_of_lm_eval_s_own_class(tmp_path, folde
 def test_wrong_arguments_are_refused_in_a_line(folder):
     for arguments, said in [
         ({"metod": "plain"}, "model argument metod is unknown to saltus; did you mean method?"),
-        ({"lookup.longset": 3}, "method lookup: "),
+        ({"lookup.longset": 3}, "lookup has no option longset; it has max_ngram_size"),
         ({"method": "lokup"}, "unknown method 'lokup'; did you mean lookup"),
         ({"batch_size": "many"}, "batch_size is many, but must be 1 or more, or auto"),
         ({"seed": -1}, "seed is -1"),
