@@ -126,6 +126,18 @@ def test_names_with_varied_options_stay_apart(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_note_on_other_texts_fits_the_width():
+    records = invented_records()
+    results = results_of(records)
+    for number, row in enumerate(list(results["methods"].values())[1:4]):
+        results["methods"][f"endpoint:a-model.gguf@localhost:809{number}"] = {**row, "kind": "baseline", "identical": 1}
+    figure = draw_figures(results, records)["speed-up"]
+    (note,) = [text for text in figure.texts if text.get_text().startswith("other texts than")]
+    assert note.get_text().endswith(", and 1 more")
+    assert note.get_window_extent().x1 <= figure.bbox.x1
+
+
+@pytest.mark.slow
 def test_equal_acceptance_is_drawn_in_turn():
     import matplotlib
 

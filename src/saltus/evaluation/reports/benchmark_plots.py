@@ -17,6 +17,7 @@ FIGURES = ("speed-up", "calls", "acceptance", "calibration", "text")
 WIDTH, NARROW_WIDTH = 720, 620  # pixels, a hundred an inch
 SAME = 0.02  # of the highest share
 DASH = 4  # length of a dash, in widths of the line
+NOTE_LENGTH = 85  # letters of the systems of a note that fit a figure's width
 STYLE: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "saltus", "pdf.fonttype": 42, "text.parse_math": False, "font.size": 10,
     "font.family": "sans-serif", "font.sans-serif": ["Helvetica Neue", "Arial", "DejaVu Sans"], "text.color": INK,
@@ -192,14 +193,15 @@ def _draw_problem_notes(figure: Any, results: Mapping[str, Any], height: float |
     for system, row in results["methods"].items():
         if row["identical"] is not None and row["identical"] < row["texts"]:
             notes = ours if row["kind"] == "method" else baselines
-            notes.append(f"{system} {row['texts'] - row['identical']} of {row['texts']}")
+            notes.append(f"{_abbreviate(system)} {row['texts'] - row['identical']} of {row['texts']}")
         if row["problems"]:
-            problems.append(f"{system} {len(row['problems'])}")
+            problems.append(f"{_abbreviate(system)} {len(row['problems'])}")
     lines = [("other texts than plain’s: ", baselines, MUTED), ("other texts than plain’s: ", ours, ALARM),
              ("problems: ", problems, ALARM)]  # fmt: skip
     for number, (what, said, colour) in enumerate(line for line in lines if line[1]):
-        more = f", and {len(said) - 3} more" if len(said) > 3 else ""
-        text = what + ", ".join(said[:3]) + more
+        count = next((n for n in (3, 2) if len(", ".join(said[:n])) <= NOTE_LENGTH), 1)
+        more = f", and {len(said) - count} more" if len(said) > count else ""
+        text = what + ", ".join(said[:count]) + more
         figure.text(14 / WIDTH, (6 + 13 * number) / height, text, size=8, color=colour)
 
 
