@@ -1,6 +1,7 @@
 """The loop: what it records of drafting, and what it makes of constraints and of broken drafters."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from saltus.core.noise import Noise
 from saltus.core.rules import match, reject
 from saltus.core.sampling import Sampling
 from saltus.core.speculate import speculate
-from saltus.core.tree import Branch
+from saltus.core.tree import Branch, DraftNodes
 from saltus.engine.decoding_setup import _limit_to_context
 from saltus.methods.jacobi.drafter import Jacobi
 from saltus.methods.ptp.fused_drafter import FusedPtpDrafter
@@ -146,6 +147,18 @@ def yielding(yielded, returned):
     return careless
 
 
+def branch(*fields: Any, **more: Any) -> Branch:
+    return Branch(*fields, **more)
+
+
+def nodes(*columns: Any) -> DraftNodes:
+    return DraftNodes(*columns)
+
+
+def arrays(*columns: Any) -> DraftNodes:
+    return DraftNodes(*map(np.array, columns))
+
+
 class Careless:
     def __call__(self, canvas, last, max_depth):
         return [3, Branch([1], [0.5])]
@@ -164,6 +177,29 @@ class Careless:
         (yielding(None, None), "careless returned None; return"),
         (yielding(Branch([1], [0.5]), None), r"careless yielded Branch\(.*; yield ForwardInputs, and return a list"),
         (_limit_to_context(64, returning([(1, 0.5)])), "careless returned"),
+        (returning([branch(5, [0.5])]), "careless returned a faulty Branch: its tokens are 5; give a list"),
+        (returning([branch([1.5], [0.5])]), r"its tokens are \[1.5\]; give a list of token ids"),
+        (returning([branch([-1], [0.5])]), r"its tokens are \[-1\]; give"),
+        (returning([branch("1", [0.5])]), "its tokens are '1'; give"),
+        (returning([branch([1], None)]), "its acceptance_probabilities are None; give a list of numbers from 0 to 1"),
+        (returning([branch([1], ["0.5"])]), r"its acceptance_probabilities are \['0.5'\]; give"),
+        (returning([branch([1], [float("nan")])]), r"its acceptance_probabilities are \[nan\]; give"),
+        (returning([branch([1], [0.5], None)]), "its source is None; give a text"),
+        (returning([branch([1], [0.5], distributions=[3])]), r"its distributions are \[3\]; give"),
+        (returning([branch([1], [0.5], payoffs=["2"])]), r"its payoffs are \['2'\]; give a list of numbers"),
+        (returning([branch([1, 2], [0.5])]), "it has 2 tokens, but 1 acceptance_probabilities; give one for each"),
+        (returning([branch([1], [0.5], payoffs=[1, 2])]), "it has 1 tokens, but 2 payoffs; give one for each token"),
+        (
+            returning([nodes([1], np.array([-1]), np.array([0.5]))]),
+            r"faulty DraftNodes: its tokens are \[1\]; give",
+        ),
+        (
+            returning([arrays([1], [-1], [1])]),
+            r"its acceptance_probabilities are array\(\[1\]\); give an array of float64",
+        ),
+        (returning([arrays([1], [-1, 0], [0.5])]), r"its parents are array\(\[-1, 0\]\); give"),
+        (returning([arrays([1, 2], [-1, 1], [0.5, 0.5])]), "its parents are .*; give −1, or the number of an earlier"),
+        (yielding(None, [branch([1], [0.5], distributions=[])]), "it has 1 tokens, but 0 distributions; give"),
     ],
 )
 def test_a_drafter_that_returns_no_drafts_is_an_error_that_names_it(drafter, says):

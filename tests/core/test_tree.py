@@ -162,10 +162,3 @@ def test_following_tokens_finds_their_nodes(offered, tokens: list[int]):
     paths = {path(tree, node) for node in range(len(tree.tokens))}
     assert len(nodes) == max((n for n in range(len(tokens) + 1) if n == 0 or tuple(tokens[:n]) in paths), default=0)
     assert np.array_equal([inputs.depths[node] for node in nodes], range(len(nodes)))
-
-
-@pytest.mark.parametrize("name", ["acceptance_probabilities", "distributions", "payoffs"])
-def test_a_branch_gives_one_value_for_each_token(name):
-    values = {"acceptance_probabilities": [0.5, 0.5], name: [one_hot(0)] if name == "distributions" else [0.5]}
-    with pytest.raises(ValueError, match=f"of mine has 2 tokens, but 1 {name}; give one for each token"):
-        Branch([4, 5], source="mine", **values)

@@ -11,6 +11,7 @@ import numpy as np
 from saltus.core.canvas import Canvas
 from saltus.core.control.controller import Controller
 from saltus.core.distributions import Step
+from saltus.core.draft_faults import draft_fault
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.tree import Drafts
 from saltus.core.value_types import short_repr
@@ -34,13 +35,17 @@ class Drafter(Protocol):
 
 
 def checked_drafts(drafter: Drafter, returned: Any) -> Sequence[Drafts]:
-    """What a drafter returned, itself or by its generator. Errors: ValueError that names it if these are no drafts."""
-    if isinstance(returned, Sequence) and all(isinstance(each, Drafts) for each in returned):
-        return returned
-    raise ValueError(
-        f"the drafter {drafter_name(drafter)} returned {short_repr(returned)}; return a list of Branch, or () where it"
-        " has none"
-    )
+    """What a drafter returned, itself or by its generator. Errors: ValueError that names it if these do not fit."""
+    if not isinstance(returned, Sequence) or not all(isinstance(each, Drafts) for each in returned):
+        raise ValueError(
+            f"the drafter {drafter_name(drafter)} returned {short_repr(returned)}; return a list of Branch, or () where"
+            " it has none"
+        )
+    for each in returned:
+        if fault := draft_fault(each):
+            kind = type(each).__name__
+            raise ValueError(f"the drafter {drafter_name(drafter)} returned a faulty {kind}: {fault}")
+    return returned
 
 
 def checked_draft_call(drafter: Drafter, yielded: Any) -> ForwardInputs:

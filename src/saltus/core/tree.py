@@ -17,7 +17,7 @@ from saltus.core.picking import Distribution
 class Branch:
     """A drafted continuation, with the probability in [0, 1] that each token is accepted if those before it are.
 
-    All sequences have the length of `tokens`, else ValueError; `payoffs` do not increase along the branch.
+    All sequences have the length of `tokens` (see `draft_faults`); `payoffs` do not increase along the branch.
 
     If `distributions` gives the distribution that each token was sampled from, a token's probability must not depend on
     the token itself, only on those before it: `reject` is exact only if no draft is dropped for its sampled token.
@@ -28,15 +28,6 @@ class Branch:
     source: str = ""  # the drafter, or a part of it; acceptance is recorded per source
     distributions: Sequence[Distribution] | None = None
     payoffs: Sequence[float] | None = None  # tokens that verifying a node saves later (Jacobi)
-
-    def __post_init__(self) -> None:
-        for name in ("acceptance_probabilities", "distributions", "payoffs"):
-            values = getattr(self, name)
-            if values is not None and len(values) != len(self.tokens):
-                raise ValueError(
-                    f"a branch of {self.source or 'an unnamed drafter'} has {len(self.tokens)} tokens,"
-                    f" but {len(values)} {name}; give one for each token"
-                )
 
 
 @dataclass(frozen=True, eq=False)
