@@ -112,7 +112,8 @@ def test_a_drafter_is_trained_saved_with_its_card_and_drafts(recipe, folder, tea
     assert (card["recipe"]["name"], card["recipe"]["drafter"]["hidden_state_layers"]) == ("tiny", [1])
     assert card["held_out_tokens_per_call"].keys() == {"greedy", "sampled"}
     assert 1 <= card["held_out_tokens_per_call"]["greedy"] <= 5
-    assert f"greedy {card['held_out_tokens_per_call']['greedy']:.2f}" in output
+    assert card["drafts_per_call"] == 4
+    assert f"call, of 4 drafts at most: greedy {card['held_out_tokens_per_call']['greedy']:.2f}" in output
     for name, shares in card["acceptance_by_position"].items():  # the expected number of right drafts is their sum
         assert shares == sorted(shares, reverse=True)
         assert 1 + sum(shares) == pytest.approx(card["held_out_tokens_per_call"][name], abs=0.005)

@@ -59,7 +59,11 @@ def print_result(folder: Path, trained: Sequence[tuple[Any, dict[str, Any]]], ru
     for task, results in trained:
         metrics = results["metrics"]
         if metrics:
-            line += f"; {task.metrics_name}: " + ", ".join(f"{name} {value:.2f}" for name, value in metrics.items())
+            drafts = results.get("drafts_per_call", 0)
+            counted = f", of {drafts} draft{'s' * (drafts > 1)} at most" if drafts else ""
+            line += f"; {task.metrics_name}{counted}: " + ", ".join(
+                f"{name} {value:.2f}" for name, value in metrics.items()
+            )
         is_useless |= task.metrics_name == TOKENS_PER_CALL and set(metrics.values()) == {1.0}
     print_note(line)
     for _, results in trained:

@@ -25,6 +25,9 @@ from saltus.training.settings import Recipe
 from saltus.training.training_task import TrainingTask
 
 
+OPTIONAL_RESULTS = "drafts_per_call", "acceptance_by_position", "accuracy_by_depth"
+
+
 @dataclass(frozen=True, eq=False)
 class TrainingRun(TrainingInputs):
     """A recipe with its inputs."""
@@ -117,8 +120,8 @@ class TrainingRun(TrainingInputs):
             name: [round(share, 3) for share in shares] for name, shares in task.acceptance_by_position().items()
         }
         results = {"loss": metrics.pop("loss", None), "metrics": metrics, "minutes": minutes}
-        optional = {"acceptance_by_position": by_position, "accuracy_by_depth": by_depth}
-        return results | {name: shares for name, shares in optional.items() if shares}
+        optional = dict(zip(OPTIONAL_RESULTS, (task.drafts_per_call, by_position, by_depth), strict=True))
+        return results | {name: found for name, found in optional.items() if found}
 
     def save(
         self, task: TrainingTask, folder: Path, name: str, results: Mapping[str, Any], environment: Mapping[str, Any]
@@ -145,7 +148,7 @@ class TrainingRun(TrainingInputs):
             "seed": self.recipe.data.seed,
             "loss": results["loss"],
             **measured,
-            **{key: results[key] for key in ("acceptance_by_position", "accuracy_by_depth") if key in results},
+            **{key: results[key] for key in OPTIONAL_RESULTS if key in results},
             "minutes": results["minutes"],
             **environment,
         }

@@ -36,6 +36,11 @@ class TrainingTask(ABC):
         """About how many rows of a step have a loss; 0 if unknown."""
         return 0
 
+    @property
+    def drafts_per_call(self) -> int:
+        """The most drafts of a call that the tokens per call of `evaluate` count; 0 where it measures something else."""
+        return 0
+
     def dataset_digest(self) -> str:
         """A digest of the texts that a resumed run must have; empty if the files of the work folder identify them."""
         return ""
@@ -101,6 +106,10 @@ class WindowTrainingTask(TrainingTask):
     @property
     def queries_per_step(self) -> int:
         return self.window_settings.batch_size * self.window_settings.windows_per_text * self.window_dataset.window
+
+    @property
+    def drafts_per_call(self) -> int:
+        return self.window_dataset.window
 
     def training_batch(self, step: int) -> Batch:
         """This process's texts of a step's batch."""

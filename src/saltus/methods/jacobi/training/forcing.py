@@ -212,6 +212,10 @@ class JacobiTrainingTask(TrainingTask):
         before = (padded.cumsum(-1) - padded).view(batch, -1)[:, :slots]
         return torch.tensor(self.window_settings.discount) ** before
 
+    @property
+    def drafts_per_call(self) -> int:
+        return self.training_trajectories[0].block_size - 1
+
     @torch.no_grad()
     def _tokens_per_call(self, greedy: bool) -> float:
         """The mean number of tokens that the next call decides, the verifier's own token included."""

@@ -161,6 +161,10 @@ class HeadsTrainingTask(CachedStateTask):
         products = (states.to(unembedding.device, unembedding.dtype) @ unembedding.T).float()
         return self.scale_logits(products).softmax(-1)
 
+    @property
+    def drafts_per_call(self) -> int:
+        return self.shape.num_draft_tokens
+
     def matching_drafts(self, batch: Batch) -> Bool[Tensor, "all_windows drafts"]:
         tokens, counted = self._draft_targets(batch)
         drafts = torch.stack([logs.argmax(-1) for logs in self._log_distributions(batch, tokens)], -1)

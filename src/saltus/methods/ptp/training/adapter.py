@@ -93,6 +93,10 @@ class AdapterTrainingTask(WindowTrainingTask):
         return int(self.teacher is None)
 
     @property
+    def drafts_per_call(self) -> int:
+        return self.distillation.window - self.num_undrafted_queries
+
+    @property
     def predicts_distributions(self) -> bool:
         """True if tokens are picked from the adapter's distributions; False if its argmax is the draft."""
         return self.distillation.form != "one-hot"
