@@ -34,7 +34,7 @@ def draft_fault(draft: Drafts) -> str:
 
 def _branch_fault(branch: Branch) -> str:
     for name, (fits, described) in BRANCH_FIELDS.items():
-        values = getattr(branch, name)
+        values: Any = getattr(branch, name)
         if values is None and name in OPTIONAL_FIELDS:
             continue
         try:

@@ -24,7 +24,6 @@ from saltus.training.objectives import OBJECTIVES
 from saltus.training.settings import Recipe
 from saltus.training.training_task import TrainingTask
 
-
 OPTIONAL_RESULTS = "drafts_per_call", "acceptance_by_position", "accuracy_by_depth"
 
 

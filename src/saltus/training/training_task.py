@@ -38,7 +38,7 @@ class TrainingTask(ABC):
 
     @property
     def drafts_per_call(self) -> int:
-        """The most drafts of a call that the tokens per call of `evaluate` count; 0 where it measures something else."""
+        """The most drafts that the tokens per call of `evaluate` count; 0 where it measures something else."""
         return 0
 
     def dataset_digest(self) -> str:
