@@ -10,7 +10,11 @@ import pytest
 
 import saltus
 from saltus.server.bodies import MAX_BODY_BYTES
+from saltus.server.protocol import Message
+from saltus.server.translation import conversation
 from tiny_server import JSON, MESSAGES, PROMPT, alone, client, engine, server, serving  # noqa: F401
+
+TOOLS = [{"type": "function", "function": {"name": "a"}}]
 
 
 @pytest.mark.parametrize(
@@ -89,15 +93,54 @@ def test_what_cannot_be_done_is_refused_by_name(server, changed, field):
         ({"response_format": {}}, "response_format: the field 'type' is missing"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs has several forms; give one"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
+        (
+            {"response_format": {"type": "xml"}},
+            "response_format.type: 'xml' is unknown; choose from 'text', 'json_object', 'json_schema'",
+        ),
+        (
+            {"messages": [{"role": "usr", "content": "a"}]},
+            "messages.0.role: 'usr' is unknown; choose from system, developer, user, assistant, tool, function",
+        ),
+        ({"messages": [{"role": "user", "text": "a"}]}, "a message of the role 'user' has no content; add one"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "tool"}},
+            "tool_choice.type: Input should be 'function' or 'allowed_tools'",
+        ),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "a"}}, "tool_choice.function is missing; add it"),
     ],
 )
 def test_a_refusal_says_what_is_wrong_in_words_of_json(server, changed, message):
     body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4, **changed}
     error = httpx.post(server[1] + "/v1/chat/completions", json=body).json()["error"]
     assert error["message"].startswith(message), error
-    if "tools" in changed:
+    if [*changed] == ["tools"]:
         error = httpx.post(server[1] + "/v1/responses", json={"input": "a", **changed}).json()["error"]
         assert error["message"].startswith(message), error
+
+
+@pytest.mark.parametrize(
+    ("item", "param", "message"),
+    [
+        ({"role": "usr", "content": "a"}, "input.0.role", "input.0.role: Input should be 'user', "),
+        ({"type": "image"}, "input.0.type", "input.0.type: Input should be 'function_call' or 'function_call_output'"),
+        ({"type": "function_call", "call_id": "1", "name": "a", "arguments": {}}, "input.0.arguments",
+         "input.0.arguments: Input should be a valid string"),
+    ],
+)  # fmt: skip
+def test_a_refusal_is_about_the_form_that_was_meant(server, item, param, message):
+    error = httpx.post(server[1] + "/v1/responses", json={"input": [item]}).json()["error"]
+    assert (error["param"], error["message"][: len(message)]) == (param, message)
+
+
+def test_a_role_that_the_chat_template_names_is_known():
+    template = "{% if messages[0]['role'] == \"critic\" %}{% endif %}"
+    assert conversation([Message(role="critic", content="a")], template) == [{"role": "critic", "content": "a"}]
+
+
+def test_a_choice_of_a_function_that_is_no_tool_is_named(server):
+    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "b"}}}
+    error = httpx.post(server[1] + "/v1/chat/completions", json=body).json()["error"]
+    assert (error["param"], error["message"]) == ("tool_choice", "tool_choice names 'b', which is not among the tools")
 
 
 def test_a_number_that_is_too_long_is_named(server):

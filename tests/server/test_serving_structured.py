@@ -123,7 +123,7 @@ def test_a_conversation_with_calls_goes_on(client):  # noqa: F811
         ),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"tools": TOOLS, "guided_regex": "a+"}, "tools"),
-        ({"tools": [*TOOLS, TOOLS[0]]}, "two tools"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools has 'look' twice"),
         ({"tool_choice": "required"}, "no tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "run"}}}, "run"),
         (

@@ -45,22 +45,17 @@ async def _api_error(request: Request, error: Exception) -> Response:
 async def _invalid_request(request: Request, error: Exception) -> Response:
     """The first field at fault, in one line."""
     assert isinstance(error, RequestValidationError)
-    errors = error.errors()
-    of_field = [detail for detail in errors if detail["loc"][:2] == errors[0]["loc"][:2]]
-    # where a value may have several forms, the one that fits most: but for its length, or in its outer parts; an
-    # unknown type says more than the fields that others have
-    first = max(
-        of_field,
-        key=lambda detail: (
-            detail["type"].endswith("too_long"), len(detail["loc"]), detail["type"] != "missing" and
-            detail["loc"][-1] == "type",
-        ),
-    )  # fmt: skip
+    first = _error_that_fits(error.errors())
     names = _names_in(error.body, first["loc"], first["type"] == "missing")
     if first["type"] == "extra_forbidden":
         message = f"the field {names[-1]!r} is not supported; leave it out"
     elif first["type"] == "value_error":
         message = str(first["ctx"]["error"])
+        if not names and (field := message.split()[0]) in (error.body or ()):  # of several fields, named first
+            names = [field]
+    elif first["type"] == "union_tag_invalid":
+        names.append(first["ctx"]["discriminator"].strip("'"))
+        message = f"{'.'.join(names)}: {first['ctx']['tag']!r} is unknown; choose from {first['ctx']['expected_tags']}"
     elif first["type"] == "json_invalid":
         message, names = f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}", []
     elif first["type"] == "missing" and names:
@@ -74,6 +69,19 @@ async def _invalid_request(request: Request, error: Exception) -> Response:
         message = f"{'.'.join(names) or 'the body'}: {_in_words_of_json(first['msg'])}"
     refused = ApiError(400, message, ".".join(names) or None, "unsupported" if "not supported" in message else None)
     return error_response(refused, request.url.path)
+
+
+def _error_that_fits(errors: Sequence[Any]) -> Any:
+    """The error to answer with. Where a value may have several forms, it is one of the form that was meant."""
+    errors = [detail for detail in errors if detail["loc"][:2] == errors[0]["loc"][:2]]
+    of_types = [one for one in errors if one["loc"][-1] == "type" and one["type"] in ("literal_error", "missing")]
+    not_meant = [detail["loc"][:-1] for detail in of_types]
+    meant = [detail for detail in errors if not any(detail["loc"][: len(form)] == form for form in not_meant)]
+    if of_types and max((len(detail["loc"]) for detail in meant), default=0) < len(of_types[0]["loc"]):
+        known = [detail["ctx"]["expected"] for detail in of_types if detail["type"] == "literal_error"]
+        return {**of_types[0], "msg": f"Input should be {' or '.join(known)}"} if len(known) > 1 else of_types[0]
+    # the error in the innermost part, but for a length, since what is too long has errors in its parts as well
+    return max(meant, key=lambda detail: (detail["type"].endswith("too_long"), len(detail["loc"])))
 
 
 def _in_words_of_json(message: str) -> str:

@@ -188,6 +188,12 @@ class Message(BaseModel):
     content: str | Items[ContentPart] | None = None
     refusal: str | None = None  # of an earlier answer, in place of a content
 
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and self.role in ("system", "developer", "user"):
+            raise ValueError(f"a message of the role {self.role!r} has no content; add one, if only an empty text")
+        return self
+
 
 class Prediction(Fields):
     """OpenAI's Predicted Outputs: what the answer will probably repeat."""

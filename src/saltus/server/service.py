@@ -121,7 +121,8 @@ class Service:
         method, limit = await self._loaded_method(body.speculative), max_tokens_of(body)
 
         def make() -> ChatTexts:
-            tools, messages = Tools(self.engine, body), conversation(body.messages)
+            template = str(self.engine.tokenizer.chat_template)
+            tools, messages = Tools(self.engine, body), conversation(body.messages, template)
             reasoning = reasoning_of(self.engine, messages, body)
             requests = text_requests(
                 self.engine, messages, body, limit, chosen_seeds(body, body.n), prompt_field="messages",
@@ -215,7 +216,8 @@ class Service:
         engine, context = self.engine, self.engine.target.context_length
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", "prompt")
-        messages = None if body.messages is None else conversation(body.messages)
+        template = str(engine.tokenizer.chat_template)
+        messages = None if body.messages is None else conversation(body.messages, template)
         try:  # texts may be longer than the context, since clients cut them
             if messages is not None:
                 names = ("add_generation_prompt", "continue_final_message", "add_special_tokens")

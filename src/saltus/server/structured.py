@@ -195,8 +195,8 @@ class ToolFields(Fields):
     def check(self) -> None:
         """Refuse what contradicts itself. Errors: ValueError."""
         names = [tool.function.name for tool in self.tools or ()]
-        if len(set(names)) < len(names):
-            raise ValueError("two tools have one name")
+        if twice := [name for place, name in enumerate(names) if name in names[:place]]:
+            raise ValueError(f"tools has {twice[0]!r} twice; rename one")
         if unknown := [name for name in chosen_names(self.tool_choice) or () if name not in names]:
             raise ValueError(f"tool_choice names {unknown[0]!r}, which is not among the tools")
         if isinstance(self.tool_choice, AllowedTools) and not self.tool_choice.allowed_tools.tools:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,12 +32,23 @@ from saltus.server.protocol import (
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 ROLES = {"developer": "system", "function": "tool"}  # as chat templates name them
+KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # OpenAI's
 
 
-def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as the chat template reads them; the texts of a message's parts are joined."""
+def conversation(messages: Sequence[Message], template: str = "") -> list[dict[str, Any]]:
+    """Messages as the chat template reads them; the texts of a message's parts are joined.
+
+    Errors: ApiError 400 for a role that neither OpenAI's API has nor the template names, such as a misspelled one.
+    """
     chat = []
-    for message in messages:
+    for place, message in enumerate(messages):
+        if message.role not in KNOWN_ROLES and not re.search(f"""(["']){re.escape(message.role)}\\1""", template):
+            known = ", ".join(KNOWN_ROLES)
+            raise ApiError(
+                400,
+                f"messages.{place}.role: {message.role!r} is unknown; choose from {known}",
+                f"messages.{place}.role",
+            )
         given = message.model_dump(exclude_none=True)
         role = ROLES.get(message.role, message.role)
         said = joined_text(message.content or "") or given.pop("refusal", "")
