@@ -851,10 +851,9 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves_the_conversation(tiny_folder):
 def test_a_draft_model_is_an_option(folder, tiny_folder):
     draft = str(tiny_folder(seed=1))
     plain = json.loads(saltus_("generate", PROMPT, "-m", folder, "-n", 12, "--method", "plain", "--json").stdout)
+    fields = "--num-draft-tokens", 2, "--option", "small_model.max_prompt=99"
     told = json.loads(
-        saltus_(
-            "generate", PROMPT, "-m", folder, "-n", 12, "--draft-model", draft, "--num-draft-tokens", 2, "--json"
-        ).stdout
+        saltus_("generate", PROMPT, "-m", folder, "-n", 12, "--draft-model", draft, *fields, "--json").stdout
     )
     assert (told["method"], told["tokens"]) == ("small_model+lookup", plain["tokens"])
     assert "take small_model+lookup" in complaint(

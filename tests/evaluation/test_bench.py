@@ -129,7 +129,9 @@ def test_sampled_texts_of_rejection_sampling_are_not_compared(tiny_folder, tempe
 
 
 def test_a_method_is_measured_with_several_options(engine):
-    variants = _variants(["plain", "lookup"], _varied(["lookup.max_ngram_size=2,4"], ["plain", "lookup"]), ())
+    variants = _variants(
+        ["plain", "lookup"], "plain+lookup", _varied(["lookup.max_ngram_size=2,4"], "plain+lookup"), ()
+    )
     assert [each.name for each in variants] == [
         "plain", "lookup lookup.max_ngram_size=2", "lookup lookup.max_ngram_size=4",
     ]  # fmt: skip
@@ -139,8 +141,8 @@ def test_a_method_is_measured_with_several_options(engine):
     records = bench(engine, systems, [TASKS[0]]).measure_task(0)
     assert [record["system"] for record in records] == [each.name for each in variants]
     assert aggregate_records(records)[variants[2].name]["identical"] == 1
-    combined = _varied(["lookup.max_ngram_size=2,4", "jacobi.block_size=4,8"], ["plain", "jacobi+lookup"])
-    assert len(_variants(["jacobi+lookup"], combined, ())) == 4
+    combined = _varied(["lookup.max_ngram_size=2,4", "jacobi.block_size=4,8"], "plain+jacobi+lookup")
+    assert len(_variants(["jacobi+lookup"], "plain+jacobi+lookup", combined, ())) == 4
 
 
 def test_another_side_begins_each_time(engine):
@@ -584,6 +586,8 @@ def test_bench_ends_with_1_where_a_method_s_text_is_another(asked, monkeypatch):
         (["--vary", "lookup.max_ngram_size"], "write METHOD.FIELD=VALUE,VALUE"),
         (["--methods", "lookup", "--vary", "lookup.max_ngram_size=2,x"], "--vary lookup.max_ngram_size=x"),
         (["--methods", "lookup", "--option", "ptp.model=a"], "name it with --methods"),
+        (["--methods", "lookup", "--option", "small_model.model=a"], "name it with --methods"),
+        (["--methods", "auto", "--option", "small_model.max_prompt=9"], "add --option small_model.model=MODEL"),
     ],
 )
 def test_bad_input_is_told_in_a_line_before_a_model_is_loaded(arguments, said, monkeypatch):
@@ -601,6 +605,11 @@ def test_a_server_that_is_not_there_is_told(asked):
 def test_the_quick_suite_comes_with_the_package(tiny_folder):
     told = json.loads(saltus_("bench", "-m", tiny_folder(), "--limit", 2, "-n", 4, "--methods", "", "--json").stdout)
     assert told["suite"] == {"name": "quick", "tasks": 2, "turns": 2}
+
+
+def test_the_default_method_can_be_measured_with_a_draft_model(tiny_folder):
+    given = "--limit", 1, "-n", 4, "--methods", "auto", "--option", f"small_model.model={tiny_folder()}", "--json"
+    assert "auto is small_model+lookup here" in saltus_("bench", "-m", tiny_folder(), *given).stderr
 
 
 def test_the_default_method_can_be_measured_with_options_of_what_it_stands_for(tiny_folder):

@@ -156,11 +156,13 @@ def run(
 
     names = _method_names(methods)
     find_suite(suite)
-    varied = _varied(vary or (), names)
-    variants = _variants(names, varied, option or ())
+    spec = _joined(names, [*(option or ()), *(vary or ())])
+    varied = _varied(vary or (), spec)
+    variants = _variants(names, spec, varied, option or ())
     opened_with = [*(option or ()), *(assignments[0] for assignments in varied.values())]
     _validate_settings(
         names,
+        spec,
         baselines,
         assistant,
         opened_with,
@@ -174,11 +176,11 @@ def run(
     from saltus.core.sampling import Sampling
     from saltus.evaluation.benchmarks.benchmark_run import Benchmark, open_records
     from saltus.evaluation.reports.environment import run_info
-    from saltus.methods import AUTO
+    from saltus.methods import AUTO, WITH_DRAFT_MODEL
 
+    loaded_now = [name for name in names if name != AUTO] + [WITH_DRAFT_MODEL] * (WITH_DRAFT_MODEL in spec.split("+"))
     engine = open_engine(
-        method=_joined([name for name in names if name != AUTO]),
-        options=parse_method_options(opened_with, _joined(names)), rule=rule, **asdict(model_options),
+        method=_joined(loaded_now), options=parse_method_options(opened_with, spec), rule=rule, **asdict(model_options),
         max_draft_tokens=max_draft_tokens, adaptive=adaptive, ngram_corpus=ngram_corpus or (), tuned_settings=False,
     )  # fmt: skip
     systems = _systems_under_test(engine, variants, baselines, assistant, endpoint or ())
@@ -202,7 +204,7 @@ def run(
         "assistant": assistant, "endpoints": endpoint, "vary": vary, "seeds": seeds if seeds > 1 else None,
     }  # fmt: skip
     settings |= {name: value for name, value in given.items() if value} | _settings_of_machine(engine, names, systems)
-    info = run_info(engine, settings, _joined(names).split("+"))
+    info = run_info(engine, settings, spec.split("+"))
     records = open_records(out, _run_plan(engine, suite, run, settings), tasks, info, fresh)
     if out and fresh:
         remove_results(out)
@@ -234,7 +236,7 @@ def _method_names(methods: str) -> list[str]:
     return list(dict.fromkeys(["plain", *given]))
 
 
-def _varied(vary: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
+def _varied(vary: Sequence[str], spec: str) -> dict[str, list[str]]:
     """The assignments METHOD.FIELD=VALUE of each varied option, by METHOD.FIELD. Errors: ValueError of one line."""
     from saltus.cli.open_engine import parse_method_options
 
@@ -246,35 +248,39 @@ def _varied(vary: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
         varied.setdefault(place, []).extend(f"{place}={value}" for value in values.split(","))
     for assignments in varied.values():
         for assignment in assignments:
-            parse_method_options([assignment], _joined(names), "--vary", "--methods")
+            parse_method_options([assignment], spec, "--vary", "--methods")
     return varied
 
 
-def _variants(names: Sequence[str], varied: Mapping[str, Sequence[str]], option: Sequence[str]) -> list[Any]:
+def _variants(names: Sequence[str], spec: str, varied: Mapping[str, Sequence[str]], option: Sequence[str]) -> list[Any]:
     """Each method, once for each combination of the varied options that it has. Errors: ValueError of one line."""
     from saltus.cli.open_engine import parse_method_options
     from saltus.evaluation.benchmarks.systems_under_test import MethodVariant
-    from saltus.methods import make_methods, method_names
+    from saltus.methods import make_methods
 
     variants = []
     for name in names:
-        own = [values for place, values in varied.items() if place.partition(".")[0] in method_names(name)]
+        parts = _joined([name], [*option, *(values[0] for values in varied.values())]).split("+")
+        own = [values for place, values in varied.items() if place.partition(".")[0] in parts]
         for chosen in product(*own):
-            options = parse_method_options([*option, *chosen], _joined(names), named_by="--methods")
+            options = parse_method_options([*option, *chosen], spec, named_by="--methods")
             make_methods(name, options)
             variants.append(MethodVariant(" ".join((name, *chosen)), name, options))
     return variants
 
 
-def _joined(names: Sequence[str]) -> str:
-    """One spec of all methods that the names stand for."""
+def _joined(names: Sequence[str], assignments: Sequence[str] = ()) -> str:
+    """One spec of all methods that the names may stand for where these options are given."""
+    from saltus.cli.open_engine import name_draft_model
     from saltus.methods import method_names
 
-    return "+".join(dict.fromkeys(part for name in names for part in method_names(name)))
+    drafts = name_draft_model(assignments)
+    return "+".join(dict.fromkeys(part for name in names for part in method_names(name, drafts)))
 
 
 def _validate_settings(
     names: Sequence[str],
+    spec: str,
     baselines: str | None,
     assistant: str | None,
     option: Sequence[str] | None,
@@ -287,9 +293,7 @@ def _validate_settings(
 
     for name in names:
         make_methods(name)
-    validate_settings(
-        _joined(names), parse_method_options(option or (), _joined(names), named_by="--methods"), rule, **settings
-    )
+    validate_settings(spec, parse_method_options(option or (), spec, named_by="--methods"), rule, **settings)
     from saltus.evaluation.benchmarks.baselines import check_baselines
 
     check_baselines(_baselines(baselines, assistant), assistant)

@@ -26,7 +26,9 @@ def open_with_options(
     from saltus.cli.answers import print_note
     from saltus.engine.method_options import with_draft_model
 
-    options = parse_method_options(methods.option or (), methods.method or DEFAULT_METHOD)
+    options = parse_method_options(
+        methods.option or (), methods.method or DEFAULT_METHOD, draft_model=methods.draft_model
+    )
     method, options = with_draft_model(methods.method, options, methods.draft_model, methods.num_draft_tokens)
     chosen = dataclasses.asdict(sampling)
     validate_settings(method, options, methods.rule, chat_template=models.chat_template, **chosen)
@@ -118,17 +120,23 @@ def validate_settings(
 
 
 def parse_method_options(
-    assignments: Sequence[str], method: str, given_by: str = "--option", named_by: str = "--method"
+    assignments: Sequence[str],
+    method: str,
+    given_by: str = "--option",
+    named_by: str = "--method",
+    draft_model: str | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Fields by method from `method.field=value`, each value in the type of its field.
 
-    Errors: ValueError of one line, which names the options of the command line that give them and the method.
+    `draft_model` is the one that another option names. Errors: ValueError of one line, which names the options of the
+    command line that give the fields and the method.
     """
     from saltus.core.value_types import hints_of
-    from saltus.methods import available_methods, check_option, make_methods, method_names
+    from saltus.methods import AUTO, WITH_DRAFT_MODEL, available_methods, check_option, make_methods, method_names
 
     if assignments:
         make_methods(method)
+    known = method_names(method, bool(draft_model) or name_draft_model(assignments))
     options: dict[str, dict[str, Any]] = {}
     for assignment in assignments:
         target, equals, value = assignment.partition("=")
@@ -136,7 +144,9 @@ def parse_method_options(
         name, dot, key = target.partition(".")
         if not (equals and dot and name and key):
             raise ValueError(f"{shown}: write METHOD.FIELD=VALUE, such as lookup.max_ngram_size=5")
-        if name not in method_names(method):
+        if name == WITH_DRAFT_MODEL and name not in known and set(method_names(AUTO)) <= set(known):
+            raise ValueError(f"{shown}: auto drafts so only with a draft model; add --option {name}.model=MODEL")
+        if name not in known:
             raise ValueError(f"{shown}: the method is {method}, not {name}; name it with {named_by}")
         try:
             check_option(name, key)
@@ -144,6 +154,14 @@ def parse_method_options(
             raise ValueError(f"{shown}: {error}") from error
         options.setdefault(name, {})[key] = _convert(value, hints_of(available_methods()[name])[key], shown)
     return options
+
+
+def name_draft_model(assignments: Sequence[str]) -> bool:
+    """Whether options give the draft model with which `auto` drafts."""
+    from saltus.methods import WITH_DRAFT_MODEL
+
+    begin = f"{WITH_DRAFT_MODEL}.model="
+    return any(each.startswith(begin) and each != begin for each in assignments)
 
 
 def _convert(value: str, hint: Any, shown: str) -> Any:

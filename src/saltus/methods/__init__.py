@@ -28,6 +28,7 @@ AUTO = "auto"  # the default method; `saltus.engine.auto_method` says what it st
 NO_METHODS = ("shared", "published")  # folders of what methods use
 PUBLISHED_DRAFTERS = ("dflash", "dspark", "eagle", "peagle")  # draft models of ptp, by what they are called
 AUTO_METHODS = ("mtp", "ptp", "lookup", "assd")  # whose options may be given with it
+WITH_DRAFT_MODEL = "small_model"  # the options of this one, too, where its draft model is named
 
 
 @runtime_checkable
@@ -94,17 +95,20 @@ def load_entry_points(group: str) -> dict[str, Any]:
     return found
 
 
-def method_names(spec: str) -> Sequence[str]:
+def method_names(spec: str, names_draft_model: bool = False) -> Sequence[str]:
     """The names of the methods of a spec like `jacobi+lookup`; for `auto` those whose options may be given.
 
-    Errors: ValueError where `auto` is joined with other methods, or a method is named twice.
+    `names_draft_model`: a draft model is given, with which `auto` drafts. Errors: ValueError where `auto` is joined
+    with other methods, or a method is named twice.
     """
     names = spec.split("+")
     if len(set(names)) < len(names):
         raise ValueError(f"{spec}: give each method once")
     if AUTO in names and len(names) > 1:
         raise ValueError(f"{spec}: {AUTO} chooses all methods itself; name the methods to join, such as ptp+lookup")
-    return AUTO_METHODS if spec == AUTO else names
+    if spec != AUTO:
+        return names
+    return (*AUTO_METHODS, WITH_DRAFT_MODEL) if names_draft_model else AUTO_METHODS
 
 
 def make_methods(spec: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> list[Method]:
@@ -120,7 +124,7 @@ def make_methods(spec: str, options: Mapping[str, Mapping[str, Any]] | None = No
         if name not in available_methods():
             raise ValueError(f"options are given for {name!r}, which is no method; there are {_listed()}")
         other = _make_method(name, fields)
-        if spec == AUTO and name == "small_model" and all(other.draft_models.values()):
+        if spec == AUTO and name == WITH_DRAFT_MODEL and all(other.draft_models.values()):
             made.append(other)
     return made
 
@@ -164,6 +168,6 @@ def require_draft_models(methods: Sequence[Method]) -> None:
     for name, where in (pair for method in methods for pair in method.draft_models.items()):
         if not where:
             cure = f"give --option {name}.model=NAME"
-            if name == "small_model":
+            if name == WITH_DRAFT_MODEL:
                 cure = f"give --draft-model NAME (draft_model=), or --option {name}.model=NAME"
             raise ValueError(f"{name} needs a draft model; {cure}")
