@@ -34,18 +34,21 @@ def draft_fault(draft: Drafts) -> str:
 
 def _branch_fault(branch: Branch) -> str:
     for name, (fits, described) in BRANCH_FIELDS.items():
-        values: Any = getattr(branch, name)
-        if values is None and name in OPTIONAL_FIELDS:
+        if name in OPTIONAL_FIELDS and getattr(branch, name) is None:
             continue
-        try:
-            right = not isinstance(values, str | bytes) and all(map(fits, values))
-        except TypeError:
-            right = False
-        if not right:
+        values = getattr(branch, name)
+        if not _all_fit(values, fits):
             return f"its {name} are {short_repr(values)}; give a list of {described}"
         if len(values) != len(branch.tokens):
             return f"it has {len(branch.tokens)} tokens, but {len(values)} {name}; give one for each token"
     return ""
+
+
+def _all_fit(values: Any, fits: Callable[[Any], bool]) -> bool:
+    try:
+        return not isinstance(values, str | bytes) and all(map(fits, values))
+    except TypeError:
+        return False
 
 
 def _nodes_fault(nodes: DraftNodes) -> str:
