@@ -3,12 +3,20 @@
 import numpy as np
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Q
+from gguf.quants import dequantize
+
+from gguf_blocks import PLACES, put_scales
 
 ZERO = {Q.Q3_K: 4, Q.Q4_0: 8, Q.Q5_0: 16, Q.Q6_K: 32}
 IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
 E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])  # doubled
 TABLES = {Q.IQ4_NL: IQ4, Q.IQ4_XS: IQ4, Q.MXFP4: E2M1}
-HALVED = (Q.Q2_K, Q.Q3_K, Q.Q6_K)  # 16 weights have a scale of their own
+HALVED = (Q.Q2_K, Q.Q3_K, Q.Q6_K, Q.IQ2_XS, Q.IQ2_S, Q.IQ1_M)  # 16 weights have a scale of their own
+# Weights in codebooks, or packed by five: what a scale is multiplied by, so that they are whole numbers.
+UNITS = {
+    Q.TQ1_0: 1, Q.TQ2_0: 1, Q.IQ1_S: 1 / 8, Q.IQ1_M: 1 / 8, Q.IQ2_XXS: 1 / 8, Q.IQ2_XS: 1 / 8, Q.IQ2_S: 1 / 8,
+    Q.IQ3_XXS: 1 / 2, Q.IQ3_S: 1,
+}  # fmt: skip
 
 
 def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
@@ -36,6 +44,44 @@ def quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.rint(blocks * inverse[..., None]).astype(np.int64), most / np.float32(127)
 
 
+def own_scales(b: np.ndarray, format: Q) -> np.ndarray:
+    """Of blocks [blocks, bytes] whose weights are in codebooks: the whole scales of each 16 or 32, or 1 of all."""
+
+    def words(first: int, last: int, kind: type) -> np.ndarray:
+        return b[:, first:last].copy().view(kind).astype(np.int64)
+
+    def nibbles(first: int, last: int) -> np.ndarray:
+        return np.stack([b[:, first:last] & 15, b[:, first:last] >> 4], 2).reshape(len(b), -1).astype(np.int64)
+
+    if format in (Q.TQ1_0, Q.TQ2_0):
+        return np.ones((len(b), 1), np.int64)
+    bits = {
+        Q.IQ1_S: lambda: words(34, 50, np.uint16) >> 12 & 7,
+        Q.IQ1_M: lambda: (words(48, 56, np.uint16)[..., None] >> np.array([0, 3, 6, 9]) & 7).reshape(len(b), -1),
+        Q.IQ2_XXS: lambda: words(2, 66, np.uint32)[:, 1::2] >> 28,
+        Q.IQ2_XS: lambda: nibbles(66, 74),
+        Q.IQ2_S: lambda: nibbles(74, 82),
+        Q.IQ3_XXS: lambda: words(66, 98, np.uint32) >> 28,
+        Q.IQ3_S: lambda: nibbles(106, 110),
+    }[format]()
+    return 2 * bits + 1
+
+
+def codebook_integers(b: np.ndarray, format: Q) -> tuple[np.ndarray, np.ndarray]:
+    """Of such blocks: the whole numbers [blocks, 256], and the scales of each 16, 32 or all of them."""
+    alone = b.copy()
+    put_scales(alone, format, PLACES[format][0], np.ones(len(b)))
+    own = own_scales(b, format).astype(np.float32) * np.float32(UNITS[format])
+    q = dequantize(alone, format) / np.repeat(own, 256 // own.shape[1], 1)
+    assert (q == np.rint(q)).all()
+    if format is Q.IQ1_M:
+        parts = b[:, 48:56].copy().view(np.uint16) >> 12 << np.arange(0, 16, 4, dtype=np.uint16)
+        whole = np.bitwise_or.reduce(parts, 1).astype(np.uint16).view(np.float16)
+    else:
+        whole = b[:, PLACES[format][0] :][:, :2].copy().view(np.float16)[:, 0]
+    return np.rint(q), whole[:, None].astype(np.float32) * own
+
+
 def integers(blocks: np.ndarray, format: Q) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Of a GGUF file's blocks [out, bytes]: signed integers [out, in / 16, 16], scales and minimums of these 16."""
     weights, size = GGML_QUANT_SIZES[format]
@@ -56,7 +102,9 @@ def integers(blocks: np.ndarray, format: Q) -> tuple[np.ndarray, np.ndarray, np.
         return np.unpackbits(b[:, at : at + 4], axis=1, bitorder="little")
 
     minimums = None
-    if format is Q.Q8_0:
+    if format in UNITS:
+        q, scales = codebook_integers(b, format)
+    elif format is Q.Q8_0:
         q, scales = b[:, 2:].view(np.int8), half(0)
     elif format in (Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1):
         start = 4 if format in (Q.Q4_1, Q.Q5_1) else 2

@@ -20,7 +20,9 @@ pytestmark = pytest.mark.skipif(native.load_kernels() is None, reason="no compil
 each_format = pytest.mark.parametrize("format", INTEGER_FORMATS, ids=lambda format: format.name)
 INTEGERS = {Q.Q4_0: (2, 18), Q.Q4_1: (4, 20), Q.Q5_0: (2, 22), Q.Q5_1: (4, 24), Q.Q8_0: (2, 34), Q.Q2_K: (16, 80),
             Q.Q3_K: (0, 96), Q.Q4_K: (16, 144), Q.Q5_K: (16, 176), Q.Q6_K: (0, 192), Q.IQ4_NL: (2, 18),
-            Q.IQ4_XS: (8, 136), Q.MXFP4: (1, 17)}  # fmt: skip
+            Q.IQ4_XS: (8, 136), Q.MXFP4: (1, 17), Q.TQ1_0: (0, 52), Q.TQ2_0: (0, 64), Q.IQ1_S: (2, 34),
+            Q.IQ1_M: (0, 48), Q.IQ2_XXS: (2, 66), Q.IQ2_XS: (2, 66), Q.IQ2_S: (2, 74), Q.IQ3_XXS: (2, 66),
+            Q.IQ3_S: (2, 106)}  # fmt: skip
 
 
 def rows_of(count: int, inputs: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Q
 from torch.nn import Parameter
 
+from gguf_blocks import PLACES, put_scales
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import linear
 from saltus.kernels.native import processor
@@ -21,8 +22,6 @@ from saltus.kernels.packed_weight import (
     packed_bytes,
 )
 
-HALVES = {Q.F16: [0], Q.Q4_0: [0], Q.Q4_1: [0, 2], Q.Q5_0: [0], Q.Q5_1: [0, 2], Q.Q8_0: [0], Q.Q2_K: [80, 82],
-          Q.Q3_K: [108], Q.Q4_K: [0, 2], Q.Q5_K: [0, 2], Q.Q6_K: [208], Q.IQ4_NL: [0], Q.IQ4_XS: [0]}  # fmt: skip
 needs_kernels = pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
 each_format = pytest.mark.parametrize("format", PACKED_FORMATS, ids=lambda format: format.name)
 
@@ -35,10 +34,10 @@ def random_blocks(format: Q, rows: int, columns: int) -> torch.Tensor:
     if format is Q.MXFP4:
         blocks[:, 0] = random.integers(100, 130, len(blocks))
         blocks[::7] = 0
-    for at in HALVES.get(format, ()):
+    for at in PLACES[format]:
         scales = random.normal(0, 0.01, len(blocks)).astype(np.float16)
         scales[::7], scales[1::7] = -0.0, 6e-8
-        blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+        put_scales(blocks, format, at, scales)
     return torch.from_numpy(blocks.reshape(rows, -1))
 
 

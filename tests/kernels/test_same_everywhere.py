@@ -26,7 +26,9 @@ from saltus.kernels.packed_weight import PackedWeight
 from saltus.models.cpu.attention import FROM_FIRST_SLOT
 from saltus.models.cpu.native_decoder import DecoderCall
 
-FORMATS = [Q.Q4_1, Q.Q8_0, Q.Q4_K, Q.Q6_K, Q.Q5_0, Q.MXFP4, Q.Q2_K, Q.IQ4_XS, Q.Q3_K]
+FORMATS = [
+    Q.Q4_1, Q.Q8_0, Q.Q4_K, Q.Q6_K, Q.Q5_0, Q.MXFP4, Q.Q2_K, Q.IQ4_XS, Q.Q3_K, Q.IQ3_XXS, Q.IQ3_S, Q.IQ2_S, Q.IQ2_XXS
+]  # fmt: skip
 
 
 def digest(file: Path) -> list[bytes]:

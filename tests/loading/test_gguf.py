@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaTokenizer
 
 import saltus
 from forked_python import forked_python
+from gguf_blocks import PLACES, put_scales
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.engine import calibration
@@ -40,10 +41,10 @@ from saltus.methods.published.eagle_model import EagleShape
 from saltus.models.gguf_architecture import LLAMA_TENSORS
 from saltus.models.packed_decoder import PackedDecoder
 
-# What gguf reads and does not write: where the scales and minimums stand, and how large usual ones are.
+# What gguf reads and does not write: how large usual scales and minimums are.
 OTHERS = {
-    Q.Q2_K: ([80, 82], 2e-3), Q.Q3_K: ([108], 4e-4), Q.Q4_K: ([0, 2], 2e-4), Q.Q5_K: ([0, 2], 2e-4),
-    Q.Q6_K: ([208], 2e-4), Q.IQ4_NL: ([0], 1e-3), Q.IQ4_XS: ([0], 5e-5),
+    Q.Q2_K: 2e-3, Q.Q3_K: 4e-4, Q.Q4_K: 2e-4, Q.Q5_K: 2e-4, Q.Q6_K: 2e-4, Q.IQ4_NL: 1e-3, Q.IQ4_XS: 5e-5,
+    Q.IQ1_S: 5e-3, Q.IQ1_M: 5e-3, Q.IQ2_XXS: 5e-4, Q.IQ2_XS: 5e-4, Q.IQ2_S: 5e-4, Q.IQ3_XXS: 2e-4, Q.IQ3_S: 3e-4,
 }  # fmt: skip
 SIZES = {
     "vocab_size": 300, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -75,10 +76,8 @@ def as_blocks(values: np.ndarray, format: Q) -> np.ndarray:
     weights, size = GGML_QUANT_SIZES[format]
     random = np.random.default_rng(int(format))
     blocks = random.integers(0, 256, (values.size // weights, size), dtype=np.uint8)
-    places, usual = OTHERS[format]
-    for at in places:
-        scales = random.uniform(usual / 2, usual, len(blocks)).astype(np.float16)
-        blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+    for at in PLACES[format]:
+        put_scales(blocks, format, at, random.uniform(OTHERS[format] / 2, OTHERS[format], len(blocks)))
     return blocks.reshape(values.shape[0], -1)
 
 

@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 from gguf import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
+from gguf_blocks import PLACES, put_scales
 from saltus.kernels import native
 from saltus.kernels.packed_weight import PackedWeight
 from saltus.models.cuda import linear_kernels
@@ -17,8 +18,6 @@ from saltus.models.cuda.packed_weight import GPUPackedWeight, can_pack, joined_p
 
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE, BOUND = ("cuda", torch.bfloat16, 0.01) if CUDA else ("cpu", torch.float32, 1e-6)
-FLOATS = {Q.Q6_K: (208,), Q.Q3_K: (108,), Q.Q2_K: (80, 82), Q.Q4_K: (0, 2), Q.Q5_K: (0, 2), Q.Q4_1: (0, 2),
-          Q.Q5_1: (0, 2), Q.MXFP4: ()}  # fmt: skip  # where blocks have numbers of float16
 pytestmark = [
     pytest.mark.slow, pytest.mark.skipif(native.load_kernels() is None, reason="packed weights need compiled kernels")
 ]  # fmt: skip
@@ -29,9 +28,9 @@ def blocks(format: Q, outputs: int, inputs: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     weights, size = GGML_QUANT_SIZES[format]
     made = torch.randint(0, 256, (outputs, inputs // weights, size), dtype=torch.uint8, generator=generator)
-    for start in FLOATS.get(format, (0,)):
+    for start in PLACES[format]:
         scales = torch.randn(made.shape[:2], generator=generator) * 0.01
-        made[:, :, start : start + 2] = scales.half()[..., None].view(torch.uint8)
+        put_scales(made.flatten(0, 1).numpy(), format, start, scales.flatten().numpy())
     if format is Q.MXFP4:
         made[:, :, 0] = made[:, :, 0] % 20 + 110
     return made.flatten(1)

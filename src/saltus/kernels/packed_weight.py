@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from gguf.quants import dequantize, quantize
 from torch import Tensor
 from torch.nn import Parameter
@@ -27,8 +28,14 @@ SCALES_OF_A_BLOCK = {
     Q.Q4_0: (1, 2), Q.Q4_1: (2, 2), Q.Q5_0: (1, 2), Q.Q5_1: (2, 2), Q.Q8_0: (1, 2), Q.IQ4_NL: (1, 2), Q.MXFP4: (1, 1)
 }  # fmt: skip
 PAIRED_FORMATS = (Q.Q4_0, Q.Q4_1, Q.IQ4_NL, Q.MXFP4)  # of these, integers of 4 bits
+CODEBOOKS: dict[GGMLQuantizationType, Any] = {  # the formats that look up several weights at a time
+    Q.IQ1_S: quants.IQ1_S, Q.IQ1_M: quants.IQ1_M, Q.IQ2_XXS: quants.IQ2_XXS, Q.IQ2_XS: quants.IQ2_XS,
+    Q.IQ2_S: quants.IQ2_S, Q.IQ3_XXS: quants.IQ3_XXS, Q.IQ3_S: quants.IQ3_S
+}  # fmt: skip
+RECODED_FORMATS = (Q.TQ1_0, Q.TQ2_0, *CODEBOOKS)  # whose weights become places of 4 bits in a table (recoding.c)
 PACKED_FORMATS = (
-    Q.F16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.IQ4_NL, Q.IQ4_XS, Q.MXFP4
+    Q.F16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.IQ4_NL, Q.IQ4_XS, Q.MXFP4,
+    *RECODED_FORMATS
 )  # fmt: skip
 INTEGER_FORMATS = PACKED_FORMATS[1:]  # whose integers can be multiplied by 8-bit activations
 
@@ -75,10 +82,13 @@ class PackedWeight(Tensor):
     def from_blocks(cls, blocks: Tensor, format: GGMLQuantizationType, arithmetic: Arithmetic = "bf16") -> PackedWeight:
         """The matrix of the blocks of a GGUF file [out, bytes of a row], or the stack of [matrices, out, bytes of one].
 
-        What is not rearranged shares their memory. F16 holds no integers: its arithmetic is always "bf16".
+        What is neither recoded nor rearranged shares their memory. F16 holds no integers: its arithmetic is always
+        "bf16".
         """
         weights, size = GGML_QUANT_SIZES[format]
         shape = (*blocks.shape[:-1], blocks.shape[-1] // size * weights)
+        if format in RECODED_FORMATS:
+            blocks = recode_blocks(blocks, format)
         if arithmetic == "int8" and format in INTEGER_FORMATS:
             return cls(interleave_blocks(blocks, format), format, shape, "int8")
         return cls(rearrange_blocks(blocks.flatten(0, -2), format), format, shape, "bf16")
@@ -223,15 +233,40 @@ def rearrange_blocks(blocks: Tensor, format: GGMLQuantizationType) -> Tensor:
     return torch.cat([firsts, integers], 1)
 
 
+def recode_blocks(blocks: Tensor, format: GGMLQuantizationType) -> Tensor:
+    """The blocks of a GGUF file [.., bytes of a row] of one of the RECODED_FORMATS as recoding.c describes: as many."""
+    kernels = native.load_kernels()
+    assert kernels is not None, "packed weights are made only where there are compiled kernels"
+    blocks, (weights, size) = blocks.contiguous(), GGML_QUANT_SIZES[format]
+    per_row = blocks.shape[-1] // size
+    out = torch.empty(*blocks.shape[:-1], per_row * packed_bytes(int(format), 1, weights), dtype=torch.uint8)
+    codebook = _codebook(format) if format in CODEBOOKS else None
+    recoding = structs.Recoding(
+        blocks=blocks.data_ptr(), codebook=None if codebook is None else codebook.ctypes.data, out=out.data_ptr(),
+        format=int(format), count=blocks.numel() // size,
+    )  # fmt: skip
+    kernels.saltus_recode(ctypes.byref(recoding))
+    return out
+
+
+@functools.cache
+def _codebook(format: GGMLQuantizationType) -> np.ndarray:
+    """The codebook of a format, uint8 [entries, 4 or 8]: the place of each number among those that it has."""
+    CODEBOOKS[format].init_grid()
+    grid = CODEBOOKS[format].grid
+    return np.unique(grid, return_inverse=True)[1].reshape(grid.shape[-2:]).astype(np.uint8)
+
+
 def interleave_blocks(blocks: Tensor, format: GGMLQuantizationType) -> Tensor:
     """The blocks of a GGUF file as integer_weights.h describes: [groups, bytes of a group].
 
     `blocks` are those of a matrix [out, bytes of a row] or of a stack [matrices, out, bytes of a row], each of whose
-    matrices begins with a group of its own.
+    matrices begins with a group of its own; of a format that is recoded, those of `recode_blocks`.
     """
     kernels = native.load_kernels()
     assert kernels is not None, "packed weights are made only where there are compiled kernels"
-    weights, size = GGML_QUANT_SIZES[format]
+    weights = GGML_QUANT_SIZES[format][0]
+    size = packed_bytes(int(format), 1, weights)
     outs, inputs = blocks.shape[-2], blocks.shape[-1] // size * weights
     stack = blocks.contiguous().view(-1, outs, blocks.shape[-1])
     matrix = packed_bytes(int(format) + INTERLEAVED, outs, inputs)

@@ -9,8 +9,9 @@
 #define INTERLEAVED 64  // added to the number of a format
 #define OUTPUTS 16      // of a group
 enum {
-  Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20,
-  IQ4_XS = 23, MXFP4 = 39
+  Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ2_XXS = 16,
+  IQ2_XS = 17, IQ3_XXS = 18, IQ1_S = 19, IQ4_NL = 20, IQ3_S = 21, IQ2_S = 22, IQ4_XS = 23, IQ1_M = 29, TQ1_0 = 34, TQ2_0 = 35,
+  MXFP4 = 39
 };
 
 #define CONSTANT static inline __attribute__((always_inline))  // of a format that the compiler knows
@@ -24,7 +25,14 @@ CONSTANT int bits_of(int format) {
     default: return 4;
   }
 }
+// Of formats that `recode_block` turns into places in a table: those whose table is that of the IQ2 formats, and all.
+CONSTANT int is_below_3_bits(int format) {
+  return format == IQ2_XXS || format == IQ2_XS || format == IQ2_S || format == IQ1_S || format == IQ1_M || format == TQ1_0 ||
+         format == TQ2_0;
+}
+CONSTANT int is_recoded(int format) { return is_below_3_bits(format) || format == IQ3_XXS || format == IQ3_S; }
 CONSTANT int zero_of(int format) {
+  if (is_recoded(format)) return 128;
   switch (format) {
     case Q8_0: case IQ4_NL: case IQ4_XS: case MXFP4: return 128;
     case Q6_K: return 32;
@@ -38,20 +46,38 @@ CONSTANT int is_wide(int format) { return zero_of(format) == 128; }  // integers
 CONSTANT int has_minimums(int format) {
   return format == Q4_1 || format == Q5_1 || format == Q2_K || format == Q4_K || format == Q5_K;
 }
-CONSTANT int is_of_256(int format) { return (format >= Q2_K && format <= Q6_K) || format == IQ4_XS; }
-CONSTANT int halves_of(int format) { return format == Q2_K || format == Q3_K || format == Q6_K ? 2 : 1; }  // with own scales
+CONSTANT int is_of_256(int format) { return (format >= Q2_K && format <= Q6_K) || format == IQ4_XS || is_recoded(format); }
+CONSTANT int halves_of(int format) {  // with own scales
+  switch (format) {
+    case Q2_K: case Q3_K: case Q6_K: case IQ2_XS: case IQ2_S: case IQ1_M: return 2;
+    default: return 1;
+  }
+}
+// What the whole numbers of a table are multiplied by, beside the scales: a power of two.
+CONSTANT float unit_of(int format) { return is_below_3_bits(format) ? 0.125f : format == IQ3_XXS ? 0.5f : 1; }
 
-// What the 16 places stand for, plus 128, in formats that have a table.
+// What the 16 places stand for, plus 128, in formats that have a table. That of the formats below 3 bits has the numbers of
+// IQ2 (8, 25, 43), IQ1 (1, 7, 9) and TQ (0, 1, 2), so that all of them have one kernel.
 CONSTANT const uint8_t *table_of(int format) {
   static const uint8_t iq4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
   static const uint8_t mxfp4[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
-  return format == IQ4_NL || format == IQ4_XS ? iq4 : format == MXFP4 ? mxfp4 : NULL;
+  static const uint8_t below_3_bits[16] = {136, 153, 171, 121, 129, 137, 128, 129, 120, 103, 85, 119, 127, 135, 130, 127};
+  static const uint8_t iq3_xxs[16] = {130, 134, 138, 142, 146, 150, 154, 159, 126, 122, 118, 114, 110, 106, 102, 97};
+  static const uint8_t iq3_s[16] = {129, 131, 133, 135, 137, 139, 141, 143, 127, 125, 123, 121, 119, 117, 115, 113};
+  if (is_below_3_bits(format)) return below_3_bits;
+  switch (format) {
+    case IQ4_NL: case IQ4_XS: return iq4;
+    case MXFP4: return mxfp4;
+    case IQ3_XXS: return iq3_xxs;
+    case IQ3_S: return iq3_s;
+    default: return NULL;
+  }
 }
 
 // Bytes of the scales of a block of a group. Of 32 inputs: a scale, and a minimum if there is one, in float16 for each
 // output, or of MXFP4 a byte. Of 256: these, then for every 32 inputs `own_bytes` for each output: a scale and a minimum
-// (Q4_K, Q5_K), two scales (Q3_K, Q6_K), two bytes of a scale and a minimum (Q2_K), or a scale (IQ4_XS).
-CONSTANT int64_t own_bytes(int format) { return format == IQ4_XS ? 1 : 2; }
+// (Q4_K, Q5_K), two scales (Q3_K, Q6_K, IQ2_XS, IQ2_S, IQ1_M), two bytes of a scale and a minimum (Q2_K), or a scale.
+CONSTANT int64_t own_bytes(int format) { return halves_of(format) == 1 && !has_minimums(format) ? 1 : 2; }
 CONSTANT int64_t scale_bytes(int format) {
   const int64_t wholes = (format == MXFP4 ? 1 : has_minimums(format) ? 4 : 2) * OUTPUTS;
   return is_of_256(format) ? wholes + 8 * own_bytes(format) * OUTPUTS : wholes;
@@ -108,7 +134,7 @@ static void get_integers(int format, const uint8_t *from, int64_t output, int *w
 // The scales and minimums of 16 inputs each, of 32 inputs of one output; `number` counts these 32 in the row.
 static void get_scales(int format, const uint8_t *group, int64_t number, int64_t output, float *scale, float *minimum) {
   const uint8_t *at = group + (is_of_256(format) ? number / 8 : number) * scale_bytes(format);
-  scale[0] = format == MXFP4 ? half_power(at[output]) : load_half(at + 2 * output);
+  scale[0] = format == MXFP4 ? half_power(at[output]) : load_half(at + 2 * output) * unit_of(format);
   minimum[0] = has_minimums(format) ? load_half(at + 2 * (OUTPUTS + output)) : -0.0f;
   scale[1] = scale[0], minimum[1] = minimum[0];
   if (!is_of_256(format)) return;

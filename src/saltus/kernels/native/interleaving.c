@@ -36,7 +36,8 @@ CONSTANT void put_integers(int bits, const uint8_t *q, int64_t output, uint8_t *
   put_plane(low, 0, four, to, output);
   if (bits > low) put_plane(bits - low, low, four, to + plane_bytes(low), output);
 }
-// The same from a block of 32 weights, or from those of IQ4_XS, whose low bits already stand as they do in a group.
+// The same from a block of 32 weights, or from those of IQ4_XS and of recoded blocks, whose low bits already stand as they
+// do in a group.
 static void put_nibbles(int format, const uint8_t *low, int64_t output, uint8_t *to) {
   uint32_t four[4], *out = (uint32_t *)to + output, bits, all = 0;
   memcpy(four, low, sizeof four);
@@ -53,6 +54,7 @@ static void put_nibbles(int format, const uint8_t *low, int64_t output, uint8_t 
 static void put_block(int format, const uint8_t *b, int part, int64_t output, uint8_t *to) {
   uint8_t q[32];
   if (format == IQ4_XS) return put_nibbles(format, b + 8 + part * 16, output, to);
+  if (is_recoded(format)) return put_nibbles(format, b + 2 + 8 * own_bytes(format) + part * 16, output, to);
   if (!is_of_256(format) && format != Q8_0) return put_nibbles(format, b + formats[format].bytes - 16, output, to);
   unpack_block(format, b, part, q);
   switch (bits_of(format)) {
@@ -80,6 +82,7 @@ static void put_scales(int format, const uint8_t *b, int64_t output, uint8_t *to
   else if (format == Q3_K) scales_of_q3_k(b, (int8_t *)own);
   else if (format == Q6_K) memcpy(own, b + 192, sizeof own);
   else if (format == IQ4_XS) scales_of_iq4_xs(b, (int8_t *)own);
+  else if (is_recoded(format)) memcpy(own, b + 2, 8 * own_bytes(format));
   else {
     six_bit_scales(b, six);
     for (int i = 0; i < 8; i++) own[2 * i] = six[i], own[2 * i + 1] = six[8 + i];
@@ -107,7 +110,7 @@ static void expand_interleaved(int format, const uint8_t *weight, int64_t row, i
 int64_t saltus_packed_bytes(int64_t format, int64_t rows, int64_t in) { return packed_bytes(format, rows, in); }
 
 typedef struct {
-  const uint8_t *blocks;  // [outs, bytes of a row], as in a GGUF file
+  const uint8_t *blocks;  // [outs, bytes of a row], as in a GGUF file, or recoded
   uint8_t *out;           // [groups, group_bytes], zeros
   int64_t format, outs, in;
 } Interleaving;

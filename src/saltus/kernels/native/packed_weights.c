@@ -1,5 +1,5 @@
 // Expand rows of packed weights, see packed_weights.h.
-#include "packed_weights.h"
+#include "integer_weights.h"
 
 typedef uint8_t bytes16 __attribute__((vector_size(16)));
 typedef uint8_t bytes32 __attribute__((vector_size(32)));
@@ -271,6 +271,27 @@ static inline void expand_q3_k(const uint8_t *b, uint16_t *out) {
     expand_halves(q - 4, scales + part * 2, offsets, out + part * 32);
   }
 }
+// The numbers, not yet scaled, of 32 places in a table.
+static inline bytes32 looked_up_32(const uint8_t *table, bytes32 places) {
+#ifdef __AVX2__
+  const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
+  return (bytes32)_mm256_shuffle_epi8(both, (__m256i)places) ^ 128;
+#else
+  bytes32 found;
+  for (int i = 0; i < 32; i++) found[i] = table[places[i]] ^ 128;
+  return found;
+#endif
+}
+static inline void expand_recoded(const int format, const uint8_t *b, uint16_t *out) {
+  const float scale = load_half(b) * unit_of(format), offsets[2] = {-0.0f, -0.0f};
+  const int own = own_bytes(format);
+  const uint8_t *places = b + 2 + 8 * own;
+  for (int part = 0; part < 8; part++) {
+    const int8_t *of_part = (const int8_t *)b + 2 + own * part;
+    const float scales[2] = {scale * of_part[0], scale * of_part[own - 1]};
+    expand_halves(looked_up_32(table_of(format), nibbles(places + part * 16)), scales, offsets, out + part * 32);
+  }
+}
 // `some` weights from `start` on, a multiple of 64 and of the block, of a row of `in`. What lies `ahead` bytes further is
 // asked for meanwhile.
 #define ROW_OF_32(format, WIDEN, width, has_minimums, size, EXPAND)                                               \
@@ -325,6 +346,15 @@ ROW_OF_256(q4_k, 144)
 ROW_OF_256(q5_k, 176)
 ROW_OF_256(q6_k, 210)
 ROW_OF_256(iq4_xs, 136)
+#define ROW_OF_RECODED(name, format, size)                                                                      \
+  static inline void expand_##name(const uint8_t *b, uint16_t *out) { expand_recoded(format, b, out); }         \
+  ROW_OF_256(name, size)
+#define RECODED 138  // bytes of a block with a scale of each 32 weights (recoding.c)
+#define RECODED_IN_HALVES 146  // and of each 16
+ROW_OF_RECODED(iq2_xxs, IQ2_XXS, RECODED)
+ROW_OF_RECODED(iq2_xs, IQ2_XS, RECODED_IN_HALVES)
+ROW_OF_RECODED(iq3_xxs, IQ3_XXS, RECODED)
+ROW_OF_RECODED(iq3_s, IQ3_S, RECODED)
 static void expand_row_f16(const uint8_t *row, int64_t in, int64_t start, int64_t some, int64_t ahead, uint16_t *out) {
   int64_t k = 0;
   row += 2 * start;
@@ -346,4 +376,9 @@ const Format formats[] = {  // by GGUF's numbers
     [10] = {256, 84, expand_row_q2_k},  [11] = {256, 110, expand_row_q3_k},  [12] = {256, 144, expand_row_q4_k},
     [13] = {256, 176, expand_row_q5_k}, [14] = {256, 210, expand_row_q6_k},  [20] = {32, 18, expand_row_iq4_nl},
     [23] = {256, 136, expand_row_iq4_xs}, [39] = {32, 17, expand_row_mxfp4},
+    [IQ3_XXS] = {256, RECODED, expand_row_iq3_xxs},          [IQ3_S] = {256, RECODED, expand_row_iq3_s},
+    [IQ2_XXS] = {256, RECODED, expand_row_iq2_xxs},          [IQ1_S] = {256, RECODED, expand_row_iq2_xxs},
+    [TQ1_0] = {256, RECODED, expand_row_iq2_xxs},            [TQ2_0] = {256, RECODED, expand_row_iq2_xxs},
+    [IQ2_XS] = {256, RECODED_IN_HALVES, expand_row_iq2_xs},  [IQ2_S] = {256, RECODED_IN_HALVES, expand_row_iq2_xs},
+    [IQ1_M] = {256, RECODED_IN_HALVES, expand_row_iq2_xs},
 };

@@ -69,6 +69,15 @@ class Interleaving(ctypes.Structure):
     ]
 
 
+class Recoding(ctypes.Structure):
+    """The struct `Recoding` of recoding.c, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("blocks", "codebook", "out")),
+        *((name, INTEGER) for name in ("format", "count")),
+    ]
+
+
 class Rotary(ctypes.Structure):
     """The struct `Rotary` of kernels.h, field for field."""
 

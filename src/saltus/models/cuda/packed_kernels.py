@@ -106,7 +106,7 @@ def packed_sums(
     inputs, exists, low, high, fine, coarse, columns, part,
     STRIDE: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
     OF_256: tl.constexpr, MINIMUMS: tl.constexpr, HALVES: tl.constexpr, BFLOAT16: tl.constexpr, SPAN: tl.constexpr,
-    MASKED: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr,
+    DIVISOR: tl.constexpr, MASKED: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """The part's sums [outputs, rows] of some outputs of a weight, and rows whose first lanes are at `inputs`.
 
@@ -146,13 +146,15 @@ def packed_sums(
             whole = tl.load(coarse + step // 4 * STRIDE + columns)
         elif MINIMUMS:
             second_word = tl.load(fine + steps * STRIDE + at + columns)
-        scale, minimum = _scales(word, second_word, whole, upper, 0, 1, OF_256, MINIMUMS, HALVES, BFLOAT16, SPAN)
+        scale, minimum = _scales(word, second_word, whole, upper, 0, DIVISOR, OF_256, MINIMUMS, HALVES, BFLOAT16, SPAN)
         weight = _number_of(first, ZERO, SPAN) * scale
         if MINIMUMS:
             weight += minimum
         row = _rows(inputs + step * STEP, exists, MASKED)
         sums = tl.dot(_moved(weight.to(dtype)), row, sums, input_precision="ieee")
-        scale, minimum = _scales(word, second_word, whole, upper, 1, unit, OF_256, MINIMUMS, HALVES, BFLOAT16, SPAN)
+        scale, minimum = _scales(
+            word, second_word, whole, upper, 1, unit * DIVISOR, OF_256, MINIMUMS, HALVES, BFLOAT16, SPAN
+        )
         weight = _number_of(second, ZERO * unit, SPAN) * scale
         if MINIMUMS:
             weight += minimum
@@ -188,8 +190,8 @@ def _packed_linear(
     x, low, high, fine, coarse, bias, out, num_rows,
     N: tl.constexpr, STRIDE: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr,
     WIDTH: tl.constexpr, BIASED: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, OF_256: tl.constexpr,
-    MINIMUMS: tl.constexpr, HALVES: tl.constexpr, BFLOAT16: tl.constexpr, SPAN: tl.constexpr, BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr,
+    MINIMUMS: tl.constexpr, HALVES: tl.constexpr, BFLOAT16: tl.constexpr, SPAN: tl.constexpr, DIVISOR: tl.constexpr,
+    BLOCK_N: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """out[part, row, FIRST + n]: the part's sums, with the bias in the first one, in the dtype of `out`."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -197,7 +199,7 @@ def _packed_linear(
     inside = rows[None, :] < num_rows
     sums = packed_sums(
         x + rows[None, :] * K + tl.arange(0, LANES)[:, None], inside, low, high, fine, coarse, columns, part,
-        STRIDE, K, PARTS, BITS, ZERO, OF_256, MINIMUMS, HALVES, BFLOAT16, SPAN, False, LANES, STEP,
+        STRIDE, K, PARTS, BITS, ZERO, OF_256, MINIMUMS, HALVES, BFLOAT16, SPAN, DIVISOR, False, LANES, STEP,
     )  # fmt: skip
     sums = with_biases(sums, bias, columns, columns < tl.where(part == 0, N, 0), BIASED)
     to = out + (part * num_rows + rows[None, :]) * WIDTH + FIRST + columns[:, None]
@@ -215,8 +217,8 @@ def launch_facts(x: Tensor, weight: GPUPackedWeight, outputs: int, tile_rows: in
     return planes, {
         "STRIDE": planes.fine.stride(1), "K": weight.shape[-1], "BITS": layout.kept_bits, "ZERO": layout.zero,
         "OF_256": layout.of_256, "MINIMUMS": layout.minimums, "HALVES": layout.halves,
-        "BFLOAT16": layout.bfloat16, "SPAN": layout.span, "BLOCK_N": columns, "ROWS": tile_rows,
-        "LANES": LANES, "STEP": STEP, "num_warps": 4,
+        "BFLOAT16": layout.bfloat16, "SPAN": layout.span, "DIVISOR": layout.divisor, "BLOCK_N": columns,
+        "ROWS": tile_rows, "LANES": LANES, "STEP": STEP, "num_warps": 4,
         "num_stages": max(1, min(STAGES, pipeline_bytes(x.device) // stage)),
     }  # fmt: skip
 

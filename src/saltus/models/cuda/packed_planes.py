@@ -17,7 +17,16 @@ Q = GGMLQuantizationType
 STEP = 64  # inputs that a step of a product reads; a step has LANES bytes of low bits for each output
 LANES = 32
 TILE_OUTPUTS = 64  # outputs are padded to a multiple of it
-IQ4, FP4 = (tuple(128 + each for each in kind.kvalues) for kind in (IQ4_NL, MXFP4))  # what 4 bits stand for
+# What 4 bits stand for, as `table_of` in integer_weights.h.
+IQ4, FP4, IQ3_XXS, IQ3_S, BELOW_3_BITS = (
+    tuple(128 + each for each in numbers)
+    for numbers in (
+        IQ4_NL.kvalues, MXFP4.kvalues,
+        (2, 6, 10, 14, 18, 22, 26, 31, -2, -6, -10, -14, -18, -22, -26, -31),
+        (1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15),
+        (8, 25, 43, -7, 1, 9, 0, 1, -8, -25, -43, -9, -1, 7, 2, -1),
+    )
+)  # fmt: skip
 
 
 class BlockLayout(NamedTuple):
@@ -30,6 +39,7 @@ class BlockLayout(NamedTuple):
     halves: bool = False  # each 16 inputs have their own scale
     table: tuple[int, ...] | None = None
     bfloat16: bool = False  # scales are of this dtype, not float16
+    divisor: int = 1  # of scales
     span: int = 0  # of 8-bit floats (E4M3): steps that share a scale, in float32; 0: of integers
 
     @property
@@ -52,6 +62,14 @@ LAYOUTS = {
     Q.Q5_K: BlockLayout(5, of_256=True, minimums=True),
     Q.Q6_K: BlockLayout(6, 32, of_256=True, halves=True),
     Q.IQ4_XS: BlockLayout(4, 128, of_256=True, table=IQ4),
+    Q.IQ3_S: BlockLayout(4, 128, of_256=True, table=IQ3_S),
+    Q.IQ3_XXS: BlockLayout(4, 128, of_256=True, table=IQ3_XXS, divisor=2),
+    **dict.fromkeys(
+        (Q.IQ2_XXS, Q.IQ1_S, Q.TQ1_0, Q.TQ2_0), BlockLayout(4, 128, of_256=True, table=BELOW_3_BITS, divisor=8)
+    ),
+    **dict.fromkeys(
+        (Q.IQ2_XS, Q.IQ2_S, Q.IQ1_M), BlockLayout(4, 128, of_256=True, halves=True, table=BELOW_3_BITS, divisor=8)
+    ),
 }
 FLOAT_SHIFT = 2.0**120  # by which E4M3 is too small when its bits are moved to those of a float32: its scales have it
 MAX_SCALE = 2.0**8  # of 8-bit floats, which is infinite then
@@ -223,4 +241,4 @@ def _scales(fine: Tensor, coarse: Tensor, layout: BlockLayout, steps: int) -> tu
     if layout.minimums:
         return (whole * own[..., :1].float()).expand(own.shape), -(least * own[..., 1:].float()).expand(own.shape)
     signed = (own if layout.halves else own[..., :1].expand(own.shape)).contiguous().view(torch.int8)
-    return whole * signed.float(), torch.zeros(own.shape, device=own.device)
+    return whole / layout.divisor * signed.float(), torch.zeros(own.shape, device=own.device)
