@@ -146,7 +146,7 @@ def nvfp4(draws: np.random.Generator, outs: int, ins: int) -> Written:
     pairs, numbers = floats4(draws, outs, ins)
     scales = torch.from_numpy(draws.uniform(20, 200, (outs, ins // 16))).float().to(torch.float8_e4m3fn)
     of_all = torch.tensor([2000.0])
-    weight = numbers * (scales.float() / of_all).numpy()[:, np.arange(ins) // 16]
+    weight = numbers * (scales.float() * (1 / of_all)).numpy()[:, np.arange(ins) // 16]
     return {
         "weight_packed": torch.from_numpy(pairs), "weight_scale": scales, "weight_global_scale": of_all
     }, weight  # fmt: skip

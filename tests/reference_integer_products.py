@@ -150,10 +150,13 @@ def integers(blocks: np.ndarray, format: Q) -> tuple[np.ndarray, np.ndarray, np.
 
 def product(x: np.ndarray, blocks: np.ndarray, format: Q) -> np.ndarray:
     """x Wᵀ [rows, out] in float32, before bias and rounding, of float32 activations [rows, in]."""
-    q, scales, minimums = integers(blocks, format)
+    return product_of(x, *integers(blocks, format), width=16 if format in HALVED else 32)
+
+
+def product_of(x: np.ndarray, q: np.ndarray, scales: np.ndarray, minimums: np.ndarray | None, width: int) -> np.ndarray:
+    """The same of what `integers` finds; `width` weights have a scale."""
     activations, own = quantize(x)
-    y = np.zeros((len(x), len(blocks)), np.float32)
-    width = 16 if format in HALVED else 32
+    y = np.zeros((len(x), len(q)), np.float32)
     q, activations = q.reshape(len(q), -1, width), activations.reshape(len(x), -1, width)
     for part in range(x.shape[1] // width):
         sums, number = activations[:, part] @ q[:, part].T, part * width // 16

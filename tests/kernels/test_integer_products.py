@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType as Q
 from gguf.quants import dequantize
 from test_packed import random_blocks, same_bits
 
-from reference_integer_products import product
+from reference_integer_products import E2M1, product, product_of
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import linear
 from saltus.kernels.native import structs
@@ -100,6 +100,30 @@ def test_scales_of_mxfp4_are_powers_of_two_from_the_least_to_the_greatest():
     check_exponents_of_mxfp4()
 
 
+def check_nvfp4(counts: tuple[int, ...]) -> None:
+    """8-bit floats of every value are scales, and the greatest integers meet the greatest activations."""
+    random = np.random.default_rng(0)
+    codes, bits = (random.integers(0, end, shape, np.uint8) for end, shape in ((16, (43, 768)), (127, (43, 48))))
+    codes[:3], bits[:3], of_all = 7, np.arange(144).reshape(3, 48) % 127, torch.tensor([0.0123])
+    scales = torch.from_numpy(bits).view(torch.float8_e4m3fn)
+    arguments = torch.from_numpy(codes), scales, of_all
+    numbers = E2M1[codes].reshape(43, 48, 16)
+    own = (scales.float() * (of_all * 0.5)).numpy()
+    expanded = torch.from_numpy((numbers * own[..., None]).reshape(43, 768)).bfloat16()
+    for arithmetic in ("bf16", "int8"):
+        assert same_bits(PackedWeight.from_four_bit_floats(*arguments, arithmetic).dequantize(), expanded)
+    x = rows_of(max(counts), 768)
+    x[0] = 1
+    wanted = torch.from_numpy(product_of(x.float().numpy(), numbers, own, None, 16)).bfloat16()
+    for count in counts:
+        found = linear(x[:count], [PackedWeight.from_four_bit_floats(*arguments, "int8")], [None])[0]
+        assert same_bits(found, wanted[:count]), count
+
+
+def test_8_bit_floats_are_scales_of_nvfp4():
+    check_nvfp4((1, 4, 6, 7, 13, 50))
+
+
 def test_weights_of_both_arithmetics_share_a_call():
     x, bias = rows_of(3, 256), torch.randn(43).bfloat16()
     blocks = random_blocks(Q.Q4_K, 43, 256)
@@ -148,6 +172,7 @@ def test_kernels_of_other_processors_give_the_same_bits():
             check(format, 16, 800, (5, 16, 17))
         check_greatest_integers(format)
     check_exponents_of_mxfp4()
+    check_nvfp4((*range(1, 14), 50))
 
 
 def test_norms_gates_and_sums_around_a_product_are_those_of_bfloat16():

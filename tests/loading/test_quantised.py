@@ -120,6 +120,21 @@ def test_weights_are_the_numbers_that_the_tensors_stand_for(case, checkpoint):
     assert torch.equal(chain(make_network(model, "tiny"), tokens), chain(make_network(meant, "meant"), tokens))
 
 
+@kernels
+@pytest.mark.parametrize(("case", "name"), [("nvfp4", "Llama"), ("modelopt nvfp4", "Llama"), ("nvfp4", "Qwen3Moe")])
+def test_nvfp4_stays_packed_where_rows_are_whole_blocks(case, name, checkpoint):
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "head_dim": 64}
+    folder, reference = checkpoint(case, name, **sizes)
+    meant = load_model("meant", reference)
+    logits = chain(make_network(meant, "meant"), text(20)).float()
+    for arithmetic, bound in (("bf16", 0), ("int8", 0.2)):
+        model = load_model("tiny", folder, arithmetic=arithmetic)
+        assert formats(model) == {"NVFP4"}
+        require_equal_weights(model, meant)
+        found = chain(make_network(model, "tiny"), text(20)).float()
+        assert (found - logits).norm() <= bound * logits.norm()
+
+
 @pytest.mark.parametrize("case", ["gptq", "int8 and int8 activations", "mxfp4", "fp8"])
 def test_weights_are_expanded_where_that_is_asked_for(case, checkpoint):
     folder, reference = checkpoint(case)

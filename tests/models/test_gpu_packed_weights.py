@@ -12,6 +12,7 @@ from gguf.quants import dequantize
 from gguf_blocks import PLACES, put_scales
 from saltus.kernels import native
 from saltus.kernels.packed_weight import PackedWeight
+from saltus.loading.quantised_numbers import FourBitFloats
 from saltus.models.cuda import linear_kernels
 from saltus.models.cuda.packed_planes import LAYOUTS, Q
 from saltus.models.cuda.packed_weight import GPUPackedWeight, can_pack, joined_packed
@@ -44,23 +45,36 @@ def floats8(span: int, outputs: int, inputs: int, seed: int = 0) -> tuple[torch.
     return codes.view(torch.float8_e4m3fn), torch.randn(outputs, -(-inputs // span), generator=generator) * 0.01
 
 
+def cpu_weight(format: Q, outputs: int, inputs: int, seed: int = 0) -> tuple[PackedWeight, torch.Tensor]:
+    """A weight in a format, and its numbers in float32."""
+    if format is Q.NVFP4:
+        generator = torch.Generator().manual_seed(seed)
+        codes, bits = (
+            torch.randint(0, end, (outputs, inputs // per), dtype=torch.uint8, generator=generator)
+            for end, per in ((16, 1), (127, 16))
+        )
+        four = FourBitFloats(codes, bits.view(torch.float8_e4m3fn), torch.tensor([0.00123]))
+        return four.pack("int8"), four.expand()
+    made = blocks(format, outputs, inputs, seed)
+    return PackedWeight.from_blocks(made, format, "int8"), torch.from_numpy(np.array(dequantize(made.numpy(), format)))
+
+
 def packed(format: Q | int, outputs: int, inputs: int, seed: int = 0) -> tuple[GPUPackedWeight, torch.Tensor]:
     """A weight in a format, or of 8-bit floats with a scale for so many inputs, and its numbers in float32."""
     if not isinstance(format, Q):
         floats, scales = floats8(format, outputs, inputs, seed)
         numbers = floats.float() * scales.repeat_interleave(format, 1)[:, :inputs]
         return GPUPackedWeight.from_packed(GPUPackedWeight.from_floats(floats, scales, format), DEVICE), numbers
-    made = blocks(format, outputs, inputs, seed)
-    weight = PackedWeight.from_blocks(made, format, "int8")
-    return GPUPackedWeight.from_packed(weight, DEVICE), torch.from_numpy(np.array(dequantize(made.numpy(), format)))
+    weight, numbers = cpu_weight(format, outputs, inputs, seed)
+    return GPUPackedWeight.from_packed(weight, DEVICE), numbers
 
 
 @pytest.mark.parametrize("format", LAYOUTS, ids=lambda format: format.name)
 @pytest.mark.parametrize(("outputs", "inputs"), [(48, 768), (100, 320)])  # outputs that fill no tile; a cut plane
 def test_numbers_are_those_of_the_cpus_weight(format, outputs, inputs):
-    if inputs % GGML_QUANT_SIZES[format][0]:
+    if inputs % (256 if format is Q.NVFP4 else GGML_QUANT_SIZES[format][0]):
         pytest.skip("rows are whole blocks")
-    weight = PackedWeight.from_blocks(blocks(format, outputs, inputs), format, "int8")
+    weight, _ = cpu_weight(format, outputs, inputs)
     assert torch.equal(GPUPackedWeight.from_packed(weight, DEVICE).dequantize().cpu(), weight.dequantize())
 
 

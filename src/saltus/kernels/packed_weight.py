@@ -33,6 +33,7 @@ CODEBOOKS: dict[GGMLQuantizationType, Any] = {  # the formats that look up sever
     Q.IQ2_S: quants.IQ2_S, Q.IQ3_XXS: quants.IQ3_XXS, Q.IQ3_S: quants.IQ3_S
 }  # fmt: skip
 RECODED_FORMATS = (Q.TQ1_0, Q.TQ2_0, *CODEBOOKS)  # whose weights become places of 4 bits in a table (recoding.c)
+RECODED_BLOCK = 256  # weights
 PACKED_FORMATS = (
     Q.F16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.IQ4_NL, Q.IQ4_XS, Q.MXFP4,
     *RECODED_FORMATS
@@ -89,7 +90,30 @@ class PackedWeight(Tensor):
         shape = (*blocks.shape[:-1], blocks.shape[-1] // size * weights)
         if format in RECODED_FORMATS:
             blocks = recode_blocks(blocks, format)
-        if arithmetic == "int8" and format in INTEGER_FORMATS:
+        return cls._of_shape(blocks, format, shape, arithmetic)
+
+    @classmethod
+    def from_four_bit_floats(
+        cls, floats: Tensor, scales: Tensor, of_all: Tensor, arithmetic: Arithmetic
+    ) -> PackedWeight:
+        """The matrix of NVFP4: floats of 4 bits (E2M1), times an 8-bit float of each 16 inputs, times a number of all.
+
+        `floats` [out, in] are the bits of one in each byte, `scales` [out, in / 16] E4M3 and not negative, `of_all` is
+        one number in float32. Inputs are a multiple of RECODED_BLOCK.
+        """
+        outputs, inputs = floats.shape
+        by_block = floats.view(outputs, inputs // RECODED_BLOCK, -1, 2, 16)
+        places = (by_block[..., 0, :] | by_block[..., 1, :] << 4).flatten(2)
+        whole = of_all.view(torch.uint8).expand(outputs, inputs // RECODED_BLOCK, 4)
+        own = scales.view(torch.uint8).view(outputs, inputs // RECODED_BLOCK, -1)
+        blocks = torch.cat([whole, own, places], -1).flatten(1)
+        return cls._of_shape(blocks, Q.NVFP4, (outputs, inputs), arithmetic)
+
+    @classmethod
+    def _of_shape(
+        cls, blocks: Tensor, format: GGMLQuantizationType, shape: tuple[int, ...], arithmetic: Arithmetic
+    ) -> PackedWeight:
+        if arithmetic == "int8" and format is not Q.F16:
             return cls(interleave_blocks(blocks, format), format, shape, "int8")
         return cls(rearrange_blocks(blocks.flatten(0, -2), format), format, shape, "bf16")
 
@@ -265,7 +289,7 @@ def interleave_blocks(blocks: Tensor, format: GGMLQuantizationType) -> Tensor:
     """
     kernels = native.load_kernels()
     assert kernels is not None, "packed weights are made only where there are compiled kernels"
-    weights = GGML_QUANT_SIZES[format][0]
+    weights = RECODED_BLOCK if format is Q.NVFP4 else GGML_QUANT_SIZES[format][0]
     size = packed_bytes(int(format), 1, weights)
     outs, inputs = blocks.shape[-2], blocks.shape[-1] // size * weights
     stack = blocks.contiguous().view(-1, outs, blocks.shape[-1])

@@ -9,7 +9,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from saltus.kernels.packed_weight import Arithmetic, PackedWeight, dequantize_blocks
+from saltus.kernels.packed_weight import RECODED_BLOCK, Arithmetic, PackedWeight, dequantize_blocks
 from saltus.models.cuda.packed_planes import MAX_SCALE, STEP, TILE_OUTPUTS
 from saltus.models.cuda.packed_weight import GPUPackedWeight
 
@@ -17,6 +17,8 @@ Q = GGMLQuantizationType
 BLOCK = 32  # inputs that share a scale in Q4_0, Q5_0 and Q8_0
 FORMAT_OF_BITS = {4: Q.Q4_0, 5: Q.Q5_0, 8: Q.Q8_0}  # that holds signed integers of so many bits
 FLOAT16_ROUNDING = 2.0**-11  # of a number, relative
+# E2M1, by their bits
+FOUR_BIT_FLOATS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 WORDS = torch.int32  # that integers of a few bits are packed in
 
 
@@ -106,6 +108,35 @@ class Blocks:
         """The same blocks."""
         weight = PackedWeight.from_blocks(self.blocks, self.format, arithmetic)
         return weight.flipped() if self.is_transposed else weight
+
+
+@dataclass(frozen=True)
+class FourBitFloats:
+    """NVFP4: the weights of_all · scales[out, input // 16] · floats[out, input].
+
+    `floats` [out, in] are the bits of one of FOUR_BIT_FLOATS in each byte, `scales` [out, in / 16] E4M3, `of_all` is
+    one number in float32.
+    """
+
+    floats: Tensor
+    scales: Tensor
+    of_all: Tensor
+
+    def expand(self) -> Tensor:
+        """The weights in float32."""
+        values = FOUR_BIT_FLOATS[self.floats.int()].unflatten(1, (-1, 16))
+        return (values * (self.scales.float() * self.of_all)[..., None]).flatten(1)
+
+    def why_not_packed(self) -> str | None:
+        """See ScaledIntegers."""
+        if self.floats.shape[1] % RECODED_BLOCK:
+            return f"NVFP4 of {self.floats.shape[1]} inputs, which are no multiple of {RECODED_BLOCK}"
+        bits = self.scales.view(torch.uint8)
+        return "scales below 0, or that are no numbers" if (bits >= 0x7F).any() else None
+
+    def pack(self, arithmetic: Arithmetic) -> PackedWeight:
+        """The same floats and scales."""
+        return PackedWeight.from_four_bit_floats(self.floats, self.scales, self.of_all, arithmetic)
 
 
 @dataclass(frozen=True)

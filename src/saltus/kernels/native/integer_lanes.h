@@ -147,4 +147,10 @@ CONSTANT some_floats half_powers(some_integers exponents) {
   const numbers_of_32_bits x = (numbers_of_32_bits)exponents;
   return multiply((some_floats)((x / 2 + 63) << 23), (some_floats)(((x + 1) / 2 + 63) << 23));
 }
+// 8-bit floats as `widen_e4m3` has them.
+CONSTANT some_floats e4m3_floats(some_integers bits) {
+  const numbers_of_32_bits x = (numbers_of_32_bits)bits, is_least = x < 8;
+  const some_floats moved = (some_floats)((x << 20) + (120 << 23) + (is_least & 1 << 23));
+  return subtract(moved, (some_floats)(is_least & 121 << 23));
+}
 #endif

@@ -11,7 +11,7 @@
 enum {
   Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ2_XXS = 16,
   IQ2_XS = 17, IQ3_XXS = 18, IQ1_S = 19, IQ4_NL = 20, IQ3_S = 21, IQ2_S = 22, IQ4_XS = 23, IQ1_M = 29, TQ1_0 = 34, TQ2_0 = 35,
-  MXFP4 = 39
+  MXFP4 = 39, NVFP4 = 40
 };
 
 #define CONSTANT static inline __attribute__((always_inline))  // of a format that the compiler knows
@@ -30,7 +30,9 @@ CONSTANT int is_below_3_bits(int format) {
   return format == IQ2_XXS || format == IQ2_XS || format == IQ2_S || format == IQ1_S || format == IQ1_M || format == TQ1_0 ||
          format == TQ2_0;
 }
-CONSTANT int is_recoded(int format) { return is_below_3_bits(format) || format == IQ3_XXS || format == IQ3_S; }
+CONSTANT int is_recoded(int format) {
+  return is_below_3_bits(format) || format == IQ3_XXS || format == IQ3_S || format == NVFP4;
+}
 CONSTANT int zero_of(int format) {
   if (is_recoded(format)) return 128;
   switch (format) {
@@ -49,12 +51,14 @@ CONSTANT int has_minimums(int format) {
 CONSTANT int is_of_256(int format) { return (format >= Q2_K && format <= Q6_K) || format == IQ4_XS || is_recoded(format); }
 CONSTANT int halves_of(int format) {  // with own scales
   switch (format) {
-    case Q2_K: case Q3_K: case Q6_K: case IQ2_XS: case IQ2_S: case IQ1_M: return 2;
+    case Q2_K: case Q3_K: case Q6_K: case IQ2_XS: case IQ2_S: case IQ1_M: case NVFP4: return 2;
     default: return 1;
   }
 }
 // What the whole numbers of a table are multiplied by, beside the scales: a power of two.
-CONSTANT float unit_of(int format) { return is_below_3_bits(format) ? 0.125f : format == IQ3_XXS ? 0.5f : 1; }
+CONSTANT float unit_of(int format) {
+  return is_below_3_bits(format) ? 0.125f : format == IQ3_XXS || format == NVFP4 ? 0.5f : 1;
+}
 
 // What the 16 places stand for, plus 128, in formats that have a table. That of the formats below 3 bits has the numbers of
 // IQ2 (8, 25, 43), IQ1 (1, 7, 9) and TQ (0, 1, 2), so that all of them have one kernel.
@@ -67,7 +71,7 @@ CONSTANT const uint8_t *table_of(int format) {
   if (is_below_3_bits(format)) return below_3_bits;
   switch (format) {
     case IQ4_NL: case IQ4_XS: return iq4;
-    case MXFP4: return mxfp4;
+    case MXFP4: case NVFP4: return mxfp4;
     case IQ3_XXS: return iq3_xxs;
     case IQ3_S: return iq3_s;
     default: return NULL;
@@ -75,12 +79,13 @@ CONSTANT const uint8_t *table_of(int format) {
 }
 
 // Bytes of the scales of a block of a group. Of 32 inputs: a scale, and a minimum if there is one, in float16 for each
-// output, or of MXFP4 a byte. Of 256: these, then for every 32 inputs `own_bytes` for each output: a scale and a minimum
-// (Q4_K, Q5_K), two scales (Q3_K, Q6_K, IQ2_XS, IQ2_S, IQ1_M), two bytes of a scale and a minimum (Q2_K), or a scale.
+// output, or of MXFP4 a byte. Of 256: these (of NVFP4 a scale in float32), then for every 32 inputs `own_bytes` for each
+// output: a scale and a minimum (Q4_K, Q5_K), two scales (Q3_K, Q6_K, IQ2_XS, IQ2_S, IQ1_M; of NVFP4 8-bit floats), two bytes
+// of a scale and a minimum (Q2_K), or a scale.
 CONSTANT int64_t own_bytes(int format) { return halves_of(format) == 1 && !has_minimums(format) ? 1 : 2; }
+CONSTANT int64_t whole_bytes(int format) { return format == MXFP4 ? 1 : format == NVFP4 || has_minimums(format) ? 4 : 2; }
 CONSTANT int64_t scale_bytes(int format) {
-  const int64_t wholes = (format == MXFP4 ? 1 : has_minimums(format) ? 4 : 2) * OUTPUTS;
-  return is_of_256(format) ? wholes + 8 * own_bytes(format) * OUTPUTS : wholes;
+  return (whole_bytes(format) + (is_of_256(format) ? 8 * own_bytes(format) : 0)) * OUTPUTS;
 }
 CONSTANT int64_t integer_bytes(int format) { return bits_of(format) * 4 * OUTPUTS; }  // of 32 inputs of a group
 CONSTANT int64_t all_scale_bytes(int format, int64_t in) {
@@ -131,18 +136,32 @@ static void get_integers(int format, const uint8_t *from, int64_t output, int *w
   for (int i = 0; i < 32; i++) w[i] = (table ? table[q[i]] : q[i]) - zero_of(format);
 }
 
+static inline float load_float(const uint8_t *p) {
+  float x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+// An 8-bit float (E4M3) that is not negative. One with the exponent 0 is m / 8 times 2^-6, and made as (1 + m / 8) 2^-6 − 2^-6.
+static inline float widen_e4m3(uint8_t bits) {
+  const uint32_t is_least = bits < 8, moved = ((uint32_t)bits << 20) + ((120 + is_least) << 23);
+  float x;
+  memcpy(&x, &moved, sizeof x);
+  return is_least ? x - 0x1p-6f : x;
+}
+
 // The scales and minimums of 16 inputs each, of 32 inputs of one output; `number` counts these 32 in the row.
 static void get_scales(int format, const uint8_t *group, int64_t number, int64_t output, float *scale, float *minimum) {
   const uint8_t *at = group + (is_of_256(format) ? number / 8 : number) * scale_bytes(format);
-  scale[0] = format == MXFP4 ? half_power(at[output]) : load_half(at + 2 * output) * unit_of(format);
+  scale[0] = format == MXFP4 ? half_power(at[output]) : format == NVFP4 ? load_float(at + 4 * output) : load_half(at + 2 * output);
+  scale[0] *= unit_of(format);
   minimum[0] = has_minimums(format) ? load_half(at + 2 * (OUTPUTS + output)) : -0.0f;
   scale[1] = scale[0], minimum[1] = minimum[0];
   if (!is_of_256(format)) return;
-  const uint8_t *own = at + (has_minimums(format) ? 4 : 2) * OUTPUTS + number % 8 * own_bytes(format) * OUTPUTS + output;
+  const uint8_t *own = at + whole_bytes(format) * OUTPUTS + number % 8 * own_bytes(format) * OUTPUTS + output;
   for (int i = 0; i < 2; i++) {
     const uint8_t here = own[halves_of(format) == 2 ? i * OUTPUTS : 0];
     if (format == Q2_K) scale[i] *= here & 15, minimum[i] = -(minimum[i] * (here >> 4));
     else if (has_minimums(format)) scale[i] *= here, minimum[i] = -(minimum[i] * own[OUTPUTS]);
-    else scale[i] *= (int8_t)here;
+    else scale[i] *= format == NVFP4 ? widen_e4m3(here) : (int8_t)here;
   }
 }

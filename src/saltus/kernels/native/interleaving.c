@@ -54,7 +54,7 @@ static void put_nibbles(int format, const uint8_t *low, int64_t output, uint8_t 
 static void put_block(int format, const uint8_t *b, int part, int64_t output, uint8_t *to) {
   uint8_t q[32];
   if (format == IQ4_XS) return put_nibbles(format, b + 8 + part * 16, output, to);
-  if (is_recoded(format)) return put_nibbles(format, b + 2 + 8 * own_bytes(format) + part * 16, output, to);
+  if (is_recoded(format)) return put_nibbles(format, b + whole_bytes(format) + 8 * own_bytes(format) + part * 16, output, to);
   if (!is_of_256(format) && format != Q8_0) return put_nibbles(format, b + formats[format].bytes - 16, output, to);
   unpack_block(format, b, part, q);
   switch (bits_of(format)) {
@@ -74,7 +74,7 @@ static void put_scales(int format, const uint8_t *b, int64_t output, uint8_t *to
     return;
   }
   const uint8_t *wholes = b + (format == Q6_K ? 208 : format == Q3_K ? 108 : format == Q2_K ? 80 : 0);
-  memcpy(to + 2 * output, wholes, 2);
+  memcpy(to + (format == NVFP4 ? 4 : 2) * output, wholes, format == NVFP4 ? 4 : 2);
   if (has_minimums(format)) memcpy(to + 2 * (OUTPUTS + output), wholes + 2, 2);
   if (!is_of_256(format)) return;
   uint8_t own[16], six[16];
@@ -82,12 +82,12 @@ static void put_scales(int format, const uint8_t *b, int64_t output, uint8_t *to
   else if (format == Q3_K) scales_of_q3_k(b, (int8_t *)own);
   else if (format == Q6_K) memcpy(own, b + 192, sizeof own);
   else if (format == IQ4_XS) scales_of_iq4_xs(b, (int8_t *)own);
-  else if (is_recoded(format)) memcpy(own, b + 2, 8 * own_bytes(format));
+  else if (is_recoded(format)) memcpy(own, b + whole_bytes(format), 8 * own_bytes(format));
   else {
     six_bit_scales(b, six);
     for (int i = 0; i < 8; i++) own[2 * i] = six[i], own[2 * i + 1] = six[8 + i];
   }
-  to += (has_minimums(format) ? 4 : 2) * OUTPUTS + output;
+  to += whole_bytes(format) * OUTPUTS + output;
   for (int i = 0; i < 8 * own_bytes(format); i++) to[i * OUTPUTS] = own[i];
 }
 

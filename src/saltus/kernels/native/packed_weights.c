@@ -283,12 +283,15 @@ static inline bytes32 looked_up_32(const uint8_t *table, bytes32 places) {
 #endif
 }
 static inline void expand_recoded(const int format, const uint8_t *b, uint16_t *out) {
-  const float scale = load_half(b) * unit_of(format), offsets[2] = {-0.0f, -0.0f};
+  const float scale = (format == NVFP4 ? load_float(b) : load_half(b)) * unit_of(format), offsets[2] = {-0.0f, -0.0f};
   const int own = own_bytes(format);
-  const uint8_t *places = b + 2 + 8 * own;
-  for (int part = 0; part < 8; part++) {
-    const int8_t *of_part = (const int8_t *)b + 2 + own * part;
-    const float scales[2] = {scale * of_part[0], scale * of_part[own - 1]};
+  const uint8_t *of_part = b + whole_bytes(format), *places = of_part + 8 * own;
+  for (int part = 0; part < 8; part++, of_part += own) {
+    float scales[2];
+    for (int h = 0; h < 2; h++) {
+      const uint8_t here = of_part[h * (own - 1)];
+      scales[h] = scale * (format == NVFP4 ? widen_e4m3(here) : (int8_t)here);
+    }
     expand_halves(looked_up_32(table_of(format), nibbles(places + part * 16)), scales, offsets, out + part * 32);
   }
 }
@@ -355,6 +358,8 @@ ROW_OF_RECODED(iq2_xxs, IQ2_XXS, RECODED)
 ROW_OF_RECODED(iq2_xs, IQ2_XS, RECODED_IN_HALVES)
 ROW_OF_RECODED(iq3_xxs, IQ3_XXS, RECODED)
 ROW_OF_RECODED(iq3_s, IQ3_S, RECODED)
+#define RECODED_NVFP4 148  // the same with a scale in float32
+ROW_OF_RECODED(nvfp4, NVFP4, RECODED_NVFP4)
 static void expand_row_f16(const uint8_t *row, int64_t in, int64_t start, int64_t some, int64_t ahead, uint16_t *out) {
   int64_t k = 0;
   row += 2 * start;
@@ -380,5 +385,5 @@ const Format formats[] = {  // by GGUF's numbers
     [IQ2_XXS] = {256, RECODED, expand_row_iq2_xxs},          [IQ1_S] = {256, RECODED, expand_row_iq2_xxs},
     [TQ1_0] = {256, RECODED, expand_row_iq2_xxs},            [TQ2_0] = {256, RECODED, expand_row_iq2_xxs},
     [IQ2_XS] = {256, RECODED_IN_HALVES, expand_row_iq2_xs},  [IQ2_S] = {256, RECODED_IN_HALVES, expand_row_iq2_xs},
-    [IQ1_M] = {256, RECODED_IN_HALVES, expand_row_iq2_xs},
+    [IQ1_M] = {256, RECODED_IN_HALVES, expand_row_iq2_xs},   [NVFP4] = {256, RECODED_NVFP4, expand_row_nvfp4},
 };

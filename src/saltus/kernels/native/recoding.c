@@ -2,7 +2,7 @@
 // eight at a time in a codebook, and those of TQ1_0 are packed by five. They are recoded when they are read: a float16 scale,
 // then a scale of one byte for each 32 weights, or 16 where these have their own, then places of 4 bits in the table of the
 // format (`table_of`), of each 32 weights the first 16 in the low halves of 16 bytes. The numbers stay the same; memory takes
-// 4.3 or 4.6 bits a weight.
+// 4.3 or 4.6 bits a weight. Blocks of NVFP4, which begin with a float32 and have 8-bit floats as scales, are made in Python.
 #include "integer_weights.h"
 
 // A place in a table: of IQ2 and IQ3 the entry of a codebook, and 8 more if the weight is negative; of IQ1 one of three, and 8

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from saltus.loading.quantised.mxfp4 import blocks_of_pairs
 from saltus.loading.quantised_numbers import (
     WORDS,
     Blocks,
+    FourBitFloats,
     ScaledFloats,
     ScaledIntegers,
     check_shape,
@@ -32,13 +33,11 @@ PARTS = dict.fromkeys(
     "weight",
 )
 INTEGERS = (torch.int8, torch.int32, torch.int64)
-# E2M1, by their bits
-FOUR_BIT_FLOATS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 def read(
     settings: Mapping[str, Any], name: str, parts: Mapping[str, Tensor]
-) -> ScaledIntegers | ScaledFloats | Blocks | Tensor:
+) -> ScaledIntegers | ScaledFloats | FourBitFloats | Blocks:
     """See saltus.loading.quantised."""
     for field in ("sparsity_config", "transform_config"):
         if (given := settings.get(field)) and (not isinstance(given, dict) or given.get("format") != "dense"):
@@ -135,22 +134,19 @@ def _integers_or_floats(weights: Mapping[str, Any], parts: Mapping[str, Tensor])
     return fp8.scaled(values, _scales(parts), fp8.block_of(settings))
 
 
-def _nvidia_floats(weights: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
+def _nvidia_floats(weights: Mapping[str, Any], parts: Mapping[str, Tensor]) -> FourBitFloats:
     """NVFP4: floats of 4 bits, an 8-bit float for each 16 that multiplies them, and one of all that divides them."""
     of_all = required(parts, "weight_global_scale", (torch.float32,), 1)
-    return four_bit_floats(parts, "weight_packed", of_all, torch.div)
+    return four_bit_floats(parts, "weight_packed", 1 / of_all)
 
 
-def four_bit_floats(
-    parts: Mapping[str, Tensor], name: str, of_all: Tensor, scale: Callable[[Tensor, Tensor], Tensor] = torch.mul
-) -> Tensor:
-    """Floats of 4 bits in the bytes of a part, times the 8-bit float of their 16 and, by `scale`, that of all."""
+def four_bit_floats(parts: Mapping[str, Tensor], name: str, of_all: Tensor) -> FourBitFloats:
+    """Floats of 4 bits in the bytes of a part, times the 8-bit float of their 16 and that of all."""
     pairs = required(parts, name, (torch.uint8,), 2)
     scales = required(parts, "weight_scale", fp8.FLOATS, 2)
     check_shape("weight_scale", scales, len(pairs), pairs.shape[1] // 8)
     check_shape("the scale of all", of_all.flatten(), 1)
-    values = FOUR_BIT_FLOATS[unpack_words(pairs, 4).int()].unflatten(1, (-1, 16))
-    return (values * scale(scales.float(), of_all.flatten())[..., None]).flatten(1)
+    return FourBitFloats(unpack_words(pairs, 4), scales, of_all.flatten())
 
 
 def _microscaled_floats(weights: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Blocks:

@@ -104,7 +104,7 @@ def _packed_expert_linear(
     x, low, high, fine, coarse, biases, out, order, starts,
     N: tl.constexpr, STRIDE: tl.constexpr, K: tl.constexpr, CHOSEN: tl.constexpr, BIASED: tl.constexpr,
     BITS: tl.constexpr, ZERO: tl.constexpr, OF_256: tl.constexpr, MINIMUMS: tl.constexpr, HALVES: tl.constexpr,
-    BFLOAT16: tl.constexpr, SPAN: tl.constexpr, DIVISOR: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    SCALES: tl.constexpr, SPAN: tl.constexpr, DIVISOR: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     LANES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """The same with a packed stack; N is a multiple of BLOCK_N, so that a tile of outputs belongs to one expert."""
@@ -116,7 +116,7 @@ def _packed_expert_linear(
         inputs = x + rows[None, :] * K + tl.arange(0, LANES)[:, None]
         sums = packed_sums(
             inputs, exists[None, :], low, high, fine, coarse, expert * N + columns, whole,
-            STRIDE, K, 1, BITS, ZERO, OF_256, MINIMUMS, HALVES, BFLOAT16, SPAN, DIVISOR, True, LANES, STEP,
+            STRIDE, K, 1, BITS, ZERO, OF_256, MINIMUMS, HALVES, SCALES, SPAN, DIVISOR, True, LANES, STEP,
         )  # fmt: skip
         sums = with_biases(sums, biases, expert * N + columns, columns < N, BIASED)
         to = out + pairs[None, :].to(tl.int64) * N + columns[:, None]

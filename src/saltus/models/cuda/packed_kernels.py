@@ -38,18 +38,26 @@ def _signed(byte):
 
 
 @device_function
-def _number(word, place: tl.constexpr, BFLOAT16: tl.constexpr):
+def _number(word, place: tl.constexpr, SCALES: tl.constexpr):
     """One of the two numbers of 16 bits of a word, in float32."""
     bits = ((word >> 16 * place) & 0xFFFF).to(tl.uint16)
-    if BFLOAT16:
+    if SCALES == "bfloat16":
         return bits.to(tl.bfloat16, bitcast=True).to(tl.float32)
     return bits.to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @device_function
+def _float8(bits):
+    """8-bit floats (E4M3) that are not negative, in float32; see `widen_e4m3` in integer_weights.h."""
+    least = bits < 8
+    moved = ((bits << 20) + (tl.where(least, 121, 120) << 23)).to(tl.float32, bitcast=True)
+    return tl.where(least, moved - 0.015625, moved)
+
+
+@device_function
 def _scales(
     word, second_word, whole, upper, place: tl.constexpr, UNIT: tl.constexpr,
-    OF_256: tl.constexpr, MINIMUMS: tl.constexpr, HALVES: tl.constexpr, BFLOAT16: tl.constexpr, SPAN: tl.constexpr,
+    OF_256: tl.constexpr, MINIMUMS: tl.constexpr, HALVES: tl.constexpr, SCALES: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """The scale, over UNIT, and the minimum of each output's first or second 32 inputs, [outputs, 1].
 
@@ -60,21 +68,28 @@ def _scales(
         minimums = scales  # there are none
     elif OF_256:
         first, second = (word >> 16 * place) & 255, (word >> 16 * place + 8) & 255
-        scale, least = _number(whole, 0, BFLOAT16) * (1 / UNIT), -_number(whole, 1, BFLOAT16)
+        if SCALES == "float8":
+            scale, least = whole.to(tl.float32, bitcast=True) * (1 / UNIT), 0.0
+        else:
+            scale, least = _number(whole, 0, SCALES) * (1 / UNIT), -_number(whole, 1, SCALES)
         if HALVES:
             if MINIMUMS:
                 own, other = scale * (first & 15).to(tl.float32), scale * (second & 15).to(tl.float32)
+            elif SCALES == "float8":
+                own, other = scale * _float8(first), scale * _float8(second)
             else:
                 own, other = scale * _signed(first).to(tl.float32), scale * _signed(second).to(tl.float32)
             scales = tl.where(upper, other[:, None], own[:, None])
-            low, high = least * (first >> 4).to(tl.float32), least * (second >> 4).to(tl.float32)
-            minimums = tl.where(upper, high[:, None], low[:, None])
+            minimums = scales  # there are none
+            if MINIMUMS:
+                low, high = least * (first >> 4).to(tl.float32), least * (second >> 4).to(tl.float32)
+                minimums = tl.where(upper, high[:, None], low[:, None])
         else:
             scales = (scale * (first if MINIMUMS else _signed(first)).to(tl.float32))[:, None]
             minimums = (least * second.to(tl.float32))[:, None]
     else:
-        scales = (_number(word, place, BFLOAT16) * (1 / UNIT))[:, None]
-        minimums = _number(second_word, place, BFLOAT16)[:, None]
+        scales = (_number(word, place, SCALES) * (1 / UNIT))[:, None]
+        minimums = _number(second_word, place, SCALES)[:, None]
     return scales, minimums
 
 
@@ -105,7 +120,7 @@ def _bytes(words):
 def packed_sums(
     inputs, exists, low, high, fine, coarse, columns, part,
     STRIDE: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
-    OF_256: tl.constexpr, MINIMUMS: tl.constexpr, HALVES: tl.constexpr, BFLOAT16: tl.constexpr, SPAN: tl.constexpr,
+    OF_256: tl.constexpr, MINIMUMS: tl.constexpr, HALVES: tl.constexpr, SCALES: tl.constexpr, SPAN: tl.constexpr,
     DIVISOR: tl.constexpr, MASKED: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """The part's sums [outputs, rows] of some outputs of a weight, and rows whose first lanes are at `inputs`.
@@ -146,14 +161,14 @@ def packed_sums(
             whole = tl.load(coarse + step // 4 * STRIDE + columns)
         elif MINIMUMS:
             second_word = tl.load(fine + steps * STRIDE + at + columns)
-        scale, minimum = _scales(word, second_word, whole, upper, 0, DIVISOR, OF_256, MINIMUMS, HALVES, BFLOAT16, SPAN)
+        scale, minimum = _scales(word, second_word, whole, upper, 0, DIVISOR, OF_256, MINIMUMS, HALVES, SCALES, SPAN)
         weight = _number_of(first, ZERO, SPAN) * scale
         if MINIMUMS:
             weight += minimum
         row = _rows(inputs + step * STEP, exists, MASKED)
         sums = tl.dot(_moved(weight.to(dtype)), row, sums, input_precision="ieee")
         scale, minimum = _scales(
-            word, second_word, whole, upper, 1, unit * DIVISOR, OF_256, MINIMUMS, HALVES, BFLOAT16, SPAN
+            word, second_word, whole, upper, 1, unit * DIVISOR, OF_256, MINIMUMS, HALVES, SCALES, SPAN
         )
         weight = _number_of(second, ZERO * unit, SPAN) * scale
         if MINIMUMS:
@@ -190,7 +205,7 @@ def _packed_linear(
     x, low, high, fine, coarse, bias, out, num_rows,
     N: tl.constexpr, STRIDE: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr,
     WIDTH: tl.constexpr, BIASED: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, OF_256: tl.constexpr,
-    MINIMUMS: tl.constexpr, HALVES: tl.constexpr, BFLOAT16: tl.constexpr, SPAN: tl.constexpr, DIVISOR: tl.constexpr,
+    MINIMUMS: tl.constexpr, HALVES: tl.constexpr, SCALES: tl.constexpr, SPAN: tl.constexpr, DIVISOR: tl.constexpr,
     BLOCK_N: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """out[part, row, FIRST + n]: the part's sums, with the bias in the first one, in the dtype of `out`."""
@@ -199,7 +214,7 @@ def _packed_linear(
     inside = rows[None, :] < num_rows
     sums = packed_sums(
         x + rows[None, :] * K + tl.arange(0, LANES)[:, None], inside, low, high, fine, coarse, columns, part,
-        STRIDE, K, PARTS, BITS, ZERO, OF_256, MINIMUMS, HALVES, BFLOAT16, SPAN, DIVISOR, False, LANES, STEP,
+        STRIDE, K, PARTS, BITS, ZERO, OF_256, MINIMUMS, HALVES, SCALES, SPAN, DIVISOR, False, LANES, STEP,
     )  # fmt: skip
     sums = with_biases(sums, bias, columns, columns < tl.where(part == 0, N, 0), BIASED)
     to = out + (part * num_rows + rows[None, :]) * WIDTH + FIRST + columns[:, None]
@@ -217,7 +232,7 @@ def launch_facts(x: Tensor, weight: GPUPackedWeight, outputs: int, tile_rows: in
     return planes, {
         "STRIDE": planes.fine.stride(1), "K": weight.shape[-1], "BITS": layout.kept_bits, "ZERO": layout.zero,
         "OF_256": layout.of_256, "MINIMUMS": layout.minimums, "HALVES": layout.halves,
-        "BFLOAT16": layout.bfloat16, "SPAN": layout.span, "DIVISOR": layout.divisor, "BLOCK_N": columns,
+        "SCALES": layout.scales, "SPAN": layout.span, "DIVISOR": layout.divisor, "BLOCK_N": columns,
         "ROWS": tile_rows, "LANES": LANES, "STEP": STEP, "num_warps": 4,
         "num_stages": max(1, min(STAGES, pipeline_bytes(x.device) // stage)),
     }  # fmt: skip

@@ -38,7 +38,7 @@ class BlockLayout(NamedTuple):
     minimums: bool = False
     halves: bool = False  # each 16 inputs have their own scale
     table: tuple[int, ...] | None = None
-    bfloat16: bool = False  # scales are of this dtype, not float16
+    scales: str = "float16"  # their dtype, or "bfloat16"; "float8": those of 16 inputs are E4M3, those of 256 float32
     divisor: int = 1  # of scales
     span: int = 0  # of 8-bit floats (E4M3): steps that share a scale, in float32; 0: of integers
 
@@ -55,13 +55,14 @@ LAYOUTS = {
     Q.Q5_1: BlockLayout(5, minimums=True),
     Q.Q8_0: BlockLayout(8, 128),
     Q.IQ4_NL: BlockLayout(4, 128, table=IQ4),
-    Q.MXFP4: BlockLayout(4, 128, table=FP4, bfloat16=True),
+    Q.MXFP4: BlockLayout(4, 128, table=FP4, scales="bfloat16"),
     Q.Q2_K: BlockLayout(2, of_256=True, minimums=True, halves=True),
     Q.Q3_K: BlockLayout(3, 4, of_256=True, halves=True),
     Q.Q4_K: BlockLayout(4, of_256=True, minimums=True),
     Q.Q5_K: BlockLayout(5, of_256=True, minimums=True),
     Q.Q6_K: BlockLayout(6, 32, of_256=True, halves=True),
     Q.IQ4_XS: BlockLayout(4, 128, of_256=True, table=IQ4),
+    Q.NVFP4: BlockLayout(4, 128, of_256=True, halves=True, table=FP4, scales="float8", divisor=2),
     Q.IQ3_S: BlockLayout(4, 128, of_256=True, table=IQ3_S),
     Q.IQ3_XXS: BlockLayout(4, 128, of_256=True, table=IQ3_XXS, divisor=2),
     **dict.fromkeys(
@@ -83,7 +84,7 @@ class Planes(NamedTuple):
     # int32 [words, steps, outputs] two float16 scales (MXFP4: bfloat16), then minimums; of 256: 4 bytes; of 8-bit
     # floats [1, spans, outputs] float32 scales · FLOAT_SHIFT
     fine: Tensor
-    coarse: Tensor  # int32 [blocks, outputs] scale and minimum of 256 inputs in float16; else of no size
+    coarse: Tensor  # int32 [blocks, outputs] scale and minimum of 256 inputs in float16, or a float32; else of no size
 
     @classmethod
     def of_blocks(cls, rows: Tensor, inputs: int, format: GGMLQuantizationType) -> Planes:
@@ -91,7 +92,7 @@ class Planes(NamedTuple):
         layout = LAYOUTS[format]
         groups, blocks = len(rows), inputs // (256 if layout.of_256 else 32)
         own = (2 if layout.minimums or layout.halves else 1) * 8 if layout.of_256 else 0
-        wholes = 1 if layout.bfloat16 else 4 if layout.minimums else 2
+        wholes = 1 if layout.scales == "bfloat16" else 4 if layout.minimums or layout.scales == "float8" else 2
         size = blocks * (wholes + own) * GROUP_OUTPUTS
         scales = rows[:, :size].view(groups, blocks, wholes + own, GROUP_OUTPUTS)
         integers = _integers(rows[:, -(-size // 64) * 64 :].view(groups, inputs // 32, -1), layout)
@@ -195,7 +196,7 @@ def _scale_planes(scales: Tensor, wholes: int, layout: BlockLayout, steps: int) 
         """int16 [blocks, outputs] of the bytes of float16 numbers, which stand side by side."""
         return part.flatten(2).view(torch.int16).transpose(0, 1).flatten(1)
 
-    if layout.bfloat16:
+    if layout.scales == "bfloat16":
         exponents = scales[:, :, 0].transpose(0, 1).flatten(1).int() - 1  # half of 2^(e − 127), as bfloat16
         words = [torch.where(exponents > 0, exponents << 7, 0x40 >> -exponents.clamp(max=0)).to(torch.int16)]
     else:
@@ -203,7 +204,10 @@ def _scale_planes(scales: Tensor, wholes: int, layout: BlockLayout, steps: int) 
     if not layout.of_256:
         by_step = torch.stack([word.unflatten(0, (steps, 2)) for word in words])  # [words, steps, 2, outputs]
         return _words(by_step.movedim(2, -1)), scales.new_empty(0, outputs, dtype=torch.int32)
-    coarse = torch.stack([words[0], words[1] if len(words) > 1 else torch.zeros_like(words[0])], -1)
+    if layout.scales == "float8":  # two words of 16 bits are a number
+        coarse = scales[:, :, :wholes].flatten(2).view(torch.int16).unflatten(2, (-1, 2)).transpose(0, 1).flatten(1, 2)
+    else:
+        coarse = torch.stack([words[0], words[1] if len(words) > 1 else torch.zeros_like(words[0])], -1)
     own = scales[:, :, wholes:].unflatten(2, (8, -1))  # [groups, blocks, numbers, bytes, outputs]
     if own.shape[3] == 1:
         own = torch.cat([own, torch.zeros_like(own)], 3)
@@ -225,20 +229,24 @@ def _scales(fine: Tensor, coarse: Tensor, layout: BlockLayout, steps: int) -> tu
             .expand(2, -1, -1, 2)
         )
         return scale, torch.zeros_like(scale)
-    kind = torch.bfloat16 if layout.bfloat16 else torch.float16
+    kind = torch.bfloat16 if layout.scales == "bfloat16" else torch.float16
     if not layout.of_256:
         numbers = fine[..., None].contiguous().view(kind).float().movedim(-1, 1)  # [words, 2, steps, outputs]
         scale = numbers[0]
         minimum = numbers[1] if layout.minimums else torch.zeros_like(scale)
         return scale[..., None].expand(-1, -1, -1, 2), minimum[..., None].expand(-1, -1, -1, 2)
+    if layout.scales == "float8":
+        wholes = coarse.view(torch.float32)[..., None].expand(-1, -1, 2)
+    else:
+        wholes = coarse[..., None].contiguous().view(kind).float()
     whole, least = (
-        each[:, None].expand(-1, 4, -1).flatten(0, 1)[: fine.shape[1], :, None]
-        for each in coarse[..., None].contiguous().view(kind).float().unbind(-1)
+        each[:, None].expand(-1, 4, -1).flatten(0, 1)[: fine.shape[1], :, None] for each in wholes.unbind(-1)
     )  # [steps, outputs, 1]
     own = fine[0][..., None].contiguous().view(torch.uint8).unflatten(-1, (2, 2)).movedim(-2, 0)  # as what is returned
     if layout.halves and layout.minimums:
         return whole * (own & 15).float(), -(least * (own >> 4).float())
     if layout.minimums:
         return (whole * own[..., :1].float()).expand(own.shape), -(least * own[..., 1:].float()).expand(own.shape)
-    signed = (own if layout.halves else own[..., :1].expand(own.shape)).contiguous().view(torch.int8)
+    kind_of_own = torch.float8_e4m3fn if layout.scales == "float8" else torch.int8
+    signed = (own if layout.halves else own[..., :1].expand(own.shape)).contiguous().view(kind_of_own)
     return whole / layout.divisor * signed.float(), torch.zeros(own.shape, device=own.device)
