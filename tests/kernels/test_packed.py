@@ -63,6 +63,28 @@ def check_products(format: Q, outputs: int) -> None:
         assert all(same_bits(a, b) for a, b in zip(together, apart, strict=True)), rows
 
 
+def check_eight_bit_floats() -> None:
+    """All of them, times scales of either sign and of many sizes."""
+    random = np.random.default_rng(0)
+    codes = random.integers(0, 256, (43, 768), dtype=np.uint8)
+    codes[:, :256] = np.arange(256)
+    codes[codes & 127 == 127] = 0  # no numbers
+    floats = torch.from_numpy(codes).view(torch.float8_e4m3fn)
+    scales = torch.from_numpy(random.normal(0, 1, (43, 6)) * 10.0 ** random.integers(-12, 2, (43, 6))).float()
+    weight = PackedWeight.from_eight_bit_floats(floats, scales)
+    plain = (floats.float() * scales.repeat_interleave(128, 1)).bfloat16()
+    assert same_bits(weight.dequantize(), plain)
+    assert same_bits(weight.dequantize(torch.tensor([42, 0])), plain[[42, 0]])
+    for rows in (1, 2, 5, 7, 16, 33):
+        x = torch.randn(rows, 768).bfloat16()
+        assert same_bits(*(linear(x, [each], [None])[0] for each in (weight, plain))), rows
+
+
+@needs_kernels
+def test_eight_bit_floats_times_their_scales_are_rounded_once():
+    check_eight_bit_floats()
+
+
 @needs_kernels
 @each_format
 @pytest.mark.parametrize("columns", [256, 768, 2304])
@@ -227,6 +249,7 @@ def test_kernels_of_other_processors_expand_to_the_same_numbers():
     for format in PACKED_FORMATS:
         check_expansion(format, 768)
         check_products(format, 43)
+    check_eight_bit_floats()
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-15, 1e-19])  # the last has products and sums that are subnormal numbers

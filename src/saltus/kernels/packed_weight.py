@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
 from typing import Any, Literal
 
 import numpy as np
@@ -40,6 +41,15 @@ PACKED_FORMATS = (
 )  # fmt: skip
 INTEGER_FORMATS = PACKED_FORMATS[1:]  # whose integers can be multiplied by 8-bit activations
 
+
+class OwnFormat(IntEnum):
+    """Formats that GGUF does not have, by the kernels' numbers (packed_weights.h)."""
+
+    FP8 = 60
+
+
+Format = GGMLQuantizationType | OwnFormat
+FP8_BLOCK = 128  # inputs that share a scale
 Arithmetic = Literal["int8", "bf16"]
 ARITHMETICS: tuple[Arithmetic, ...] = ("int8", "bf16")
 INTERLEAVED = 64  # integer_weights.h
@@ -47,7 +57,7 @@ GROUP_OUTPUTS = 16
 
 
 class PackedWeight(Tensor):
-    """A bfloat16 matrix [out, in], or a stack of them [matrices, out, in], held as GGUF blocks.
+    """A bfloat16 matrix [out, in], or a stack of them [matrices, out, in], held as GGUF blocks or 8-bit floats.
 
     Its numbers are those of dequantising in float32 and rounding. The compiled kernels multiply by it without expanding
     it in memory, and selecting rows expands only these; any other operation works on an expanded copy. With the
@@ -61,7 +71,7 @@ class PackedWeight(Tensor):
     """
 
     rows: Tensor
-    format: GGMLQuantizationType
+    format: Format
     arithmetic: Arithmetic
     is_transposed: bool
 
@@ -69,7 +79,7 @@ class PackedWeight(Tensor):
     def __new__(
         cls,
         rows: Tensor,
-        format: GGMLQuantizationType,
+        format: Format,
         shape: tuple[int, ...],
         arithmetic: Arithmetic,
         is_transposed: bool = False,
@@ -108,6 +118,17 @@ class PackedWeight(Tensor):
         own = scales.view(torch.uint8).view(outputs, inputs // RECODED_BLOCK, -1)
         blocks = torch.cat([whole, own, places], -1).flatten(1)
         return cls._of_shape(blocks, Q.NVFP4, (outputs, inputs), arithmetic)
+
+    @classmethod
+    def from_eight_bit_floats(cls, floats: Tensor, scales: Tensor) -> PackedWeight:
+        """The matrix or stack of 8-bit floats (E4M3) [.., out, in] times scales [.., out, in / FP8_BLOCK] in float32.
+
+        Its arithmetic is always "bf16". No float may be NaN, and scales must be below 2⁸.
+        """
+        by_block = floats.view(torch.uint8).unflatten(-1, (-1, FP8_BLOCK))
+        scale_bytes = scales.float().contiguous()[..., None].view(torch.uint8)
+        rows = torch.cat([scale_bytes, by_block], -1).flatten(-2).flatten(0, -2)
+        return cls(rows, OwnFormat.FP8, tuple(floats.shape), "bf16")
 
     @classmethod
     def _of_shape(

@@ -9,7 +9,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from saltus.kernels.packed_weight import RECODED_BLOCK, Arithmetic, PackedWeight, dequantize_blocks
+from saltus.kernels.packed_weight import FP8_BLOCK, RECODED_BLOCK, Arithmetic, PackedWeight, dequantize_blocks
 from saltus.models.cuda.packed_planes import MAX_SCALE, STEP, TILE_OUTPUTS
 from saltus.models.cuda.packed_weight import GPUPackedWeight
 
@@ -163,18 +163,34 @@ class ScaledFloats:
         return self.scales.repeat_interleave(self.block[0], -2)[..., : self.floats.shape[-2], :]
 
     def why_not_packed(self) -> str | None:
+        """See ScaledIntegers."""
+        inputs, width = self.floats.shape[-1], self.block[1]
+        if inputs % FP8_BLOCK or (width % FP8_BLOCK and width < inputs):
+            return f"8-bit floats in blocks of {width} inputs, of {inputs}"
+        return self._why_no_numbers()
+
+    def pack(self, arithmetic: Arithmetic) -> PackedWeight:
+        """The same floats and scales, multiplied as bfloat16 numbers whatever the arithmetic."""
+        scales, blocks = self._of_outputs(), self.floats.shape[-1] // FP8_BLOCK
+        per_scale = -(-self.block[1] // FP8_BLOCK)
+        return PackedWeight.from_eight_bit_floats(self.floats, scales.repeat_interleave(per_scale, -1)[..., :blocks])
+
+    def why_not_packed_on_gpu(self) -> str | None:
         """What our kernels for GPUs do not read; None if they do."""
         *stack, outputs, inputs = self.floats.shape
         width = self.block[1]
         if inputs % STEP or (width % STEP and width < inputs) or (stack and outputs % TILE_OUTPUTS):
             return f"8-bit floats in blocks of {width} inputs, of {outputs} × {inputs}"
+        return self._why_no_numbers()
+
+    def pack_for_gpu(self) -> GPUPackedWeight:
+        """The same floats and scales, for a GPU."""
+        return GPUPackedWeight.from_floats(self.floats, self._of_outputs(), self.block[1])
+
+    def _why_no_numbers(self) -> str | None:
         if not (self.scales.abs() < MAX_SCALE).all() or (self.floats.view(torch.uint8) & 0x7F == 0x7F).any():
             return f"scales of {MAX_SCALE:g} or more, or numbers that are none"
         return None
-
-    def pack(self) -> GPUPackedWeight:
-        """The same floats and scales, for a GPU."""
-        return GPUPackedWeight.from_floats(self.floats, self._of_outputs(), self.block[1])
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:

@@ -157,16 +157,17 @@ class _Reading:
         )
 
     def _as_tensor(self, numbers: Any) -> Tensor:
-        if isinstance(numbers, Tensor) or (isinstance(numbers, ScaledFloats) and not self.for_gpu):
+        if isinstance(numbers, Tensor):
             self.expanded["no packed format holds such numbers"] += 1
-            return numbers if isinstance(numbers, Tensor) else numbers.expand()
-        why = numbers.why_not_packed()
+            return numbers
+        as_gpu_floats = isinstance(numbers, ScaledFloats) and self.for_gpu
+        why = numbers.why_not_packed_on_gpu() if as_gpu_floats else numbers.why_not_packed()
         if self.arithmetic is None or why is not None:
             self.expanded[why or "as asked for"] += 1
             return numbers.expand()
         self.packed += 1
-        if isinstance(numbers, ScaledFloats):
-            return numbers.pack()
+        if as_gpu_floats:
+            return numbers.pack_for_gpu()
         self.rounded += isinstance(numbers, ScaledIntegers) and not numbers.is_exact()
         return numbers.pack(self.arithmetic)
 

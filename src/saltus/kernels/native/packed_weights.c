@@ -328,10 +328,11 @@ static inline void expand_recoded(const int format, const uint8_t *b, uint16_t *
     expand_pair(p, scale, numbers, minimum, out);                                          \
   }                                                                                        \
   if (i < count) expand_nibbles(p, all_lanes(scales[i]), numbers, all_lanes(minimums[i]), out);
-#define ROW_OF_256(format, size)                                                                                 \
+#define ROW_OF_256(format, size) ROW_OF(256, format, size)
+#define ROW_OF(weights, format, size)                                                                            \
   static void expand_row_##format(const uint8_t *row, int64_t in, int64_t start, int64_t some, int64_t ahead,    \
                                   uint16_t *out) {                                                               \
-    for (row += start / 256 * size; some > 0; some -= 256, row += size, out += 256) {                            \
+    for (row += start / weights * size; some > 0; some -= weights, row += size, out += weights) {                \
       for (int64_t at = 0; at < size; at += 64) FETCH_PACKED(row + ahead + at);                                  \
       expand_##format(row, out);                                                                                 \
     }                                                                                                            \
@@ -360,6 +361,38 @@ ROW_OF_RECODED(iq3_xxs, IQ3_XXS, RECODED)
 ROW_OF_RECODED(iq3_s, IQ3_S, RECODED)
 #define RECODED_NVFP4 148  // the same with a scale in float32
 ROW_OF_RECODED(nvfp4, NVFP4, RECODED_NVFP4)
+
+// 8-bit floats, whose bits are moved to where a float16 has them: so they are too small by 2^8, which their scale makes up for.
+// Some are subnormal then, but in float16, where no processor takes these for zeros.
+#define E4M3_SHIFT 0x1p8f
+#ifdef __F16C__
+static inline __m256i moved_e4m3(const uint8_t *p) {  // 16 of them
+  const __m256i bytes = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p));
+  return _mm256_and_si256(_mm256_slli_epi16(bytes, 7), _mm256_set1_epi16((short)0xbf80));
+}
+#endif
+static inline void expand_e4m3(const uint8_t *b, uint16_t *out) {
+  const lanes scale = all_lanes(load_float(b) * E4M3_SHIFT);
+  b += sizeof(float);
+#if defined __AVX512F__ || (defined __F16C__ && defined __AVX2__)
+  for (int i = 0; i < 128; i += 32) {
+    const __m256i first = moved_e4m3(b + i), second = moved_e4m3(b + i + 16);
+#ifdef __AVX512F__
+    store_two_bf16(out + i, (lanes)_mm512_cvtph_ps(first) * scale, (lanes)_mm512_cvtph_ps(second) * scale);
+#else
+    const __m256i both[2] = {first, second};
+    for (int h = 0; h < 2; h++) {
+      const lanes low = (lanes)_mm256_cvtph_ps(_mm256_castsi256_si128(both[h])) * scale;
+      const lanes high = (lanes)_mm256_cvtph_ps(_mm256_extracti128_si256(both[h], 1)) * scale;
+      _mm256_storeu_si256((__m256i *)(out + i + 16 * h), small_16(low, high));
+    }
+#endif
+  }
+#else
+  for (int i = 0; i < 128; i++) out[i] = to_bf16(widen_half((b[i] & 128) << 8 | (b[i] & 127) << 7) * scale[0]);
+#endif
+}
+ROW_OF(128, e4m3, 132)
 static void expand_row_f16(const uint8_t *row, int64_t in, int64_t start, int64_t some, int64_t ahead, uint16_t *out) {
   int64_t k = 0;
   row += 2 * start;
@@ -386,4 +419,5 @@ const Format formats[] = {  // by GGUF's numbers
     [TQ1_0] = {256, RECODED, expand_row_iq2_xxs},            [TQ2_0] = {256, RECODED, expand_row_iq2_xxs},
     [IQ2_XS] = {256, RECODED_IN_HALVES, expand_row_iq2_xs},  [IQ2_S] = {256, RECODED_IN_HALVES, expand_row_iq2_xs},
     [IQ1_M] = {256, RECODED_IN_HALVES, expand_row_iq2_xs},   [NVFP4] = {256, RECODED_NVFP4, expand_row_nvfp4},
+    [E4M3] = {128, 132, expand_row_e4m3},
 };

@@ -3,7 +3,8 @@
 // packed_weight.py): first the scales of all its blocks, then the minimums if there are any, then the integers; those of 4
 // bits pair by pair of blocks, the first block in the low halves of 32 bytes, the second in the high ones. Rows are expanded
 // to the bfloat16 numbers that dequantising in float32 and rounding gives, so that products are those of the expanded
-// weights, bit for bit. A scale times a small integer is exact in float32, so it does not matter whether the compiler fuses
+// weights, bit for bit. 8-bit floats (E4M3), which GGUF does not have, are in blocks of 128, each after its scale in float32.
+// A scale times a small integer is exact in float32, so it does not matter whether the compiler fuses
 // it with the addition; −0 added changes nothing.
 #pragma once
 #include "lanes.h"
@@ -57,11 +58,12 @@ static inline void scales_of_iq4_xs(const uint8_t *block, int8_t *scales) {
     scales[i] = (block[4 + i / 2] >> i % 2 * 4 & 15) + ((block[2 + i / 4] >> i % 4 * 2 & 3) << 4) - 32;
 }
 
+#define E4M3 60  // the number of a format that is none of GGUF's
 typedef struct {
   int64_t weights, bytes;  // of a block
   void (*expand_row)(const uint8_t *row, int64_t in, int64_t start, int64_t some, int64_t ahead, uint16_t *out);
 } Format;
-INTERNAL extern const Format formats[];  // by GGUF's numbers
+INTERNAL extern const Format formats[];  // by GGUF's numbers, and E4M3
 static inline int64_t packed_row_bytes(int64_t format, int64_t in) {
   return in / formats[format].weights * formats[format].bytes;
 }
