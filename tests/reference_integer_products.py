@@ -145,6 +145,7 @@ def integers(blocks: np.ndarray, format: Q) -> tuple[np.ndarray, np.ndarray, np.
     q = TABLES[format][q] if format in TABLES else q.astype(np.int64) - ZERO.get(format, 0)
     q = q.reshape(rows, -1, 16)
     least = spread[1] if format in (Q.Q4_1, Q.Q5_1) or spread[1] is None else -spread[1]
+    assert spread[0] is not None
     return q, spread[0], least
 
 

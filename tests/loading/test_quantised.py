@@ -20,6 +20,7 @@ from quantised_models import CASES, FP8, GPTQ, INT4, floats4, floats8, gptq, pac
 from saltus.engine.target_network import make_network
 from saltus.kernels import native
 from saltus.kernels.packed_weight import PackedWeight, describe_weights
+from saltus.loading import quantised_weights
 from saltus.loading.load_model import load_model
 from saltus.loading.quantised import find_method
 
@@ -141,13 +142,17 @@ def test_nvfp4_stays_packed_where_rows_are_whole_blocks(case, name, checkpoint):
     [("fp8 of channels", "Llama"), ("fp8 of tensors", "Qwen3Moe"), ("modelopt fp8", "Qwen3Moe"), ("fp8", "Llama")],
 )
 def test_fp8_stays_packed_where_128_inputs_share_a_scale(case, name, checkpoint, monkeypatch):
-    """Whatever the arithmetic, the weights are multiplied as the numbers that they stand for."""
+    """Where memory has no room for them in bfloat16; they are multiplied as the numbers that they stand for."""
     blocks = floats8("weight_scale_inv", "blocks", block=(96, 128))
+    monkeypatch.setattr(quantised_weights, "available_bytes", lambda: 1e5)
     monkeypatch.setitem(CASES, "fp8", (FP8 | {"weight_block_size": [96, 128]}, blocks, "FP8"))
     sizes = {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128, "head_dim": 64}
     folder, reference = checkpoint(case, name, **sizes)
     meant, model = load_model("meant", reference), load_model("tiny", folder)
     assert formats(model) == {"FP8"}
+    assert formats(load_model("tiny", folder, weights="bf16")) == {"bfloat16"}
+    monkeypatch.setattr(quantised_weights, "available_bytes", lambda: 1e9)
+    assert formats(load_model("tiny", folder)) == {"bfloat16"}
     assert describe_weights(model) == "FP8, bfloat16"
     require_equal_weights(model, meant)
     tokens = text(20)

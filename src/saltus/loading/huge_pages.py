@@ -33,7 +33,7 @@ def place_in_huge_pages(model: Any) -> bool:
             place = tensor.data_ptr(), tensor.shape
             total += 0 if place in places else _padded(tensor.nbytes)
             places.setdefault(place, []).append(parameter)
-    if os.environ.get("SALTUS_HUGE_PAGES", "1") == "0" or total < LEAST_BYTES or total > _available_bytes():
+    if os.environ.get("SALTUS_HUGE_PAGES", "1") == "0" or total < LEAST_BYTES or total > available_bytes():
         return False
     memory = _huge_memory(total + HUGE_PAGE)
     if memory is None:
@@ -74,7 +74,7 @@ def _huge_memory(size: int) -> mmap.mmap | None:
     return memory
 
 
-def _available_bytes() -> float:
+def available_bytes() -> float:
     """How much memory the system can still give; infinite if it does not say."""
     try:
         lines = MEMORY_INFO.read_text().splitlines()

@@ -6,6 +6,7 @@ Weights whose numbers a format of the kernels holds are packed, others are expan
 from __future__ import annotations
 
 import logging
+import math
 import re
 import threading
 from collections import Counter
@@ -22,6 +23,7 @@ from torch import Tensor
 from saltus.kernels import native
 from saltus.kernels.packed_weight import Arithmetic
 from saltus.loading.fetching import SourceError, first_line
+from saltus.loading.huge_pages import available_bytes
 from saltus.loading.model_folders import quantization_settings, text_part, weight_files
 from saltus.loading.quantised import find_method
 from saltus.loading.quantised_numbers import FLOAT16_ROUNDING, ScaledFloats, ScaledIntegers
@@ -31,6 +33,8 @@ log = logging.getLogger("saltus")
 OF_ACTIVATIONS = re.compile(  # and of keys and values, which are not quantised here
     r"(input|output|activation|act|prob|q|k|v|kv)_(scale|scale_inv|zero_point|global_scale)"
 )
+BYTES = {"F8_E4M3": 2, "F64": 2, "F32": 2, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}  # of a number as bfloat16, or kept
+MEMORY_SHARE = 0.9  # of what is available, for weights
 PLAIN = {"F64", "F32", "F16", "BF16"}  # dtypes of weights that are not quantised, in safetensors' words
 
 
@@ -107,12 +111,14 @@ class _Reading:
     packed: int = 0
     expanded: Counter[str] = field(default_factory=Counter)  # by why they were not packed
     rounded: int = 0
+    keeps_floats: bool = False  # of 8 bits on a CPU, where they take half of the memory, and few rows longer
     lock: threading.Lock = field(default_factory=threading.Lock)  # Transformers reads with threads, as do our kernels
 
     def weights(self) -> dict[str, Any]:
         """All weights by their names. Errors: SourceError for files of another kind."""
         places: dict[str, dict[str, Any]] = {}  # of each weight the files of its parts
         kinds: dict[str, str] = {}  # the dtypes of weights that are stored by their own names
+        expanded_bytes = 0  # with 8-bit floats in bfloat16
         for file in weight_files(self.checkpoint.folder):
             if file.suffix != ".safetensors":
                 raise SourceError(
@@ -126,9 +132,12 @@ class _Reading:
                         own = self.checkpoint.method.PARTS.get(part)
                         places.setdefault(name if own is None else f"{layer}.{own}", {})[part] = opened
                         if own is None:
-                            kinds[name] = opened.get_slice(name).get_dtype()
+                            stored = opened.get_slice(name)
+                            kinds[name] = stored.get_dtype()
+                            expanded_bytes += math.prod(stored.get_shape()) * BYTES.get(kinds[name], 1)
             except SafetensorError as error:
                 raise SourceError(f"{file} is damaged ({first_line(error)}); fetch it again") from None
+        self.keeps_floats = expanded_bytes > MEMORY_SHARE * available_bytes()
         for name, files in places.items():
             layer, _, own = name.rpartition(".")
             if len(files) == 1 and own not in files:  # such as AWQ's scales of activations, which change outputs
@@ -160,8 +169,11 @@ class _Reading:
         if isinstance(numbers, Tensor):
             self.expanded["no packed format holds such numbers"] += 1
             return numbers
-        as_gpu_floats = isinstance(numbers, ScaledFloats) and self.for_gpu
+        is_float = isinstance(numbers, ScaledFloats)
+        as_gpu_floats = is_float and self.for_gpu
         why = numbers.why_not_packed_on_gpu() if as_gpu_floats else numbers.why_not_packed()
+        if is_float and not as_gpu_floats and not self.keeps_floats:
+            why = "a CPU multiplies 8-bit floats more slowly, and memory has room"
         if self.arithmetic is None or why is not None:
             self.expanded[why or "as asked for"] += 1
             return numbers.expand()

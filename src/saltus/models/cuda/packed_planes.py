@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import IQ4_NL, MXFP4
 from torch import Tensor
 
-from saltus.kernels.packed_weight import GROUP_OUTPUTS
+from saltus.kernels.packed_weight import GROUP_OUTPUTS, Format
 
 Q = GGMLQuantizationType
 STEP = 64  # inputs that a step of a product reads; a step has LANES bytes of low bits for each output
@@ -48,7 +48,7 @@ class BlockLayout(NamedTuple):
         return 8 if self.table else max(self.bits, 4)
 
 
-LAYOUTS = {
+LAYOUTS: dict[Format, BlockLayout] = {
     Q.Q4_0: BlockLayout(4, 8),
     Q.Q4_1: BlockLayout(4, minimums=True),
     Q.Q5_0: BlockLayout(5, 16),
@@ -87,7 +87,7 @@ class Planes(NamedTuple):
     coarse: Tensor  # int32 [blocks, outputs] scale and minimum of 256 inputs in float16, or a float32; else of no size
 
     @classmethod
-    def of_blocks(cls, rows: Tensor, inputs: int, format: GGMLQuantizationType) -> Planes:
+    def of_blocks(cls, rows: Tensor, inputs: int, format: Format) -> Planes:
         """Those of a matrix in blocks of a GGUF file, interleaved as the rows of a `PackedWeight`."""
         layout = LAYOUTS[format]
         groups, blocks = len(rows), inputs // (256 if layout.of_256 else 32)
