@@ -45,6 +45,7 @@ from saltus.models.packed_decoder import PackedDecoder
 OTHERS = {
     Q.Q2_K: 2e-3, Q.Q3_K: 4e-4, Q.Q4_K: 2e-4, Q.Q5_K: 2e-4, Q.Q6_K: 2e-4, Q.IQ4_NL: 1e-3, Q.IQ4_XS: 5e-5,
     Q.IQ1_S: 5e-3, Q.IQ1_M: 5e-3, Q.IQ2_XXS: 5e-4, Q.IQ2_XS: 5e-4, Q.IQ2_S: 5e-4, Q.IQ3_XXS: 2e-4, Q.IQ3_S: 3e-4,
+    Q.NVFP4: 1.0,
 }  # fmt: skip
 SIZES = {
     "vocab_size": 300, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -334,9 +335,9 @@ def test_what_is_not_supported_is_one_line_that_names_it_and_what_is(tmp_path):
     write(tiny("llama"), file, [Q.Q8_0], kind="rwkv")
     assert "a tokenizer of the kind rwkv; supported are gpt2, llama, gemma4" in complaint(file)
     file = tmp_path / "format.gguf"
-    write(tiny("llama"), file, [Q.TQ2_0])
-    assert "as TQ2_0; supported are F16, Q4_0" in complaint(file)
-    assert "Q6_K, IQ4_NL, IQ4_XS, MXFP4, F32" in complaint(file)
+    write(tiny("llama"), file, [Q.NVFP4])
+    assert "as NVFP4; supported are F16, Q4_0" in complaint(file)
+    assert "IQ3_XXS, IQ3_S, F32" in complaint(file)
 
 
 def test_a_damaged_file_is_one_line(tmp_path):
