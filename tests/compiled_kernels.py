@@ -58,7 +58,9 @@ TYPES = {
 }  # fmt: skip
 FLOATS8 = "8-bit floats by 128 inputs"
 Format = GGMLQuantizationType | str
-EXPERT_FORMATS = [getattr(GGMLQuantizationType, name) for name in ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "MXFP4")] + [FLOATS8]
+EXPERT_FORMATS = [
+    getattr(GGMLQuantizationType, name) for name in ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "MXFP4", "NVFP4")
+] + [FLOATS8]
 OPTIONS = ("num_warps", "num_stages")
 PRODUCTS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")  # of warps, of warp groups (Hopper), of tensor memory
 OPERAND_IN_REGISTERS = r"wgmma\.mma_async\S* +\{[^}]*\}, *\{"
@@ -361,6 +363,11 @@ def packed_weight(format: Format, outputs: int, inputs: int) -> GPUPackedWeight:
     if not isinstance(format, GGMLQuantizationType):
         floats = torch.zeros(outputs, inputs, dtype=torch.float8_e4m3fn)
         return GPUPackedWeight.from_floats(floats, torch.ones(outputs, -(-inputs // 128)), 128)
+    if format is GGMLQuantizationType.NVFP4:
+        none = torch.zeros(outputs, inputs, dtype=torch.uint8)
+        return GPUPackedWeight.from_packed(
+            PackedWeight.from_four_bit_floats(none, none[:, ::16].contiguous(), torch.ones(1), "int8"), "cpu"
+        )
     weights, size = GGML_QUANT_SIZES[format]
     blocks = torch.zeros(outputs, inputs // weights * size, dtype=torch.uint8)
     return GPUPackedWeight.from_packed(PackedWeight.from_blocks(blocks, format, "int8"), "cpu")
