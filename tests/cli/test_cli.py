@@ -107,6 +107,16 @@ def test_every_command_s_help_has_its_short_name(command):
     assert saltus_(*command.split(), "-h").stdout == saltus_(*command.split(), "--help").stdout
 
 
+def test_a_command_that_needs_arguments_shows_its_help_where_there_are_none():
+    shown = saltus_("lm-eval")
+    assert ("Usage: saltus lm-eval" in shown.stdout, shown.stderr) == (True, "")
+
+
+def test_a_check_that_could_not_be_written_does_not_begin(monkeypatch):
+    monkeypatch.setattr("saltus.engine.load.load", lambda *_, **__: pytest.fail("the model was loaded"))
+    assert "is a file; give a folder" in complaint("check", "--out", __file__)
+
+
 @pytest.mark.parametrize("command", ["train", "collect", "collect text", "train ptp", "bench", "methods"])
 def test_the_examples_of_a_help_stand_apart_from_its_text(command):
     examples = saltus_(*command.split(), "--help").stdout.partition("Examples")[2]

@@ -587,6 +587,8 @@ def test_bench_ends_with_1_where_a_method_s_text_is_another(asked, monkeypatch):
         (["--methods", "lookup", "--vary", "lookup.max_ngram_size=2,x"], "--vary lookup.max_ngram_size=x"),
         (["--methods", "lookup", "--option", "ptp.model=a"], "name it with --methods"),
         (["--methods", "lookup", "--option", "small_model.model=a"], "name it with --methods"),
+        (["--out", __file__], "is a file; give a folder"),
+        (["--out", "/proc/nowhere"], "cannot be made"),
         (["--methods", "auto", "--option", "small_model.max_prompt=9"], "add --option small_model.model=MODEL"),
     ],
 )

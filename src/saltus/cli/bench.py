@@ -174,10 +174,12 @@ def run(
     from saltus.cli.answers import print_note
     from saltus.cli.open_engine import open_engine, parse_method_options
     from saltus.core.sampling import Sampling
-    from saltus.evaluation.benchmarks.benchmark_run import Benchmark, open_records
+    from saltus.evaluation.benchmarks.benchmark_run import Benchmark, make_folder, open_records
     from saltus.evaluation.reports.environment import run_info
     from saltus.methods import AUTO, WITH_DRAFT_MODEL
 
+    if out:
+        make_folder(out)  # before a model is loaded
     loaded_now = [name for name in names if name != AUTO] + [WITH_DRAFT_MODEL] * (WITH_DRAFT_MODEL in spec.split("+"))
     engine = open_engine(
         method=_joined(loaded_now), options=parse_method_options(opened_with, spec), rule=rule, **asdict(model_options),

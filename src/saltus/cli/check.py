@@ -82,6 +82,10 @@ def check(
     """
     from saltus.cli.check_report import finish
 
+    if out is not None:
+        from saltus.evaluation.benchmarks.benchmark_run import make_folder
+
+        make_folder(out)  # before anything is checked
     if server_options.server is not None:
         from saltus.cli.check_server import check_server
 

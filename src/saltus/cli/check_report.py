@@ -13,18 +13,18 @@ STYLES = {"finding": "bold red", "ok": "green", "note": "yellow", "figure": "", 
 
 def finish(report: Mapping[str, Any], json: bool, out: Path | None) -> None:
     """Show a report; exit code 1 if it has a finding."""
-    if out is not None:
-        from saltus.cli.answers import print_note
-        from saltus.evaluation.audit.report import write_report
-
-        write_report(report, out)
-        print_note(f"written: {out / 'page.html'}, report.md and report.json")
     if json:
         from saltus.cli.report import print_json
 
         print_json(report)
     else:
         _show(report)
+    if out is not None:
+        from saltus.cli.answers import print_note
+        from saltus.evaluation.audit.report import write_report
+
+        write_report(report, out)
+        print_note(f"written: {out / 'page.html'}, report.md and report.json")
     if report["findings"]:
         raise typer.Exit(1)
 

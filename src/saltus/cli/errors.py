@@ -26,6 +26,8 @@ def one_line_errors() -> Iterator[None]:
     except Exception as error:
         if type(error).__name__ in ("Exit", "Abort"):  # typer's own exits
             raise
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help has been printed
+            raise SystemExit(0) from None
         if isinstance(error, OSError) and error.errno == errno.EPIPE:  # the reader of our output has left
             _silence_stdout()
             raise SystemExit(BROKEN_PIPE) from None

@@ -202,11 +202,13 @@ class BenchmarkRecords:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of results, unless it is there. Errors: ValueError if it is a file."""
+    """Make the folder of results, unless it is there. Errors: ValueError where there can be none."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise ValueError(f"--out {folder} is a file; give a folder") from None
+    except OSError as error:
+        raise ValueError(f"--out {folder} cannot be made ({error.strerror}); give another folder") from None
 
 
 def open_records(
