@@ -50,14 +50,15 @@ def data(
     """
     from saltus.cli.answers import print_note
     from saltus.cli.open_engine import open_engine, validate_settings
+    from saltus.cli.progress import progress_meter
     from saltus.cli.report import number_of
     from saltus.training.data.given_texts import read_rows, write_given_texts
     from saltus.training.loop.checkpoint import lock_folder
 
     validate_settings("plain", chat_template=chat_template)
-    read_rows(texts)  # it raises errors before a model is loaded
+    total = len(read_rows(texts))  # it raises errors before a model is loaded
     engine = open_engine(model, "plain", chat_template=chat_template, tuned_settings=False)
-    with lock_folder(out):
-        count, cut = write_given_texts(engine, texts, out, max_new_tokens, texts_per_file)
+    with lock_folder(out), progress_meter(total, "tokenizing") as show:
+        count, cut = write_given_texts(engine, texts, out, max_new_tokens, texts_per_file, show)
     limit = "the model's context ends" if max_new_tokens is None else f"--max-new-tokens {max_new_tokens:,}"
     print_note(f"{number_of(count, 'text')} in {out}" + (f"; {cut:,} of them were cut ({limit})" if cut else ""))

@@ -67,8 +67,8 @@ def tune(
     validate_settings("jacobi", chat_template=model_options.chat_template, temperature=temperature, seed=seed)
     options: dict[str, Any] = {} if adapter is None else {"model": str(adapter)}
     loading = {**asdict(model_options), "max_draft_tokens": MAX_DEPTH, "tuned_settings": False}
+    inputs = select_prompts(prompts, texts)  # it raises errors before a model is loaded
     engine = open_engine(method="jacobi", options={"jacobi": options}, **loading)
-    inputs = select_prompts(prompts, texts)
     how = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     result = _search_settings(engine, inputs, how, rounds, max_cost_ratio, options)
     if save:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from saltus.training.data.teacher_texts import METADATA_FILE, read_metadata, sav
 from saltus.training.loop.checkpoint import write_json
 
 TEMPERATURE = 1.0  # a text of a data set is a sample of a distribution, not its likeliest text
+TEXTS_PER_REPORT = 64  # drawing a bar takes longer than a text
 FORMS = '"prompt" and "completion", "messages" that end with the assistant\'s, or "text"'
 
 
@@ -64,14 +65,21 @@ def tokenize_row(engine: Engine, row: Mapping[str, Any]) -> tuple[list[int], lis
 
 
 def write_given_texts(
-    engine: Engine, file: Path, folder: Path, max_new_tokens: int | None, texts_per_shard: int
+    engine: Engine,
+    file: Path,
+    folder: Path,
+    max_new_tokens: int | None,
+    texts_per_shard: int,
+    on_progress: Callable[[int], object] = lambda done: None,
 ) -> tuple[int, int]:
     """Write a file's texts for a model, each up to the model's context; returns how many, and how many were cut.
 
-    Errors: ValueError where the folder holds other texts.
+    Now and then `on_progress` gets how many are tokenized. Errors: ValueError where the folder holds other texts.
     """
     texts, cut, context = [], 0, engine.target.context_length or 2**31
-    for row in read_rows(file):
+    for number, row in enumerate(read_rows(file)):
+        if number % TEXTS_PER_REPORT == 0:
+            on_progress(number)
         prompt, whole = tokenize_row(engine, row)
         completion = whole[: min(max(context - len(prompt), 0), max_new_tokens or context)]
         if prompt and completion:
