@@ -74,11 +74,12 @@ def write_given_texts(
 ) -> tuple[int, int]:
     """Write a file's texts for a model, each up to the model's context; returns how many, and how many were cut.
 
-    Now and then `on_progress` gets how many are tokenized. Errors: ValueError where the folder holds other texts.
+    Now and then `on_progress` gets how many texts were read. Errors: ValueError where the folder holds other texts.
     """
     texts, cut, context = [], 0, engine.target.context_length or 2**31
-    for number, row in enumerate(read_rows(file)):
-        if number % TEXTS_PER_REPORT == 0:
+    rows = read_rows(file)
+    for number, row in enumerate(rows, 1):
+        if number % TEXTS_PER_REPORT == 0 or number == len(rows):
             on_progress(number)
         prompt, whole = tokenize_row(engine, row)
         completion = whole[: min(max(context - len(prompt), 0), max_new_tokens or context)]
