@@ -128,6 +128,10 @@ DESCRIBED = {
     },
     "Llama4": {"attention_chunk_size": 50, "num_hidden_layers": 3, "intermediate_size_mlp": 64},
 }  # fmt: skip
+LIKE_OTHERS = {  # they launch no kernel with constants that none of the others has: their rows are compared there
+    "Gemma", "Granite", "SmolLM3", "SeedOss", "Phi3", "Cwm", "Ministral", "Ernie4_5", "Helium", "Olmo3", "Ministral3",
+    "Cohere", "Gemma4Unified", "Olmo", "VaultGemma", "Glm", "Starcoder2", "Jais2", "GPT2",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["Llama", *DESCRIBED])
@@ -136,9 +140,12 @@ def test_described_layers_are_those_of_transformers_and_rows_do_not_depend_on_ea
         monkeypatch.setattr(attention_kernels, "COMBINED_DIMS", 256)
     network, plain = decoded(name, described=True, **DESCRIBED.get(name, {}))
     tokens, kv_cache = text(66), network.new_kv_cache()
-    alone = [logits(network, tokens[:length], kv_cache=kv_cache)[0] for length in (64, 65, 66)]
+    lengths = () if name in LIKE_OTHERS else (64, 65, 66)
+    alone = [logits(network, tokens[:length], kv_cache=kv_cache)[0] for length in lengths]
     found, expected = logits(network, tokens, TREE, kv_cache), logits(plain, tokens, TREE)
     assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < BOUND
+    if name in LIKE_OTHERS:
+        return
     assert torch.equal(found[0], alone[-1])
     chain = tuple(tokens[64:].tolist()), (-1, 0)
     inputs = [ForwardInputs(continuation(each, 60), *chain) for each in (text(7), tokens[:64])]

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 PACKED = ", packed"  # as by --weights q8_0, and multiplied by activations of 8 bits
 NAMES = [
-    *DESCRIBED, "Gemma4 of unlike heads", "Gemma4 of shared keys", "GPT2",
+    *DESCRIBED, "Gemma4 of unlike heads", "Gemma4 of shared keys",
     *(name + PACKED for name in ("GptOss", "Qwen3Moe", "Llama4", "Lfm2Moe", "Gemma3n", "DeepseekV3")
       if native.load_kernels() is not None),
 ]  # fmt: skip
@@ -37,18 +37,21 @@ METHODS = ["lookup", "jacobi", "small_model", "ptp"]
 SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8)}
 
 
-def in_pairs(ways: list) -> list[tuple[str, str, Any]]:
-    """Names, samplings and ways to draft: every two of them together, and of one name per feature all three.
+def by_turns(ways: list, test: int = 0) -> list[tuple[str, str, Any]]:
+    """Names, samplings and ways to draft, for the first (0) or the second (1) of two tests.
 
-    Methods and samplings are the same code whatever the network.
+    Methods and samplings are the same code whatever the network. With one name per feature each test tries every way,
+    greedy in the one and sampled in the other. With each other name every way is tried in one of the tests, half of the
+    ways greedy.
     """
-    return [
-        (name, sampling, way)
-        for row, name in enumerate(NAMES)
-        for column, sampling in enumerate(SAMPLINGS)
-        for number, way in enumerate(ways)
-        if name in ONE_PER_FEATURE or (row + column + number) % 2 == 0
-    ]
+    found = []
+    for row, name in enumerate(NAMES):
+        for number, way in enumerate(ways):
+            if name in ONE_PER_FEATURE:
+                found.append((name, row + number + test, way))
+            elif (row + number + test) % 2 == 0:
+                found.append((name, row // 2 + number // 2, way))
+    return [(name, list(SAMPLINGS)[turn % 2], way) for name, turn, way in found]
 
 
 REPEATED = text(5).tolist()
@@ -122,41 +125,38 @@ def plain(request, networks) -> tuple[Sampling, list[list[int]]]:
     return sampling, [write(networks, "plain", sampling, [number]).texts[0] for number in ALL]
 
 
-each_method = pytest.mark.parametrize(
-    ("networks", "plain", "method"), in_pairs(METHODS), indirect=["networks", "plain"]
-)
+def each(ways: list, test: int = 0):
+    return pytest.mark.parametrize(("networks", "plain", "way"), by_turns(ways, test), indirect=["networks", "plain"])
 
 
-@each_method
+@each(METHODS)
 @pytest.mark.unchecked
-def test_a_text_alone_is_that_of_plain_decoding_and_so_is_one_after_a_kept_prefix(networks, plain, method):
+def test_a_text_alone_is_that_of_plain_decoding_and_so_is_one_after_a_kept_prefix(networks, plain, way):
     sampling, texts = plain
     assert len(texts[1]) == NEW_TOKENS
-    before = write(networks, method, sampling, [1])
+    before = write(networks, way, sampling, [1])
     assert before.texts == texts[1:2]
     assert supports_prefix_tree(networks["target"])
     tree, kept = PrefixTree(), PROMPTS[1]
     tree.put(kept, before.kv_caches[0])
     taken = tree.take(kept)
     assert len(taken["target"].tokens) >= len(kept) - 1
-    assert write(networks, method, sampling, [0, 1], [{}, taken]).texts == texts[:2]
+    assert write(networks, way, sampling, [0, 1], [{}, taken]).texts == texts[:2]
 
 
-@each_method
+@each(METHODS, 1)
 @pytest.mark.unchecked
-def test_a_batch_of_four_on_the_memory_of_cancelled_texts_writes_those_of_plain_decoding(networks, plain, method):
+def test_a_batch_of_four_on_the_memory_of_cancelled_texts_writes_those_of_plain_decoding(networks, plain, way):
     sampling, texts = plain
-    cancelled = write(networks, method, sampling, ALL[::-1], rounds=3)
-    assert write(networks, method, sampling, ALL, cancelled.kv_caches).texts == texts
+    cancelled = write(networks, way, sampling, ALL[::-1], rounds=3)
+    assert write(networks, way, sampling, ALL, cancelled.kv_caches).texts == texts
 
 
-@pytest.mark.parametrize(
-    ("networks", "plain", "calls"), in_pairs(["one call", "two calls"]), indirect=["networks", "plain"]
-)
-def test_an_adapter_of_the_target_writes_the_texts_of_plain_decoding(networks, plain, calls):
+@each(["one call", "two calls"])
+def test_an_adapter_of_the_target_writes_the_texts_of_plain_decoding(networks, plain, way):
     sampling, texts = plain
     target = networks["target"]
-    method = AdapterPtp("", 5, calls == "two calls", "one-hot", 6, False, "token-order")
+    method = AdapterPtp("", 5, way == "two calls", "one-hot", 6, False, "token-order")
     target.attach_adapter(adapter_for(target.model))
     try:
         assert write(networks, method, sampling, ALL).texts == texts
