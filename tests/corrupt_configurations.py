@@ -10,9 +10,9 @@ from typing import Any
 
 import gguf_models
 from architectures import ARCHITECTURES, DESCRIBED, tiny
-from conftest import TEMPLATE, byte_tokenizer
 from corrupt_files import EDGES, SCALARS, change_json, corrupt_file, gguf_bytes, read_parts
 from quantised_models import CASES, write_quantised
+from tiny_models import TEMPLATE, byte_tokenizer
 
 
 def places(tree: Any, kinds: tuple[type, ...]) -> list[tuple[Any, Any]]:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from architectures import tiny
-from conftest import byte_tokenizer
+from tiny_models import byte_tokenizer
 
 FORMS: dict[str, tuple[str, dict]] = {  # the target's architecture, and what differs from the tiny models of tests
     "Qwen3.5": ("Qwen3_5", {}),

@@ -13,11 +13,11 @@ import pytest
 import uvicorn
 
 import saltus
-from conftest import TEMPLATE
 from saltus.server.app import make_app
 from saltus.server.connections import server_config
 from saltus.server.served_request import Limits
 from saltus.server.service import Service
+from tiny_models import TEMPLATE
 
 PROMPT = "the cat sat on the mat and the cat sat on the log and the"
 JSON = {"content-type": "application/json"}

@@ -26,7 +26,6 @@ from typer.testing import CliRunner
 
 import saltus
 import saltus.engine.engine as engine_module
-from conftest import tiny_llama
 from forked_python import saltus_command
 from saltus.cli import open_engine
 from saltus.cli.app import app
@@ -41,6 +40,7 @@ from saltus.loading.progress import Stage
 from saltus.loading.sources import ALL_SHORT_NAMES, DEFAULT_MODEL
 from saltus.methods import AUTO, available_methods
 from saltus.models.causal import CausalNetwork
+from tiny_models import tiny_llama
 
 PROMPT = "the cat sat on the mat and the cat sat on the log and the"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

@@ -7,9 +7,9 @@ import pytest
 from test_cli import complaint, lines, saltus_
 
 import saltus
-from conftest import END, byte_tokenizer, space_tokenizer
 from saltus.engine.chat_template import built_in_chat_templates, read_chat_template
 from saltus.engine.encoding import answer_end_token
+from tiny_models import END, byte_tokenizer, space_tokenizer
 
 QUESTION = {"role": "user", "content": "Who are you?"}
 ANSWER = {"role": "assistant", "content": "A cat."}

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers
 
 import saltus
-from conftest import TEMPLATE, byte_tokenizer, space_tokenizer, tiny_llama
 from saltus.engine.encoding import PromptSettings, encode_prompt
+from tiny_models import TEMPLATE, byte_tokenizer, space_tokenizer, tiny_llama
 
 
 def llama2_tokenizer():

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import byte_tokenizer, space_tokenizer
 from saltus.engine.detokenizer import (
     MAX_PENDING_TOKENS,
     REPLACEMENT,
@@ -15,6 +14,7 @@ from saltus.engine.detokenizer import (
     check_stop_strings,
     text_decoder,
 )
+from tiny_models import byte_tokenizer, space_tokenizer
 
 BYTES, SPACES = byte_tokenizer(), space_tokenizer()
 tokens = st.lists(st.integers(0, len(BYTES) - 1), max_size=40)

@@ -27,7 +27,6 @@ from transformers import (
 
 import saltus
 from architectures import tiny
-from conftest import TEMPLATE, space_tokenizer, tiny_llama
 from saltus.core.forward import ForwardOutputs
 from saltus.core.sampling import Sampling
 from saltus.engine import target_network
@@ -43,6 +42,7 @@ from saltus.methods.jacobi.drafter import Jacobi
 from saltus.models import causal
 from saltus.models.cpu import chunked_prefill
 from saltus.models.cpu.attention import install_attention
+from tiny_models import TEMPLATE, space_tokenizer, tiny_llama
 
 # `mtp` needs heads in the checkpoint, see tests/methods/mtp
 METHODS = [*sorted(set(available_methods()) - {"mtp"}), "jacobi+lookup", "ptp+lookup", "mtpc+lookup"]

@@ -11,9 +11,9 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 import saltus
-from conftest import space_tokenizer
 from saltus.engine.fim import fim_prompt
 from saltus.engine.fim_formats import FORMATS, find_fim_format
+from tiny_models import space_tokenizer
 from tiny_server import JSON, serving
 
 BEFORE, AFTER = "the cat sat on the ", " and the cat sat on the log and the mat"

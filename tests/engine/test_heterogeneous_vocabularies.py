@@ -11,11 +11,11 @@ from tokenizers import decoders
 from transformers import AutoModelForCausalLM
 
 import saltus
-from conftest import byte_tokenizer
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.tree import Branch
 from saltus.engine.heterogeneous_vocabularies import VocabularyTranslation, translating_drafter
+from tiny_models import byte_tokenizer
 
 WORDS = "the cat sat on the mat and the dog ran after the caterpillar in the matinee"
 OTHER = "an altogether other vocabulary is learned here: caterpillars and cathedrals sat altogether there"

@@ -13,7 +13,6 @@ import torch
 from typer.testing import CliRunner
 
 import saltus
-from conftest import byte_tokenizer, space_tokenizer, tiny_llama, tiny_xlnet
 from saltus.cli.app import app
 from saltus.cli.shipped_infill_models import check_model
 from saltus.core.canvas import HOLE, infilling
@@ -42,6 +41,7 @@ from saltus.training.data.packed_forward import packed_logits, prepare_model
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.similar_lengths import sample_similar_lengths
 from saltus.training.recipe import find_recipe, read_recipe
+from tiny_models import byte_tokenizer, space_tokenizer, tiny_llama, tiny_xlnet
 from tiny_server import serving
 
 MASK, BLANK = 2, 3  # of the tiny tokenizer's special tokens

@@ -2,9 +2,9 @@
 
 import pytest
 
-from conftest import byte_tokenizer
 from saltus.engine.encoding import PromptSettings, encode_prompt
 from saltus.engine.message_parts import template_reads_parts
+from tiny_models import byte_tokenizer
 
 PARTS = (
     "{% for m in messages %}[{{ m.role }}]"

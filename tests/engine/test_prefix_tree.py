@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import saltus
-from conftest import TEMPLATE
 from saltus.engine import prefix_tree
 from saltus.engine.engine import Engine
 from saltus.engine.prefix_tree import MAX_NODE_TOKENS, PrefixTree
@@ -17,6 +16,7 @@ from saltus.methods.shared.hidden_state_drafter import MAX_UNREAD
 from saltus.models.cpu.kv_cache import KVCache
 from saltus.server.engine_thread import EngineThread
 from saltus.server.served_request import Limits, serve_text
+from tiny_models import TEMPLATE
 
 LAYERS, HEADS, DIM = 2, 1, 4
 BYTES_PER_TOKEN = 2 * LAYERS * HEADS * DIM * 4

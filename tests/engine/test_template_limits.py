@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from conftest import byte_tokenizer
 from saltus.engine import template_limits
 from saltus.engine.encoding import PromptSettings, encode_prompt
 from saltus.engine.template_limits import render_chat
+from tiny_models import byte_tokenizer
 
 TALK = [
     {"role": "user", "content": " the cat\n"}, {"role": "assistant", "content": "a dog"},

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from conftest import END, byte_tokenizer, space_tokenizer
 from saltus.engine import text_bounds
 from saltus.engine.text_bounds import cut_to_context, require_fits, token_length
+from tiny_models import END, byte_tokenizer, space_tokenizer
 
 TOKENIZERS = {"bytes": byte_tokenizer(), "spaces": space_tokenizer(), "composed": byte_tokenizer()}
 TOKENIZERS["composed"].backend_tokenizer.normalizer = normalizers.NFC()

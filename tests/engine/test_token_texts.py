@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from conftest import byte_tokenizer, space_tokenizer
 from saltus.engine.detokenizer import Detokenizer, TextOutput
 from saltus.engine.prompt_texts import prompt_texts
 from saltus.engine.token_texts import TokenTexts, token_name, written_bytes
+from tiny_models import byte_tokenizer, space_tokenizer
 
 ADDED = "<|file_sep|>"
 

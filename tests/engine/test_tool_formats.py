@@ -7,7 +7,6 @@ from itertools import pairwise
 import pytest
 from tokenizers import AddedToken
 
-from conftest import byte_tokenizer
 from saltus.engine import tool_calls
 from saltus.engine.tool_calls import FORMATS, ToolCallReader, call_markers, has_other_format, tool_format, tool_grammar
 from saltus.engine.tool_formats import argument_schemas
@@ -24,6 +23,7 @@ from saltus.engine.tool_formats.olmo import OLMO
 from saltus.engine.tool_formats.qwen3_coder import QWEN3_CODER
 from saltus.engine.tool_formats.tool_format import ToolCall
 from saltus.engine.tool_messages import readable_messages
+from tiny_models import byte_tokenizer
 
 SCHEMA = {
     "type": "object",

@@ -5,9 +5,9 @@ import json
 import pytest
 from test_grammar import TOOLS
 
-from conftest import TEMPLATE, byte_tokenizer
 from saltus.engine.encoding import PromptSettings, encode_prompt
 from saltus.engine.tool_messages import readable_messages
+from tiny_models import TEMPLATE, byte_tokenizer
 
 ALTERNATING = (  # as Gemma's
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"

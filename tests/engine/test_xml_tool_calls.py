@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from conftest import byte_tokenizer
 from saltus.engine import tool_calls
 from saltus.engine.tool_calls import HERMES, QWEN3_CODER, ToolCallReader, has_other_format, tool_format, tool_grammar
+from tiny_models import byte_tokenizer
 
 SCHEMA = {
     "type": "object",

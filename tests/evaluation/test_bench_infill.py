@@ -11,7 +11,6 @@ from test_infill import BLANK, filler  # noqa: F401  a fixture
 from transformers import AutoTokenizer
 
 import saltus
-from conftest import byte_tokenizer, tiny_xlnet
 from saltus.core.sampling import Sampling
 from saltus.engine.fim import fim_prompt
 from saltus.engine.scheduler import run_requests
@@ -19,6 +18,7 @@ from saltus.evaluation.benchmarks.benchmark_run import Benchmark
 from saltus.evaluation.benchmarks.infill_requests import hole_request, infill_request
 from saltus.evaluation.benchmarks.suites import load_tasks
 from saltus.evaluation.benchmarks.systems_under_test import MethodUnderTest, methods_under_test
+from tiny_models import byte_tokenizer, tiny_xlnet
 
 LINE = {
     "task_id": "SingleLineInfilling/Own/0/L1",

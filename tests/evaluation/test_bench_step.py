@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 import saltus
 from architectures import tiny
-from conftest import tiny_llama
 from saltus.cli.app import Commands
 from saltus.cli.bench_step import parse_numbers, step
 from saltus.core.canvas import continuation
@@ -29,6 +28,7 @@ from saltus.evaluation.reports.command_line import command_line
 from saltus.kernels.native import structs
 from saltus.methods.shared.hidden_state_drafter import HiddenStateDrafter
 from saltus.models.causal import CausalNetwork
+from tiny_models import tiny_llama
 
 app = typer.Typer(cls=Commands)
 app.callback()(lambda: None)

@@ -16,13 +16,13 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 import saltus
-from conftest import space_tokenizer, tiny_llama
 from saltus.cli.app import app
 from saltus.cli.lm_eval import complete_arguments
 from saltus.evaluation.benchmarks.lm_eval_model import model_class
 from saltus.evaluation.benchmarks.loglikelihood import score_continuations
 from saltus.loading.load_model import load_model
 from saltus.models.packed_decoder import PackedDecoder
+from tiny_models import space_tokenizer, tiny_llama
 
 pytest.importorskip("lm_eval")
 

@@ -13,10 +13,10 @@ import torch
 from test_cli import lines, saltus_
 
 import saltus
-from conftest import byte_tokenizer, tiny_xlnet
 from jacobi_surface import SpeedupSurface
 from saltus.methods.shared.adapter_files import save_adapter
 from saltus.models.gated_lora import GatedLoraSettings, new_adapter
+from tiny_models import byte_tokenizer, tiny_xlnet
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.external, pytest.mark.slow]

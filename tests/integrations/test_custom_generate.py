@@ -15,11 +15,11 @@ from transformers.generation.stopping_criteria import (
 
 import saltus
 from architectures import tiny
-from conftest import byte_tokenizer, tiny_llama
 from saltus.core.sampling import Sampling
 from saltus.integrations import transformers_generate
 from saltus.integrations.transformers_generate import _sampling
 from saltus.methods import available_methods
+from tiny_models import byte_tokenizer, tiny_llama
 
 # `mtp` needs heads in the checkpoint
 METHODS = [*sorted(set(available_methods()) - {"mtp"}), "jacobi+lookup", "auto"]

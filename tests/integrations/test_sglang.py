@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import tiny_llama
 from saltus.core.coupling import pick_token
 from saltus.core.noise import Noise
 from saltus.core.sampling import Sampling, token_distribution
@@ -22,6 +21,7 @@ from saltus.integrations.sglang.verification import (
     verify_tree,
 )
 from saltus.integrations.sglang.worker import saltus_worker, sample_by_match
+from tiny_models import tiny_llama
 
 NODES = 5
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import tiny_llama
 from saltus import vllm
 from saltus.integrations.drafted_texts import Drafting
 from saltus.integrations.vllm import proposers
 from saltus.integrations.vllm.target import StepStates, VllmTarget
 from saltus.methods import make_methods
+from tiny_models import tiny_llama
 
 MAX_LENGTH = 64
 

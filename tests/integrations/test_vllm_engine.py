@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from conftest import tiny_llama
+from tiny_models import tiny_llama
 
 pytestmark = [
     pytest.mark.vllm,

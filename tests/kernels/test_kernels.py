@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from architectures import RECURRENT, random_tree
-from conftest import tiny_llama
 from forked_python import FOR_COMMANDS, forked_python
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
@@ -37,6 +36,7 @@ from saltus.models.cpu.attention import AttentionCall, SequenceRows
 from saltus.models.cpu.kv_cache import KVCache
 from saltus.storage import cache_files
 from saltus.storage.cache_files import is_own_file, make_private_folder, new_file_with_digest
+from tiny_models import tiny_llama
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 STEPS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # between numbers near one

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from conftest import tiny_llama
 from saltus.kernels import native
 from saltus.models.cpu.decoder_weights import NormWeights, linear_struct
 from saltus.models.cpu.native_decoder import NativeDecoder
+from tiny_models import tiny_llama
 
 pytestmark = pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
 

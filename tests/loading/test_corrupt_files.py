@@ -12,11 +12,11 @@ from test_dflash import dflash_model, published_folder
 from test_gguf import folder_with_its_file, gguf
 from transformers import LlamaForCausalLM
 
-from conftest import TEMPLATE
 from forked_python import FOR_COMMANDS, forked_python
 from reference_evabyte import write_folder
 from saltus.loading import gguf_index, sources
 from saltus.methods.shared.drafter_files import save_drafter
+from tiny_models import TEMPLATE
 
 PROGRAM = Path(__file__).parents[1] / "corrupt_files.py"
 

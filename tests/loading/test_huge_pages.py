@@ -7,11 +7,11 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from safetensors.torch import load_file, save_model
 
-from conftest import tiny_llama
 from saltus.kernels import native
 from saltus.kernels.packed_weight import PackedWeight
 from saltus.loading import huge_pages
 from saltus.loading.huge_pages import place_in_huge_pages
+from tiny_models import tiny_llama
 
 mmap_only = pytest.mark.skipif(not hasattr(huge_pages.mmap, "MADV_HUGEPAGE"), reason="the system has no huge pages")
 

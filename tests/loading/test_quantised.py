@@ -15,7 +15,6 @@ from test_text_parts import WHOLE
 
 import saltus
 from architectures import chain, text, tiny
-from conftest import byte_tokenizer
 from quantised_models import CASES, FP8, GPTQ, INT4, floats4, floats8, gptq, packed_integers, write_quantised
 from saltus.engine.target_network import make_network
 from saltus.kernels import native
@@ -23,6 +22,7 @@ from saltus.kernels.packed_weight import PackedWeight, describe_weights
 from saltus.loading import quantised_weights
 from saltus.loading.load_model import load_model
 from saltus.loading.quantised import find_method
+from tiny_models import byte_tokenizer
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 kernels = pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")

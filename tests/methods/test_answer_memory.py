@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import saltus
-from conftest import TEMPLATE
 from saltus.methods.shared.answer_memory import BYTES_PER_TOKEN, AnswerMemories, AnswerMemory
+from tiny_models import TEMPLATE
 from tiny_server import MESSAGES, alone, serving
 
 

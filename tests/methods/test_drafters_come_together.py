@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import saltus
-from conftest import tiny_llama
 from saltus.methods.mtpc.heads import HeadShape, new_head_model
 from saltus.methods.ptp.network import DrafterShape, DraftModel
 from saltus.methods.shared.drafter_files import save_drafter
 from saltus.training.data.seeded_generator import seeded_generator
+from tiny_models import tiny_llama
 
 PROMPT = "the cat sat on the mat and the cat sat on"
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from test_ptp import drafter, question, states
 
-from conftest import tiny_llama
 from saltus.kernels.packed_weight import PackedWeight
 from saltus.loading.packing import PACKINGS, quantized_blocks
 from saltus.methods.ptp.network import DraftNetwork
 from saltus.methods.shared.context_rows import MAX_ROWS_PER_CALL, ContextRows, DraftRows
 from saltus.methods.shared.draft_tree import PositionPredictions
 from saltus.models.causal import CausalNetwork
+from tiny_models import tiny_llama
 
 Q8_0 = PACKINGS["q8_0"]
 LENGTHS = (3, 40, MAX_ROWS_PER_CALL + 90, 17, 1, 150)

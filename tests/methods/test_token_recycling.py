@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import saltus
-from conftest import TEMPLATE
 from saltus.core.candidates import Candidates
 from saltus.core.canvas import continuation
 from saltus.core.distributions import Step, TargetDistributions
@@ -21,6 +20,7 @@ from saltus.methods.shared.draft_tree import Chooser, Likeliest, SharedNoise, li
 from saltus.methods.shared.row_candidates import likely_on_device
 from saltus.methods.token_recycling import TokenRecycling, TokenRecyclingDrafter
 from saltus.testing import toy_decoding, toy_network
+from tiny_models import TEMPLATE
 from tiny_server import MESSAGES, serving
 
 VOCAB = 300

@@ -7,7 +7,6 @@ import pytest
 from test_gated_lora import adapter_for
 
 from architectures import tiny
-from conftest import tiny_llama, tiny_xlnet
 from saltus.core.protocols import ReadsTargetKVCache
 from saltus.evaluation.benchmarks.call_recorder import MEMBERS_OF_PROTOCOLS, record_calls
 from saltus.methods.assd.network import AnySubsetNetwork
@@ -15,6 +14,7 @@ from saltus.methods.assd.xlnet import XlnetNetwork
 from saltus.models.causal import CausalNetwork
 from saltus.models.protocols import DrafterHost, FillsHoles, KeepsKeysAndValues, TargetNetwork
 from saltus.testing import toy_network
+from tiny_models import tiny_llama, tiny_xlnet
 
 PROTOCOLS = TargetNetwork, FillsHoles, DrafterHost, KeepsKeysAndValues, ReadsTargetKVCache
 NETWORKS = {

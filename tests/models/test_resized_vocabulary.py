@@ -3,7 +3,7 @@
 import pytest
 
 import saltus
-from conftest import byte_tokenizer, tiny_llama
+from tiny_models import byte_tokenizer, tiny_llama
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,9 @@ import uvicorn
 from typer.testing import CliRunner
 
 from architectures import tiny
-from conftest import byte_tokenizer
 from forked_python import saltus_command
 from saltus.cli.app import app
+from tiny_models import byte_tokenizer
 from tiny_server import unused_port  # noqa: F401
 
 

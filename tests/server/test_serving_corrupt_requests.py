@@ -9,7 +9,7 @@ import pytest
 from test_fim import coder  # noqa: F401
 
 import saltus
-from conftest import TEMPLATE
+from tiny_models import TEMPLATE
 from tiny_server import serving
 
 SHORT = {"model": "tiny", "seed": 1, "logit_bias": {"0": 100}}  # token 0 ends a text

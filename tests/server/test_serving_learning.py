@@ -13,7 +13,6 @@ from test_cache_files import DAMAGES, full_disk
 from typer.testing import CliRunner
 
 import saltus
-from conftest import TEMPLATE
 from forked_python import forked_workers
 from saltus.cli.app import app
 from saltus.methods.ptp.files import load_drafter
@@ -21,6 +20,7 @@ from saltus.methods.ptp.training.online import Evaluation, LearningProgress, Lea
 from saltus.server.learned_drafters import LearnedDrafters
 from saltus.server.learning import Learner, LearningPlan, group_of
 from saltus.server.served_request import Limits
+from tiny_models import TEMPLATE
 from tiny_server import PROMPT, alone, serving
 
 SETTINGS = LearningSettings(evaluation_texts=4, evaluation_windows=6, windows=4, steps_per_text=6, rate=5e-3)

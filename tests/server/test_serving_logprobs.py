@@ -10,11 +10,11 @@ import torch
 from test_token_texts import TOKENIZERS
 
 import saltus
-from conftest import TEMPLATE
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.core.sampling import log_probability
 from saltus.engine import prompt_scores
+from tiny_models import TEMPLATE
 from tiny_server import MESSAGES, PROMPT, alone, client, engine, server, serving  # noqa: F401
 
 

@@ -8,9 +8,9 @@ import pytest
 from test_fim import coder  # noqa: F401
 
 import saltus
-from conftest import TEMPLATE
 from saltus.server.app import PAGE
 from saltus.server.guard import PAGE_FILES
+from tiny_models import TEMPLATE
 from tiny_server import serving
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

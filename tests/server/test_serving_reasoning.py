@@ -12,9 +12,9 @@ import torch
 from tokenizers import AddedToken
 
 import saltus
-from conftest import byte_tokenizer, tiny_llama
 from saltus.server.protocol import ResponsesRequest
 from saltus.server.responses import response_messages
+from tiny_models import byte_tokenizer, tiny_llama
 from tiny_server import MESSAGES, client, server  # noqa: F401
 
 # As Qwen3's: reasoning of earlier answers is dropped, and a variable switches it off.

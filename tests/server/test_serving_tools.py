@@ -18,8 +18,8 @@ from test_tool_messages import ALTERNATING, SHORT_IDS
 from transformers import AutoTokenizer
 
 import saltus
-from conftest import TEMPLATE
 from saltus.engine.json_schemas import OPTIONS, followed_schema
+from tiny_models import TEMPLATE
 from tiny_server import JSON, MESSAGES, client, server, serving  # noqa: F401
 
 

@@ -14,7 +14,6 @@ from test_cli import complaint, lines, saltus_
 from test_token_texts import llama_2_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from conftest import END, byte_tokenizer, space_tokenizer
 from saltus.engine.encoding import PromptSettings, encode_prompt
 from saltus.engine.engine import Engine
 from saltus.evaluation.benchmarks.baselines import OpenAIServerBaseline
@@ -23,6 +22,7 @@ from saltus.training.data import endpoint_texts
 from saltus.training.data.given_texts import tokenize_row
 from saltus.training.data.teacher_texts import METADATA_FILE, read_teacher_texts, text_seed
 from saltus.training.run import check_teacher_model
+from tiny_models import END, byte_tokenizer, space_tokenizer
 from tiny_server import engine, server  # noqa: F401 (fixtures)
 
 PROMPTS = ["the cat sat on the mat", "the dog", "a log and a mat", "sat", "the mat and the log", "on"]

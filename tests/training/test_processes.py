@@ -28,7 +28,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.tensor import DTensor
 
 from architectures import tiny
-from conftest import tiny_llama
 from saltus.methods.assd.training.any_subset import AnySubsetTrainingTask
 from saltus.methods.assd.training.holes import HoleSettings
 from saltus.methods.assd.training.pairwise_correction import PairwiseCorrectionTrainingTask
@@ -41,6 +40,7 @@ from saltus.training.data.hidden_states import HiddenStateCorpus
 from saltus.training.data.seeded_generator import ShareOfDraws, seeded_generator
 from saltus.training.loop.processes import Processes, shards_weights
 from saltus.training.training_task import TrainingTask
+from tiny_models import tiny_llama
 
 RECIPES = {"drafter": RECIPE, "adapter": ADAPTER, "heads": HEADS}
 states, target = test_head_training.states, test_head_training.target  # fixtures

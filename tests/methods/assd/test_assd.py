@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import tiny_llama, tiny_xlnet
 from saltus.core.batch import run
 from saltus.core.canvas import HOLE, Canvas, infilling
 from saltus.core.control.controller import Controller
@@ -27,6 +26,7 @@ from saltus.methods.shared.logit_correction import PairwiseCorrection, corrected
 from saltus.methods.shared.query_chains import with_query_chains
 from saltus.training.data.seeded_generator import seeded_generator
 from sampled_laws import keeps_law
+from tiny_models import tiny_llama, tiny_xlnet
 
 MASK = 2
 SAMPLED = Sampling(temperature=1.0)

@@ -10,13 +10,13 @@ from safetensors.torch import load_file, save_file
 
 import gguf_models
 import saltus
-from conftest import byte_tokenizer
 from gguf_models import CASES
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.kernels.packed_weight import PackedWeight
 from saltus.loading import gguf_index, sources
 from saltus.methods.mtp.drafter import Mtp
+from tiny_models import byte_tokenizer
 
 FILES = ["deepseek2", "glm4moe", "qwen35", "qwen35moe", "qwen3next", "exaone4, windows", "mimo2"]
 PUBLISHED = {  # by the names of DeepSeek V3, those of Qwen

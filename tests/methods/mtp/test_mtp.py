@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3_5Config
 
 import saltus
-from conftest import byte_tokenizer
 from mtp_checkpoints import (
     FORMS,
     MIMO_V2,
@@ -34,6 +33,7 @@ from saltus.kernels.packed_weight import PackedWeight
 from saltus.loading import stored_tensors
 from saltus.loading.quantised import fp8
 from saltus.methods.mtp.drafter import Mtp
+from tiny_models import byte_tokenizer
 from tiny_server import serving
 
 every_form = pytest.mark.parametrize("form", FORMS)

@@ -15,7 +15,6 @@ from test_gguf import tiny as tiny_gguf
 
 import saltus
 from architectures import tiny
-from conftest import tiny_llama
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.loading.model_identity import model_fingerprint
@@ -26,6 +25,7 @@ from saltus.models.causal import CausalNetwork
 from saltus.models.packed_decoder import PackedDecoder, transformers_model
 from saltus.training.data.hidden_states import HiddenStateCorpus
 from saltus.training.data.window_dataset import WindowSettings
+from tiny_models import tiny_llama
 
 RECIPE = """
 kind = "mtp-head"

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from architectures import tiny
-from conftest import tiny_llama
 from reference_circuits import token_losses
 from saltus.loading.model_identity import model_fingerprint
 from saltus.methods.mtpc.heads import HeadShape
@@ -15,6 +14,7 @@ from saltus.methods.mtpc.training.heads import HeadsTrainingTask
 from saltus.training.data.hidden_states import HiddenStateCorpus
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.window_dataset import WindowSettings
+from tiny_models import tiny_llama
 
 TEXTS, LENGTH, PROMPT = 6, 40, 12
 

@@ -14,7 +14,6 @@ from test_contract import PROMPT_3, SHORT, TEXTS, VOCAB, small_toy
 from transformers import set_seed
 
 import saltus
-from conftest import tiny_llama
 from reference_circuits import log_probability
 from saltus.core.canvas import continuation
 from saltus.core.distributions import TargetDistributions
@@ -37,6 +36,7 @@ from saltus.models.causal import CausalNetwork
 from saltus.testing import ToyNetwork, text_probabilities, toy_decoding, toy_network
 from saltus.training.data.seeded_generator import seeded_generator
 from sampled_laws import keeps_law
+from tiny_models import tiny_llama
 
 KINDS = ("ff", "cp", "hmm", "btree")
 each_kind = pytest.mark.parametrize("kind", KINDS)

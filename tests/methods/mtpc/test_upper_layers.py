@@ -5,7 +5,6 @@ import torch
 from test_head_training import states, target, task  # noqa: F401
 
 import saltus
-from conftest import tiny_llama
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.methods.mtpc.files import load_heads
@@ -15,6 +14,7 @@ from saltus.methods.mtpc.upper_layers import last_layers
 from saltus.methods.shared.drafter_files import save_drafter
 from saltus.models.causal import CausalNetwork
 from saltus.training.data.seeded_generator import seeded_generator
+from tiny_models import tiny_llama
 
 LAYERS = 4
 TEXT = list(range(40, 72))

@@ -11,7 +11,6 @@ import torch
 from transformers import set_seed
 
 import saltus
-from conftest import tiny_llama
 from forked_python import forked_python
 from saltus.core.canvas import continuation
 from saltus.core.distributions import Step, TargetDistributions
@@ -42,6 +41,7 @@ from saltus.methods.shared.query_chains import SOURCE, with_query_chains
 from saltus.methods.shared.row_candidates import rows_likely_tokens
 from saltus.models.causal import CausalNetwork
 from saltus.testing import random_adapter, toy_decoding, toy_network
+from tiny_models import tiny_llama
 
 PROMPT = [1, 2, 3, 4, 1, 2]
 SAMPLED = Sampling(temperature=1.0, coupling="probability")

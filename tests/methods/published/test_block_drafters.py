@@ -10,12 +10,12 @@ from reference_eagle import LLAMA3, YARN
 from safetensors.torch import load_file, save_file
 from test_ptp import question, states
 
-from conftest import tiny_llama
 from quantised_models import CASES, write_quantised
 from saltus.engine.target_drafters import load_drafter_for_target
 from saltus.methods.published.dflash_files import load_dflash
 from saltus.methods.shared.draft_tree import Likeliest, likely_paths
 from saltus.models.causal import CausalNetwork
+from tiny_models import tiny_llama
 
 CUT = {"draft_vocab_size": len(TOKENS)}
 NEMOTRON = {

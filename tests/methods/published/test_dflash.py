@@ -12,7 +12,6 @@ from test_ptp import question, states
 from transformers import LlamaForCausalLM, set_seed
 
 import saltus
-from conftest import tiny_llama
 from saltus.engine import target_drafters
 from saltus.engine.target_drafters import load_drafter_for_target
 from saltus.loading.metadata import DrafterMetadata, write_metadata
@@ -28,6 +27,7 @@ from saltus.models.causal import CausalNetwork
 from saltus.models.memory_use import kv_bytes_per_token
 from saltus.training.data.hidden_states import HiddenStateCorpus
 from saltus.training.data.window_dataset import WindowDataset, WindowSettings
+from tiny_models import tiny_llama
 
 LENGTHS = (3, 40, 300, 17, 1, 150)
 

@@ -8,10 +8,10 @@ import torch
 from reference_eagle import LLAMA3, TOKENS, YARN, PlainEagle, published_head
 from test_ptp import question, states
 
-from conftest import tiny_llama
 from saltus.engine.target_drafters import load_drafter_for_target
 from saltus.models.causal import CausalNetwork
 from saltus.models.memory_use import kv_bytes_per_token
+from tiny_models import tiny_llama
 
 FORMS = {  # what a published head may be
     "speculators": ("speculators", {}, {}),

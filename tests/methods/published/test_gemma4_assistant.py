@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 import saltus
 from architectures import by_our_kernels, tiny
-from conftest import byte_tokenizer
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs, NodeKind
 from saltus.engine.target_drafters import load_drafter_for_target
@@ -20,6 +19,7 @@ from saltus.models.cuda import gpu_decoder
 from saltus.models.cuda.described_layers import described_for_gpu
 from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
 from saltus.models.protocols import KeepsKeysAndValues
+from tiny_models import byte_tokenizer
 
 TARGETS = ["Gemma4", "Gemma4 of shared keys"]
 COUNT = 4

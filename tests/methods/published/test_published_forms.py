@@ -18,13 +18,13 @@ from starlette.testclient import TestClient
 from test_dflash import published_folder
 
 import saltus
-from conftest import tiny_llama
 from saltus.engine.target_drafters import load_drafter_for_target
 from saltus.methods.published import find_form, published_forms
 from saltus.models.causal import CausalNetwork
 from saltus.server.app import make_app
 from saltus.server.served_request import Limits
 from saltus.server.service import Service
+from tiny_models import tiny_llama
 
 EXAMPLES: dict[str, Callable[[Path], object]] = {
     "dflash": lambda folder: published_folder(folder, "flat"),
