@@ -25,7 +25,7 @@ CONSTANT int bits_of(int format) {
     default: return 4;
   }
 }
-// Of formats that `recode_block` turns into places in a table: those whose table is that of the IQ2 formats, and all.
+// Of the formats whose weights are places in a table since they were recoded (recoding.c): those that share IQ2's table, and all.
 CONSTANT int is_below_3_bits(int format) {
   return format == IQ2_XXS || format == IQ2_XS || format == IQ2_S || format == IQ1_S || format == IQ1_M || format == TQ1_0 ||
          format == TQ2_0;
@@ -152,7 +152,8 @@ static inline float widen_e4m3(uint8_t bits) {
 // The scales and minimums of 16 inputs each, of 32 inputs of one output; `number` counts these 32 in the row.
 static void get_scales(int format, const uint8_t *group, int64_t number, int64_t output, float *scale, float *minimum) {
   const uint8_t *at = group + (is_of_256(format) ? number / 8 : number) * scale_bytes(format);
-  scale[0] = format == MXFP4 ? half_power(at[output]) : format == NVFP4 ? load_float(at + 4 * output) : load_half(at + 2 * output);
+  if (format == NVFP4) scale[0] = load_float(at + 4 * output);
+  else scale[0] = format == MXFP4 ? half_power(at[output]) : load_half(at + 2 * output);
   scale[0] *= unit_of(format);
   minimum[0] = has_minimums(format) ? load_half(at + 2 * (OUTPUTS + output)) : -0.0f;
   scale[1] = scale[0], minimum[1] = minimum[0];

@@ -365,7 +365,7 @@ ROW_OF_RECODED(nvfp4, NVFP4, RECODED_NVFP4)
 // 8-bit floats, whose bits are moved to where a float16 has them: so they are too small by 2^8, which their scale makes up for.
 // Some are subnormal then, but in float16, where no processor takes these for zeros.
 #define E4M3_SHIFT 0x1p8f
-#ifdef __F16C__
+#if defined __F16C__ && defined __AVX2__
 static inline __m256i moved_e4m3(const uint8_t *p) {  // 16 of them
   const __m256i bytes = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p));
   return _mm256_and_si256(_mm256_slli_epi16(bytes, 7), _mm256_set1_epi16((short)0xbf80));
@@ -374,7 +374,7 @@ static inline __m256i moved_e4m3(const uint8_t *p) {  // 16 of them
 static inline void expand_e4m3(const uint8_t *b, uint16_t *out) {
   const lanes scale = all_lanes(load_float(b) * E4M3_SHIFT);
   b += sizeof(float);
-#if defined __AVX512F__ || (defined __F16C__ && defined __AVX2__)
+#if defined __F16C__ && defined __AVX2__
   for (int i = 0; i < 128; i += 32) {
     const __m256i first = moved_e4m3(b + i), second = moved_e4m3(b + i + 16);
 #ifdef __AVX512F__
