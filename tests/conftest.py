@@ -56,6 +56,11 @@ def pytest_configure(config: pytest.Config) -> None:
         logging.getLogger(name).propagate = True  # pytest visits each one that does not, in every phase of every test
 
 
+def markers_of(item: pytest.Item) -> set[str]:
+    """The names of its markers; its keywords have the names of folders, too, in which a clone may lie."""
+    return {marker.name for marker in item.iter_markers()}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("quick"):
         type_checks.choose(items)
@@ -64,19 +69,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept, dropped = [], []
         for item in items:
             name = item.nodeid.partition("[")[0]
-            fast = name not in seen and not {"slow", "model", "gpu", "external"} & set(item.keywords)
+            fast = name not in seen and not {"slow", "model", "gpu", "external"} & markers_of(item)
             (kept if fast else dropped).append(item)
             seen.add(name)
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept
     if config.getoption("no_external"):
-        config.hook.pytest_deselected(items=[item for item in items if "external" in item.keywords])
-        items[:] = [item for item in items if "external" not in item.keywords]
+        config.hook.pytest_deselected(items=[item for item in items if "external" in markers_of(item)])
+        items[:] = [item for item in items if "external" not in markers_of(item)]
     import torch
 
     if not torch.cuda.is_available():
         for item in items:
-            if "gpu" in item.keywords:
+            if "gpu" in markers_of(item):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 

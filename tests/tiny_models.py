@@ -30,7 +30,7 @@ TEMPLATE = (
 def few_threads(request: pytest.FixtureRequest):
     """Threads that wait for each other make tiny models slow, more so on a busy machine."""
     threads = torch.get_num_threads()
-    if "model" not in request.keywords:
+    if request.node.get_closest_marker("model") is None:
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)

@@ -67,7 +67,7 @@ def choose(items: list[pytest.Item]) -> None:
     seen: set[str] = set()
     for item in items:
         name = item.nodeid.partition("[")[0]
-        item.stash[IS_CHECKED] = name not in seen and "unchecked" not in item.keywords
+        item.stash[IS_CHECKED] = name not in seen and item.get_closest_marker("unchecked") is None
         seen.add(name)
 
 
