@@ -87,7 +87,7 @@ def _expert_linear(
     end = tl.load(starts + expert + 1)
     for first in tl.range(tl.load(starts + expert), end, ROWS):
         pairs, rows, exists = _pairs_of_tile(order, first, end, CHOSEN, ROWS)
-        inputs = x + rows[None, :] * K + depth[:, None]
+        inputs = x + rows[None, :].to(tl.int64) * K + depth[:, None]
         sums = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
         for start in tl.range(0, K, BLOCK_K):
             left = start + depth < K
@@ -113,7 +113,7 @@ def _packed_expert_linear(
     end = tl.load(starts + expert + 1)
     for first in tl.range(tl.load(starts + expert), end, ROWS):
         pairs, rows, exists = _pairs_of_tile(order, first, end, CHOSEN, ROWS)
-        inputs = x + rows[None, :] * K + tl.arange(0, LANES)[:, None]
+        inputs = x + rows[None, :].to(tl.int64) * K + tl.arange(0, LANES)[:, None]
         sums = packed_sums(
             inputs, exists[None, :], low, high, fine, coarse, expert * N + columns, whole,
             STRIDE, K, 1, BITS, ZERO, OF_256, MINIMUMS, HALVES, SCALES, SPAN, DIVISOR, True, LANES, STEP,

@@ -43,6 +43,13 @@ def gpu_experts_implementation(model: Any) -> str | None:
 
 def gpu_experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The weighted sum of the experts [rows, chosen] of each row; see `transformers.integrations.moe`."""
+    from saltus.models.cuda.launching import launching_on
+
+    with launching_on(hidden_states.device):
+        return _summed_experts(self, hidden_states, top_k_index, top_k_weights)
+
+
+def _summed_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     from saltus.models.cuda.expert_kernels import SortedPairs, expert_product, sum_experts
 
     first = "gate_up_proj" if self.has_gate else "up_proj"
@@ -61,6 +68,13 @@ def gpu_experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, t
 
 def llama4_experts_forward(self: Any, hidden_states: Tensor) -> Tensor:
     """Of inputs [experts · rows, hidden], expert after expert; what a row did not choose is 0, as its output is."""
+    from saltus.models.cuda.launching import launching_on
+
+    with launching_on(hidden_states.device):
+        return _chosen_experts(self, hidden_states)
+
+
+def _chosen_experts(self: Any, hidden_states: Tensor) -> Tensor:
     from saltus.models.cuda.expert_kernels import SortedPairs, expert_product
 
     experts, rows = self.num_experts, len(hidden_states) // self.num_experts

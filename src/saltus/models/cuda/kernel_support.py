@@ -10,9 +10,28 @@ from functools import lru_cache
 log = logging.getLogger("saltus")
 
 
+class KernelsFail(ValueError):
+    """A kernel of ours does not compile for the GPU, or needs more of it than there is."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        self.reason = f"{name}: {_reason(error)}"
+        super().__init__(
+            f"our kernels for GPUs do not run here ({self.reason}); set SALTUS_KERNELS=off to do without them"
+        )
+
+
 def has_kernels() -> bool:
-    """True where our kernels for GPUs run, unless SALTUS_KERNELS says that they are off."""
-    return os.environ.get("SALTUS_KERNELS") != "off" and _kernels_run()
+    """True where our kernels for GPUs run, unless SALTUS_KERNELS says that they are off, or `give_up` has."""
+    return os.environ.get("SALTUS_KERNELS") != "off" and not _given_up and _kernels_run()
+
+
+def give_up(failure: KernelsFail) -> None:
+    """Do without our kernels in this process from now on, and say so."""
+    _warn_that_they_are_off(failure.reason)
+    _given_up.append(failure)
+
+
+_given_up: list[KernelsFail] = []
 
 
 @lru_cache
@@ -25,7 +44,16 @@ def _kernels_run() -> bool:
 
         check_launch()
     except Exception as error:  # of many kinds, by what is missing
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        log.warning("our kernels for GPUs are off, since they do not run here: %s", reason)
+        _warn_that_they_are_off(_reason(error))
         return False
     return True
+
+
+def _warn_that_they_are_off(reason: str) -> None:
+    log.warning("our kernels for GPUs are off, since they do not run here: %s", reason)
+
+
+def _reason(error: Exception) -> str:
+    """A line of it; Triton's errors of compilation show the kernel's source before what they have to say."""
+    said = getattr(error, "error_message", None) or str(error)
+    return (said.strip() or type(error).__name__).splitlines()[0]

@@ -6,6 +6,7 @@ import inspect
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -13,10 +14,14 @@ from typing import Any
 
 import torch
 import triton
+import triton.errors
 import triton.language as tl
+
+from saltus.models.cuda.kernel_support import KernelsFail
 
 MIN_CAPABILITY = 8, 0  # of GPUs that multiply bfloat16; for others Triton makes products number by number
 LARGEST_SHARED_MEMORY = 232_448  # bytes of a program, of the GPUs that have most (compute capability 9.0 and 10.0)
+FAILED_PASS = "PassManager::run failed"  # what Triton's compiler says by a RuntimeError
 _only_compiles: ContextVar[bool] = ContextVar("_only_compiles", default=False)
 
 
@@ -37,7 +42,16 @@ class Kernel:
     function: Any  # of Triton
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        return partial(self.function.warmup, grid=grid) if _only_compiles.get() else self.function[grid]
+        return partial(self.function.warmup, grid=grid) if _only_compiles.get() else partial(self._launch, grid)
+
+    def _launch(self, grid: Any, *args: Any, **named: Any) -> None:
+        """Errors: KernelsFail where Triton or the GPU refuses it; what a kernel needs depends on a model's sizes."""
+        try:
+            self.function[grid](*args, **named)
+        except (triton.errors.TritonError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and FAILED_PASS not in str(error):
+                raise
+            raise KernelsFail(self.function.__name__, error) from error
 
 
 def kernel(*shared: str, anywhere: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Kernel]:
@@ -76,6 +90,11 @@ def _with_launcher(compile_kernel: Callable[[], Any]) -> Any:
     compiled, driver = compile_kernel(), triton.runtime.driver.active
     driver.launcher_cls(compiled.src, compiled.metadata)  # pyright: ignore  # Triton 3.6 compiles C, and keeps it
     return compiled
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[Any]:
+    """What kernels are launched in, unless a caller has chosen the device: Triton launches on the thread's own GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def device_function(function: Callable[..., Any]) -> Any:

@@ -212,8 +212,9 @@ def _packed_linear(
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part, rows = tl.program_id(1).to(tl.int64), tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     inside = rows[None, :] < num_rows
+    inputs = x + rows[None, :].to(tl.int64) * K + tl.arange(0, LANES)[:, None]
     sums = packed_sums(
-        x + rows[None, :] * K + tl.arange(0, LANES)[:, None], inside, low, high, fine, coarse, columns, part,
+        inputs, inside, low, high, fine, coarse, columns, part,
         STRIDE, K, PARTS, BITS, ZERO, OF_256, MINIMUMS, HALVES, SCALES, SPAN, DIVISOR, False, LANES, STEP,
     )  # fmt: skip
     sums = with_biases(sums, bias, columns, columns < tl.where(part == 0, N, 0), BIASED)

@@ -113,9 +113,11 @@ class GPUPackedWeight(Tensor):
 
 def _linear(x: Tensor, weight: GPUPackedWeight, bias: Tensor | None = None) -> Tensor:
     from saltus.models.cuda import linear_kernels
+    from saltus.models.cuda.launching import launching_on
 
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    out = linear_kernels.product(rows, weight, len(rows)).view(*x.shape[:-1], -1)
+    with launching_on(x.device):
+        out = linear_kernels.product(rows, weight, len(rows)).view(*x.shape[:-1], -1)
     return out if bias is None else out + bias
 
 
