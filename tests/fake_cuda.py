@@ -30,14 +30,15 @@ INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, a
 MAY_MIX = {aten.copy_.default, aten._to_copy.default, *INDEXED}
 WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default}
 LEAVES = {type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
-STATE = SimpleNamespace(recording=None, launches=True, graphs=0, in_graph=0, operations=0)
+STATE = SimpleNamespace(recording=None, launches=True, graphs=0, in_graph=0, operations=0, waits=0)
 CHOSEN = threading.local()  # whether a thread is inside of torch.cuda.device(…)
 
 
-def wait(what: object) -> None:
-    """To be called by what waits for the device."""
+def wait(what: object, asynchronous: bool = False) -> None:
+    """To be called by what waits for the device, and by copies for which nothing waits."""
     if STATE.recording is not None:
         raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
+    STATE.waits += not (asynchronous or STATE.in_graph)
 
 
 def count_operation() -> None:
@@ -171,7 +172,7 @@ class FakeTensor(Tensor):
         if func in WAITS or (func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None):
             wait(func)
         if func is aten.copy_.default and not (isinstance(args[0], FakeTensor) and isinstance(args[1], FakeTensor)):
-            wait(func)
+            wait(func, asynchronous=len(args) > 2 and args[2])
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("cpu")
         if not is_view(func):
@@ -195,10 +196,10 @@ class FakeTensor(Tensor):
         return wrapped
 
 
-def to_device(x: Tensor) -> Tensor:
+def to_device(x: Tensor, asynchronous: bool = False) -> Tensor:
     if isinstance(x, FakeTensor):
         return x
-    wait("a copy to the device")
+    wait("a copy to the device", asynchronous)
     count_operation()
     return FakeTensor(Tensor(x.detach()).clone() if type(x) is nn.Parameter else x.detach().clone())
 
@@ -211,10 +212,10 @@ def to_cpu(x: Tensor) -> Tensor:
     return x.inner.detach().clone()
 
 
-def moved(x: Tensor, device: Any) -> Tensor:
+def moved(x: Tensor, device: Any, asynchronous: bool = False) -> Tensor:
     """The tensor on a device; None: where it is."""
     kind = None if device is None else torch.device(device).type
-    return x if kind is None else to_device(x) if kind == "cuda" else to_cpu(x)
+    return x if kind is None else to_device(x, asynchronous) if kind == "cuda" else to_cpu(x)
 
 
 def on_cuda(device: Any) -> bool:
@@ -233,6 +234,8 @@ class FakeCuda(TorchFunctionMode):
             return moved(args[0], name)
         if func is Tensor.to:
             return self.convert(*args, **kwargs)
+        if func is Tensor.pin_memory:
+            return args[0].clone()
         if func is Tensor.type_as:
             return self.convert(args[0], args[1])
         own = name in ("tolist", "numpy", "data_ptr", "get_device", "untyped_storage", "__array__")
@@ -244,6 +247,8 @@ class FakeCuda(TorchFunctionMode):
             return FakeTensor(func(args[0].inner, *args[1:], **kwargs))  # it makes a tensor where it thinks args[0] is
         kwargs.pop("pin_memory", None)
         if on_cuda(kwargs.get("device")):
+            if func in (torch.tensor, torch.as_tensor):
+                wait("numbers of Python, which are copied to the device")
             out = func(*args, **kwargs | {"device": "cpu"})
             if STATE.recording is not None:
                 STATE.recording.add_filled(out)
@@ -264,8 +269,7 @@ class FakeCuda(TorchFunctionMode):
                 device = each
         if device is not None and torch.device(device).type not in ("cpu", "cuda"):
             return x.to(device=device, dtype=dtype)
-        y = moved(x, device)
-        more.pop("non_blocking", None)
+        y = moved(x, device, more.pop("non_blocking", False))
         if (dtype is not None and dtype != y.dtype) or more:
             return Tensor.to(y, dtype=dtype or y.dtype, **more)
         return y.clone() if copy and y is x else y
@@ -441,6 +445,6 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             begin(self)
 
     monkeypatch.setattr(threading.Thread, "run", run_with_device)
-    vars(STATE).update(recording=None, launches=True, graphs=0, in_graph=0, operations=0)
+    vars(STATE).update(recording=None, launches=True, graphs=0, in_graph=0, operations=0, waits=0)
     with FakeCuda():
         yield STATE

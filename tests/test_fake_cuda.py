@@ -4,6 +4,7 @@ import contextlib
 import queue
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -32,21 +33,22 @@ from saltus.methods.shared import autoregressive
 from saltus.models.cuda import (
     device_candidates,
     expert_kernels,
-    fixed_shapes,
     gpu_decoder,
     kernel_support,
     launching,
     packed_weight,
     pick_kernels,
+    row_kernels,
 )
 from saltus.models.cuda.cuda_graphs import GraphCapture
+from saltus.models.cuda.device_candidates import FoundCandidates
 from saltus.models.cuda.packed_weight import GPUPackedWeight
 from saltus.models.gated_lora import new_adapter
 from saltus.models.packed_decoder import transformers_model
 from saltus.server.engine_thread import EngineThread
 from saltus.server.served_request import Limits, serve_text
 
-pytest.importorskip("triton")
+OutOfResources = pytest.importorskip("triton.runtime.errors").OutOfResources
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.unchecked,
@@ -154,21 +156,26 @@ def test_our_kernels_for_gpus_write_the_texts_of_plain_decoding(device, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("method", "temperature", "most"),
+    ("method", "settings", "most", "waits"),
     [
-        ("plain", 0, 5),
-        ("plain", 0.8, 5),
-        ("lookup", 0.8, 9),
-        ("token_recycling", 0, 20),
-        ("small_model", 0, 23),
-        ("mtpc", 0, 18),
-        ("ptp", 0, 18),
+        ("plain", {}, 5, 1),
+        ("plain", {"temperature": 0.8}, 5, 1),
+        ("plain", {"temperature": 0.8, "top_p": 0.9}, 17, 1),
+        ("plain", {"temperature": 0.8, "repetition_penalty": 1.2}, 7, 1),
+        ("plain", {"logprobs": True}, 7, 1),
+        ("plain", {"grammar": saltus.Grammar.regex("[a-e ]{40}"), "ignore_eos": False}, 7, 1),
+        ("lookup", {"temperature": 0.8}, 9, 1),
+        ("token_recycling", {}, 20, 1),
+        ("small_model", {}, 23, 4),
+        ("mtpc", {}, 18, 2),
+        ("ptp", {}, 18, 2),
     ],
+    ids=lambda given: " ".join(given) if isinstance(given, dict) else None,
 )
 def test_a_step_of_many_texts_starts_no_more_operations_than_one_of_a_text(
-    device, monkeypatch, tiny_folder, tiny_drafter, partners, method, temperature, most
+    device, monkeypatch, tiny_folder, tiny_drafter, partners, method, settings, most, waits
 ):
-    """Each takes the host some microseconds, for which all texts wait."""
+    """Each takes the host some microseconds, for which all texts wait; and as much as a call takes to wait for one."""
     folder, options = tiny_folder(), partners
     if method == "ptp":
         monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
@@ -177,16 +184,20 @@ def test_a_step_of_many_texts_starts_no_more_operations_than_one_of_a_text(
     engine, steps, call = load(folder, options, batch_size=8), [], Scheduler._call
 
     def counted(scheduler, scheduled):
-        before = device.operations
+        before = device.operations, device.waits
         call(scheduler, scheduled)
-        steps.append(device.operations - before)
+        steps.append((device.operations - before[0], device.waits - before[1]))
 
     monkeypatch.setattr(Scheduler, "_call", counted)
     prompts = [f"one {number} one" for number in range(3 if method == "ptp" else 8)]  # the interpreter is slow
     for _ in range(2):  # the second time graphs are there
         steps.clear()
-        engine.generate(prompts, method=method, raw=True, max_new_tokens=5, temperature=temperature, ignore_eos=True)
-    assert 0 < max(steps[2:]) <= most  # the first ones read prompts
+        engine.generate(
+            prompts, method=method, raw=True, max_new_tokens=5, **{"temperature": 0, "ignore_eos": True} | settings
+        )
+    operations, waited = zip(*steps[2:], strict=True)  # the first ones read prompts
+    assert 0 < max(operations) <= most
+    assert 0 < max(waited) <= waits
 
 
 def test_heads_and_their_adapted_layers_draft_in_graphs(device, monkeypatch, tiny_folder, tiny_heads):
@@ -231,7 +242,7 @@ def test_truncated_sampling_needs_the_likeliest_tokens_alone_and_writes_the_same
     with monkeypatch.context() as patch:
         patch.setattr(distributions, "token_distribution", None)  # no row of logits is copied to the host
         found = [each.tokens for each in load(tiny_folder()).generate(PROMPTS, method=method, **settings)]
-    monkeypatch.setattr(fixed_shapes, "find_candidates", lambda batch, logits: [None] * len(batch))
+    monkeypatch.setattr(FoundCandidates, "of", lambda *_: None)
     assert [each.tokens for each in load(tiny_folder()).generate(PROMPTS, method=method, **settings)] == found
 
 
@@ -618,6 +629,61 @@ def test_without_a_compiler_for_our_kernels_a_warning_says_so_and_texts_are_writ
         assert told.endswith("Failed to find C compiler. Please specify via CC environment variable.")
     finally:
         kernel_support._kernels_run.cache_clear()
+
+
+@dataclass(frozen=True)
+class RefusedKernel:
+    """In place of a kernel of Triton that needs too much."""
+
+    __name__ = "_add_and_norm"
+
+    def __getitem__(self, grid):
+        raise OutOfResources(200_000, 101_376, "shared memory")
+
+
+def test_without_a_kernel_that_the_gpu_refuses_texts_are_those_of_fixed_shapes_or_an_error_says_so(
+    device, tiny_folder, monkeypatch, caplog
+):
+    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
+    monkeypatch.setattr(kernel_support, "_given_up", [])
+    running = load(tiny_folder(**OWN_KERNELS))
+    monkeypatch.setattr(row_kernels, "_add_and_norm", launching.Kernel(RefusedKernel()))
+    running.network.fixed_shape_runner.pool.graphs.clear()
+    with pytest.raises(ValueError, match=r"shared memory.*set SALTUS_KERNELS=off") as error:
+        check_texts(running, [])
+    assert "\n" not in str(error.value)
+    engine = load(tiny_folder(**OWN_KERNELS))
+    assert engine.network.compute_path == "fixed shapes"
+    (told,) = [each for each in caplog.messages if "kernels for GPUs are off" in each]
+    assert "_add_and_norm: out of resource: shared memory" in told
+    check_texts(engine, ["lookup"], temperature=0)
+
+
+@pytest.mark.parametrize("name", ["Qwen3Moe", "Llama4"])
+def test_transformers_generate_launches_experts_on_the_models_device(device, architecture_folder, name):
+    model = load(architecture_folder(name)).model
+    with torch.inference_mode():
+        logits = model(torch.tensor([[5, 6, 7]], device="cuda"), use_cache=False).logits
+    assert logits.shape == (1, 3, 300)
+
+
+def test_transformers_generate_launches_packed_products_on_the_models_device(device, monkeypatch):
+    from fake_cuda import CHOSEN
+    from saltus.models.cuda import linear_kernels
+
+    packed = GPUPackedWeight.from_floats(
+        torch.ones(64, 64).to(torch.float8_e4m3fn).cuda(), torch.ones(64, 1).cuda(), 64
+    )
+    chosen = []
+
+    def product(x, weight, rows):
+        chosen.append(CHOSEN.device)
+        return x[:, :64]
+
+    monkeypatch.setattr(linear_kernels, "product", product)
+    with torch.inference_mode():
+        torch.nn.functional.linear(torch.zeros(2, 64, dtype=torch.bfloat16, device="cuda"), packed)
+    assert chosen == [True]
 
 
 def test_our_kernels_are_off_on_gpus_that_do_not_multiply_bfloat16(device, monkeypatch, caplog):

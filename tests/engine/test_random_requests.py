@@ -110,7 +110,11 @@ def end_within(dice: random.Random, drawn: Drawn, engine: Engine) -> None:
 
 @pytest.mark.parametrize("number", range(CASES))
 def test_random_requests_are_answered_as_plain_decoding_answers_each_alone(engine, number):
-    dice = random.Random(number)
+    check_random_requests(engine, random.Random(number), number)
+
+
+def check_random_requests(engine: Engine, dice: random.Random, number: int) -> None:
+    """Requests that are drawn by these dice."""
     prompts = draw_prompts(dice)
     requests = [draw_request(dice, prompts, seed=10 * number + i) for i in range(dice.choice([1, 4, 7]))]
     for drawn in dice.sample(requests, k=len(requests) // 2):

@@ -40,14 +40,15 @@ class Constraint(Protocol):
 
 
 def restricted(row: Float[Tensor, "logits"], allowed: Bool[np.ndarray, "vocab"] | None) -> Float[Tensor, "logits"]:
-    """Logits, −∞ for tokens that are not allowed; also for those beyond the vocabulary.
+    """Logits on the CPU, −∞ for tokens that are not allowed; also for those beyond the vocabulary.
 
     Errors: ValueError where no token of the vocabulary is allowed.
     """
     if allowed is None:
         return row
+    row = row.cpu()  # for what reads it, whether it is masked before or after
     masked = torch.full_like(row, -torch.inf)
-    places = torch.from_numpy(np.flatnonzero(allowed[: len(row)])).to(row.device)
+    places = torch.from_numpy(np.flatnonzero(allowed[: len(row)]))
     if not len(places):
         raise ValueError("the constraint allows none of the model's tokens; give it another one")
     masked[places] = row[places]

@@ -98,6 +98,7 @@ class ForwardInputs:
     hidden_states: Float[Tensor, "slots hidden"] | None = None  # for a drafter: of the target, see below
     gumbel_max: GumbelMax | None = None  # of the decided text and draft tokens; None: the host picks
     candidate_temperature: float = 0.0  # of sampling for which candidates are enough; 0: they are of no use
+    reads_logits: bool = False  # the host reads rows of logits: a GPU may copy them with the tokens that it finds
     drafts: Sequence[Drafts] = ()  # all offered ones, of which the tokens were chosen; no network reads them
     # of a draft model that goes on: probabilities of acceptance of what it drafted so far; no network reads them
     draft_probabilities: tuple[float, ...] = ()

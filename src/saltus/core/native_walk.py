@@ -43,6 +43,7 @@ def followed_tokens(distributions: TargetDistributions) -> tuple[list[int], int,
         not sampling.has_argmax
         or distributions.constraint is not None
         or outputs.token_ids is not None
+        or (outputs.likeliest is not None and sampling.token_independent)  # a device has looked
         or not logits.is_cpu
         or (walk := _kernel(logits.dtype)) is None
         or not logits.is_contiguous()

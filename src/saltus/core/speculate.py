@@ -65,12 +65,14 @@ def speculate(
     controller: Controller | None = None,
     stop: StopCondition | None = None,
     constraint: Constraint | None = None,
+    reads_logits: bool = False,
 ) -> DecodeGenerator:
     """Decode one text. Under `match` neither drafters nor controller can change it (PTP, Alg. 1 with any draft).
 
     `on_step` gets each step after its tokens have filled the canvas (`Step.canvas` is the one before); the text is the
     tokens of all steps. `stop` may end it early. A `constraint` restricts a continuation, and where anything is drafted
-    so is what it forces. Without a controller up to 16 draft tokens are verified in each call.
+    so is what it forces. Without a controller up to 16 draft tokens are verified in each call. `on_step` may read
+    logits in any case; where it does with every step, `reads_logits` says so.
     """
     controller = controller or Controller(adaptive=False)
     readers = [
@@ -81,6 +83,9 @@ def speculate(
     if rule is match and sampling.plain_gumbel_max and constraint is None:
         gumbel_max = GumbelMax(noise, sampling.temperature)
     candidate_temperature = sampling.temperature if sampling.needs_candidates and constraint is None else 0.0
+    reads_logits |= constraint is not None or not (
+        gumbel_max or candidate_temperature or (rule is match and sampling.plain_argmax)
+    )
     drafts_candidates = any(isinstance(drafter, UsesCandidates) for drafter in drafters)
     last: Step | None = None
     draft_seconds = 0.0  # of a call of a draft model
@@ -117,7 +122,8 @@ def speculate(
         inputs = ForwardInputs(
             canvas, tree.tokens, tree.parents, hidden_states, draft_distributions=draft_distributions,
             gumbel_max=gumbel_max,
-            candidate_temperature=candidate_temperature or float(drafts_candidates and should_draft), drafts=drafted,
+            candidate_temperature=candidate_temperature or float(drafts_candidates and should_draft),
+            reads_logits=reads_logits, drafts=drafted,
         )  # fmt: skip
         for drafter in fused if should_draft else ():
             probabilities = list(map(controller.calibrated_probability, tree.sources, tree.acceptance_probabilities))

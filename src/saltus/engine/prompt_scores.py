@@ -38,7 +38,10 @@ class PromptScores:
         piece = self.tokens[begin : begin + limit]
         chain = tuple(piece[:-1])  # nothing follows the last one
         inputs = ForwardInputs(
-            continuation(self.tokens[:begin], text_length - begin), chain, tuple(range(-1, len(chain) - 1))
+            continuation(self.tokens[:begin], text_length - begin),
+            chain,
+            tuple(range(-1, len(chain) - 1)),
+            reads_logits=True,
         )
         (outputs,) = network.forward([inputs], [kv_cache])
         for row, token in zip(outputs.logits, piece, strict=True):

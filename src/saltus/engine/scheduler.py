@@ -316,7 +316,7 @@ def counting_generator(setup: DecodingSetup, request: Request, controller: Contr
         controller = Controller(adaptive=False)
     generator = speculate(
         request.new_canvas(), noise, request.sampling, drafters, request.record, RULES[setup.rule], controller,
-        request.stop, request.constraint,
+        request.stop, request.constraint, request.logprobs,
     )  # fmt: skip
     outputs: ForwardOutputs | None = None
     while True:

@@ -62,10 +62,13 @@ def uniform_features(u: Float[Tensor, "*shape"], kind: str) -> Float[Tensor, "*s
 
 
 def _encode_uniforms(u: Tensor, kind: str) -> Tensor:
+    if kind == "bits" and u.device.type != "cpu":
+        places = torch.arange(31, -1, -1, dtype=torch.int32, device=u.device)
+        return (u.detach().float().contiguous().view(torch.int32)[..., None] >> places & 1).float()
     if kind == "bits":
-        words = u.detach().cpu().float().contiguous().numpy().view(np.uint32)
+        words = u.detach().float().contiguous().numpy().view(np.uint32)
         bits = (words[..., None] >> np.arange(31, -1, -1, dtype=np.uint32)) & 1
-        return torch.from_numpy(bits.astype(np.float32)).to(u.device)
+        return torch.from_numpy(bits.astype(np.float32))
     u = u.double()[..., None]
     if kind == "scalar":
         return u.float()

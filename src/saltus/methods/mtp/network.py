@@ -65,6 +65,8 @@ class MtpNetwork:
 
     def __post_init__(self) -> None:
         self.device = self.modules[0].layers.device
+        tokens = self.modules[0].tokens
+        self.token_ids = None if tokens is None else tokens.cpu()
         self.kv_bytes_per_token = sum(map(_kv_bytes_per_token, self.modules))
 
     def new_kv_cache(self) -> MtpKVCache:
@@ -83,10 +85,12 @@ class MtpNetwork:
         logits |= {id(cache): row for (_, cache), row in zip(drafting, self._draft(drafting), strict=True)}
         read = {id(cache): 0 if inputs.hidden_states is None else len(inputs.hidden_states) for inputs, cache in pairs}
         rows = sum(count or 1 for count in read.values())
-        tokens, by_text = self.modules[0].tokens, [logits[id(cache)] for cache in kv_caches]
+        by_text = [logits[id(cache)] for cache in kv_caches]
         candidates = [None] * len(batch) if self.device.type == "cpu" else find_candidates(batch, by_text)
         return [
-            ForwardOutputs(row, context_tokens_read=read[id(cache)], num_rows=rows, token_ids=tokens, candidates=found)
+            ForwardOutputs(
+                row, context_tokens_read=read[id(cache)], num_rows=rows, token_ids=self.token_ids, candidates=found
+            )
             for row, found, cache in zip(by_text, candidates, kv_caches, strict=True)
         ]
 

@@ -9,8 +9,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from saltus.methods.mtpc.heads import HeadModel, HeadOutputs
-from saltus.models.cuda.cuda_graphs import GraphCapture, to_host
+from saltus.models.cuda.cuda_graphs import GraphCapture
 from saltus.models.cuda.fixed_shape_calls import size_class
+from saltus.models.cuda.host_copies import to_host
 
 
 class GraphedHeads:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from saltus.methods.shared.draft_tree import DraftOutputs
 from saltus.methods.shared.hidden_state_correction import TokenCorrectionModel, corrected_states, rms_normalized
 from saltus.methods.shared.query_predictions import QueryPredictor, rows_linear
 from saltus.methods.shared.timed_outputs import timed_outputs
+from saltus.models.cuda.host_copies import to_device
 from saltus.models.packed_decoder import DecoderConfig, PackedDecoder, check_decoder_sizes
 from saltus.models.uniform_embedding import UniformEmbedding
 
@@ -197,7 +199,7 @@ class DraftNetwork:
         if constant and key in self.query_vectors:
             return self.query_vectors[key]
         with torch.inference_mode():
-            u = torch.tensor(uniforms, dtype=torch.float64, device=self.device)
+            u = to_device(np.array(uniforms, dtype=np.float64), self.device)
             zeros = torch.zeros(len(u), self.model.shape.hidden, dtype=self.model.query.dtype, device=self.device)
             depths = torch.arange(len(u), device=self.device)
             vectors = self.model.query_inputs(zeros, u, torch.full_like(u, temperature), depths)
@@ -264,9 +266,7 @@ class DraftNetwork:
 
     def _run(self, texts: Sequence[DraftRows]) -> list[tuple[Tensor, Tensor]]:
         """The logits and last hidden states of each text's last context position and queries, piece by piece."""
-        features = [
-            self.model.context_features(text.states, torch.from_numpy(text.tokens).to(self.device)) for text in texts
-        ]
+        features = [self.model.context_features(text.states, to_device(text.tokens, self.device)) for text in texts]
         contexts = rows_linear(self.model.fuse, torch.cat(features)).split([len(text.states) for text in texts])
         rows = []
         for text, context in zip(texts, contexts, strict=True):

@@ -24,6 +24,7 @@ from saltus.methods.shared.draft_tree import DraftOutputs, LikelyTokens, PathLog
 from saltus.methods.shared.query_predictions import QueryPredictor, rows_linear
 from saltus.methods.shared.timed_outputs import timed_outputs
 from saltus.models.cpu.torch_decoder import normed, rotated
+from saltus.models.cuda.host_copies import to_device
 
 UNREAD_STATES = 1024  # hidden states that are read at once; a context position costs little
 
@@ -82,7 +83,7 @@ class DFlashNetwork:
         states = [unread_states(inputs, kv_cache, self.target, layers) for inputs, kv_cache in pairs]
         lengths = [len(inputs.canvas.decided_prefix) - kv_cache.first_position for inputs, kv_cache in pairs]
         self._write_context(states, kv_caches, lengths)
-        last_tokens = torch.tensor([int(inputs.canvas.decided_prefix[-1]) for inputs in batch], device=self.device)
+        last_tokens = to_device(np.array([inputs.canvas.decided_prefix[-1] for inputs in batch]), self.device)
         blocks, shape = self.model.block_inputs(last_tokens), self.model.shape
         assert self.context_layers is not None
         texts = [

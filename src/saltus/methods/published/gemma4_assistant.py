@@ -211,8 +211,8 @@ class AssistantNetwork:
     def _outputs(self, inputs: ForwardInputs, logits: Tensor, states: Tensor, num_rows: int) -> DraftOutputs:
         queries = len(inputs.uniforms)
         predictions = self.predictor(logits[:queries], states[:queries])
-        kept = torch.tensor([0, *range(queries)], device=logits.device)
-        return DraftOutputs(logits[kept], states[kept], 0.0, 1, num_rows, predictions=predictions)
+        logits, states = (torch.cat([each[:1], each[:queries]]) for each in (logits, states))
+        return DraftOutputs(logits, states, 0.0, 1, num_rows, predictions=predictions)
 
 
 def _load(folder: Path, target: Any, target_name: str) -> Assistant:

@@ -20,6 +20,7 @@ from saltus.models.cuda.fixed_shape_calls import Call, FixedShape, chains_of_tex
 from saltus.models.cuda.fixed_shapes import FixedShapeRunner
 from saltus.models.cuda.gpu_decoder import GPUDecoder, fits_described, has_kernels_for
 from saltus.models.cuda.graphed_passes import SETTINGS, GraphedPasses, PassInputs
+from saltus.models.cuda.host_copies import to_device
 from saltus.models.cuda.kv_pages import FixedShapeKVCache
 from saltus.models.decoder_description import DecoderDescription, Layer
 from saltus.models.mixer_description import Angles
@@ -56,7 +57,7 @@ class GPUAssistant:
         seen = chains_of_texts(kv_caches, [length - 1 for length in lengths], rows, self.settings)
         inputs.static.fill(Call(shape, tuple(seen)))
         inputs.tokens.zero_()
-        inputs.tokens[:count] = torch.tensor(tokens)
+        inputs.tokens[:count] = to_device(np.array(tokens, dtype=np.int64), inputs.tokens.device)
         inputs.states.zero_()
         inputs.states[:count] = states
         found = [[each[:count].clone() for each in run()] for _ in range(max(counts))]

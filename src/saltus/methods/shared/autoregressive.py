@@ -40,8 +40,7 @@ def draft_autoregressively(
     none that are finite, ends the branch, and so do bans that leave no token.
     """
     canvas = inputs.canvas
-    if rule is not reject:
-        inputs = _for_device(inputs, noise, sampling, top_k)
+    inputs = _for_device(inputs, noise, sampling, rule, top_k)
     stream = f"{source}/{canvas.num_decided}"  # new in each step: random numbers are never used twice
     tokens: list[int] = []
     probabilities: list[float] = []
@@ -76,12 +75,14 @@ def draft_autoregressively(
     return [Branch(tokens, probabilities, source, distributions if rule is reject else None), *siblings]
 
 
-def _for_device(inputs: ForwardInputs, noise: Noise, sampling: Sampling, top_k: int) -> ForwardInputs:
+def _for_device(inputs: ForwardInputs, noise: Noise, sampling: Sampling, rule: Rule, top_k: int) -> ForwardInputs:
     """Let a GPU find what is drafted, where that is enough, in place of rows of logits that the host would read."""
+    if rule is reject:
+        return replace(inputs, reads_logits=True)
     if sampling.plain_gumbel_max and top_k == 1:
         inputs = replace(inputs, gumbel_max=GumbelMax(noise, sampling.temperature))
     elif not (sampling.plain_argmax or sampling.needs_candidates):
-        return inputs
+        return replace(inputs, reads_logits=True)
     return replace(inputs, candidate_temperature=1.0 if sampling.greedy else sampling.temperature)
 
 

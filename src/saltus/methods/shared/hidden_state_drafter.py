@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from saltus.core.canvas import Canvas
 from saltus.core.distributions import Step
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.tree import Drafts
+from saltus.models.cuda.host_copies import to_device
 
 MAX_UNREAD = 32  # hidden states that a draft network reads at once: of a prompt or after a pause, the last ones
 
@@ -71,6 +73,6 @@ def state_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
     if has_no_gaps and (2 * len(rows) >= len(x) or not on_cpu):  # a view, which keeps all of the tensor
         return x[rows[0] : rows[-1] + 1]
     if not on_cpu:
-        return x[torch.tensor(rows)]
+        return x.index_select(0, to_device(np.array(rows, dtype=np.int64), x.device))
     bits = x.view(torch.int16) if x.element_size() == 2 else x
     return torch.from_numpy(bits.numpy()[rows]).view(x.dtype)

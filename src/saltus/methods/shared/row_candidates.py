@@ -31,6 +31,7 @@ from saltus.methods.shared.draft_tree import (
     likely_tokens,
 )
 from saltus.methods.shared.logit_correction import NonlinearCorrection
+from saltus.models.cuda.host_copies import to_host
 
 
 class RowCandidates(Sequence[LikelyTokens]):
@@ -123,7 +124,7 @@ def likely_on_device(logits: Float[Tensor, "positions vocab"]) -> list[LikelyTok
     logits = logits.float()
     values, columns = torch.topk(logits, min(MAX_CANDIDATES, logits.shape[1]))
     totals = (logits - values[:, :1]).exp().sum(1, dtype=torch.float64)
-    found = torch.cat([values.double(), columns.double(), totals[:, None]], 1).cpu().numpy()
+    found = to_host(torch.cat([values.double(), columns.double(), totals[:, None]], 1))[0].numpy()
     likely, most = [], values.shape[1]
     for row in found:
         if not np.isfinite(row[0]):

@@ -29,6 +29,7 @@ from saltus.kernels import native
 from saltus.kernels.native import structs
 from saltus.models.attention_span import AttentionSpan, Chunks, first_visible
 from saltus.models.cpu.kv_cache import KVCache
+from saltus.models.cuda.host_copies import to_device
 from saltus.models.temperature_tuning import is_tuned, leave_out_tuning, tuned_queries
 
 ATTENTION_NAME = "saltus"
@@ -296,7 +297,7 @@ def _attend_masked(sequence, q, keys, values, scale, span, softcap, sinks) -> to
     seen = np.ones((sequence.num_rows, end), dtype=bool)
     seen[:, sequence.past_length :] = sequence.tree_mask_within(span)
     seen &= np.arange(end) >= sequence.first_visible_slots(span)[:, None]
-    mask = torch.from_numpy(seen).to(q.device)
+    mask = to_device(seen, q.device)
     if softcap or sinks is not None:
         group = q.shape[0] // keys.shape[0]
         k, v = (x[:, :end].repeat_interleave(group, 0) for x in (keys, values))

@@ -76,12 +76,3 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def to_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Copies in the memory of the host, by one wait for the device."""
-    if tensors[0].device.type != "cuda":
-        return list(tensors)
-    copies = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in tensors]
-    torch.cuda.current_stream(tensors[0].device).synchronize()
-    return copies

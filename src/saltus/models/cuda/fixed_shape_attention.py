@@ -37,6 +37,7 @@ from saltus.kernels.batch_invariant_ops import BatchInvariantMode
 from saltus.models.attention_span import AttentionSpan, first_visible
 from saltus.models.cpu.attention import note_layer
 from saltus.models.cuda.fixed_shape_calls import Call, FixedShape, first_recent_position
+from saltus.models.cuda.host_copies import to_device
 from saltus.models.cuda.kv_pages import PADDING_PAGE, KVPagePool
 from saltus.models.gated_lora import Adapter, StaticGate
 
@@ -129,9 +130,9 @@ class QueryInputs:
             (self.gate.is_query, is_query), (self.gate.has_token, has_token), (self.visible_nodes, visible),
             (self.num_decided, num_decided), (self.node_offsets, offsets),
         ):  # fmt: skip
-            tensor.copy_(torch.from_numpy(array))
+            tensor.copy_(to_device(array, device))
         with BatchInvariantMode() if device.type == "cpu" else contextlib.nullcontext():
-            conditioning = (torch.from_numpy(x).to(device) for x in (uniforms, temperatures))
+            conditioning = (to_device(x, device) for x in (uniforms, temperatures))
             self.gate.embeddings.copy_(adapter.auxiliary(*conditioning))  # of all rows, in one shape
 
     def clear(self) -> None:

@@ -29,10 +29,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from saltus.core.candidates import Candidates
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.models.cpu import attention
-from saltus.models.cuda.cuda_graphs import GraphCapture, to_host
-from saltus.models.cuda.device_candidates import find_candidates
+from saltus.models.cuda.cuda_graphs import GraphCapture
+from saltus.models.cuda.device_candidates import FoundCandidates
 from saltus.models.cuda.fixed_shape_attention import MAX_TREE_NODES, FixedShapeAttention, QueryInputs, StaticInputs
 from saltus.models.cuda.fixed_shape_calls import (
     Call,
@@ -45,6 +46,7 @@ from saltus.models.cuda.fixed_shape_calls import (
 from saltus.models.cuda.gpu_decoder import GPUDecoder
 from saltus.models.cuda.gpu_experts import GPU_EXPERTS
 from saltus.models.cuda.gpu_recurrent import StatesOfCall
+from saltus.models.cuda.host_copies import to_host
 from saltus.models.cuda.kernel_support import has_kernels
 from saltus.models.cuda.kv_pages import FixedShapeKVCache, KVPagePool
 from saltus.models.cuda.recurrent_inputs import RecurrentInputs, keep_snapshots
@@ -54,6 +56,7 @@ from saltus.models.memory_use import layer_sizes
 
 DENSE_EXPERTS = {"llama4_text"}  # in whose layers every expert reads all rows, in one batched product or by our kernels
 MAX_VARIED_ROWS = 512  # of a decoding call by our own kernels
+MAX_ROWS_READ = 32  # of logits, copied with the tokens: of more, to copy those of accepted nodes is faster
 
 RunModel = Callable[[Tensor, Tensor, int, StaticGate | None], tuple[Tensor, Tensor]]
 """Tokens [1, rows], positions [1, rows], how many of the last rows have logits (0: all), the queries → logits, hidden
@@ -82,8 +85,8 @@ class CallOutputs(NamedTuple):
 
 
 def tokens_found(found: Float[Tensor, "3 outputs"]) -> Int[np.ndarray, "2 outputs"]:
-    """The likeliest tokens of rows, −1 where they have none, and those that they picked: a copy to the host."""
-    tokens, greatest, picked = to_host(found)[0].numpy()
+    """The likeliest tokens of rows, −1 where they have none, and those that they picked; in the memory of the host."""
+    tokens, greatest, picked = found.numpy()
     return np.stack([np.where(np.isfinite(greatest), tokens, -1), picked]).astype(np.int64)
 
 
@@ -94,6 +97,7 @@ class TextOutputs(NamedTuple):
     states: Float[Tensor, "rows states"] | None
     likeliest: Int[np.ndarray, "outputs"]
     picked: Int[np.ndarray, "outputs"]
+    candidates: list[Candidates] | None
 
 
 @dataclass
@@ -148,7 +152,6 @@ class FixedShapeRunner:
                 kv_cache.reserve_nodes(len(inputs.tokens))
         try:
             outputs = self._forward(batch, kv_caches, past)
-            candidates = find_candidates(batch, [each.logits for each in outputs])
         except BaseException:
             for kv_cache in kv_caches:
                 kv_cache.forget()
@@ -166,9 +169,9 @@ class FixedShapeRunner:
                 rows,
                 likeliest=out.likeliest,
                 picked=out.picked,
-                candidates=found,
+                candidates=out.candidates,
             )
-            for count, out, found in zip(read, outputs, candidates, strict=True)
+            for count, out in zip(read, outputs, strict=True)
         ]
 
     def _check_tree(self, inputs: ForwardInputs) -> None:
@@ -218,14 +221,17 @@ class FixedShapeRunner:
                 for (start, part), end in zip(placed, ends, strict=True):
                     if batch[part.text].output_hidden_states:
                         states[part.text].append(kept[start:end])
-        tokens = tokens_found(torch.cat(found, 1) if len(found) > 1 else found[0])
+        rows, tokens, candidates = _on_host(batch, [_joined(each) for each in logits], found)
         return [
             TextOutputs(
-                _joined(text_logits),
+                own_rows,
                 self._new_states(_joined(read), inputs, past) if read else None,
                 *np.concatenate([tokens[:, place] for place in own], 1),
+                candidates=likely,
             )
-            for text_logits, read, own, inputs, past in zip(logits, states, places, batch, past_lengths, strict=True)
+            for own_rows, read, own, likely, inputs, past in zip(
+                rows, states, places, candidates, batch, past_lengths, strict=True
+            )
         ]
 
     @staticmethod
@@ -332,6 +338,30 @@ class FixedShapeRunner:
             self.use_cuda_graphs = False
         else:
             self.pool.graphs[inputs.shape, queries is not None] = captured
+
+
+def _on_host(
+    batch: Sequence[ForwardInputs], logits: Sequence[Tensor], found: Sequence[Tensor]
+) -> tuple[list[Tensor], Int[np.ndarray, "2 outputs"], list[list[Candidates] | None]]:
+    """By one wait: each text's rows of logits, on the host where it reads them; `tokens_found`; and candidates."""
+    rows, reading, left = list(logits), list[int](), MAX_ROWS_READ
+    for number, inputs in enumerate(batch):
+        if inputs.reads_logits and not inputs.query_nodes and len(rows[number]) <= left:
+            reading.append(number)
+            left -= len(rows[number])
+    candidates = FoundCandidates.of(batch, logits)
+    given = [torch.cat(list(found), 1) if len(found) > 1 else found[0]]
+    given += [] if candidates is None else [candidates.table]
+    given += [_joined([rows[number] for number in reading])] if reading else []
+    tokens, *others = to_host(*given)
+    likely: list[list[Candidates] | None] = [None] * len(batch)
+    if candidates is not None:
+        likely = candidates.read(others[0], len(batch))
+    if reading:
+        own = others[-1].split([len(rows[number]) for number in reading])
+        for number, copied in zip(reading, own, strict=True):
+            rows[number] = copied
+    return rows, tokens_found(tokens), likely
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from saltus.models.cpu.kv_cache import KVCache
+from saltus.models.cuda.host_copies import to_device
 
 PADDING_PAGE = 0  # padding rows write their keys and values to its first slot; no text has it
 MIN_PAGES = 64  # of a pool, once a text needs one
@@ -80,7 +81,7 @@ class KVPagePool:
     def copy_slots(self, destinations: Int[np.ndarray, "copies"], sources: Int[np.ndarray, "copies"]) -> None:
         """Copy slots of every layer. Sources are read before destinations are written."""
         if self.buffers and len(sources):
-            to, of = torch.from_numpy(np.stack([destinations, sources])).to(self.buffers[0].device)
+            to, of = to_device(np.stack([destinations, sources]), self.buffers[0].device)
             for buffer in self.buffers:
                 buffer.index_copy_(1, to, buffer.index_select(1, of))
 
