@@ -29,7 +29,7 @@ from saltus.engine.scheduled_request import ScheduledRequest
 from saltus.engine.scheduler import Scheduler
 from saltus.loading.load_model import load_model
 from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
-from saltus.methods.shared import autoregressive
+from saltus.methods.shared import autoregressive, query_predictions
 from saltus.models.cuda import (
     device_candidates,
     expert_kernels,
@@ -499,6 +499,21 @@ def test_published_drafters_draft(device, tiny_folder, tmp_path, kind):
         block_drafter(tmp_path, kind, **read)
     given = tiny_folder(num_hidden_layers=layers), {"ptp": {"model": str(tmp_path)}}
     check_texts(load(*given), ["ptp"], tokens=4, twin=load(*given, device="cpu"))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
+def test_published_heads_find_the_likely_tokens_of_all_texts_at_once(device, monkeypatch, tiny_folder, tmp_path, kind):
+    published_head(tmp_path, {"eagle3": "speculators"}.get(kind, kind), **FIRST_LAYERS["eagle"][0])
+    engine, rows = load(tiny_folder(num_hidden_layers=4), {"ptp": {"model": str(tmp_path)}}), []
+    likely = query_predictions.rows_likely_tokens
+
+    def noted(logits):
+        rows.append(len(logits))
+        return likely(logits)
+
+    monkeypatch.setattr(query_predictions, "rows_likely_tokens", noted)
+    engine.generate(["one", "two", "cat"], method="ptp", raw=True, max_new_tokens=3, temperature=0, ignore_eos=True)
+    assert {count % 3 for count in rows} == {0}  # of three texts
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,7 @@ class DraftNetwork:
             predictions = [self.predictor.of_likely_tokens(rows.likely[1:], rows.projected[1:]) for rows in drafted]
         else:
             by_text = self._run(texts)
-            predictions = [self.predictor(logits[1:], states[1:]) for logits, states in by_text]
+            predictions = self.predictor.of_texts([(logits[1:], states[1:]) for logits, states in by_text])
         outputs, num_rows = [], sum(text.num_rows for text in texts)
         seconds = 0.0 if started is None else time.perf_counter() - started
         for (inputs, kv_cache), text, (logits, states), predicted in zip(

@@ -55,9 +55,13 @@ class Eagle3Network(EagleNetwork):
         last = torch.stack([rows[-1] for rows in self.layers.read(tokens, states, kv_caches, starts)])
         chains = self.layers.chains(last, queries, kv_caches, ends)
         outputs, num_rows = [], sum(counts) + sum(max(count - 1, 0) for count in queries)
-        for text, cache, read, asked, (logits, hidden) in zip(decided, kv_caches, counts, queries, chains, strict=True):
+        predicted = self.predictor.of_texts(
+            [(logits[:asked], hidden[:asked]) for asked, (logits, hidden) in zip(queries, chains, strict=True)]
+        )
+        for text, cache, read, asked, (logits, hidden), predictions in zip(
+            decided, kv_caches, counts, queries, chains, predicted, strict=True
+        ):
             cache.tokens = text[cache.first_position :].copy()
-            predictions = self.predictor(logits[:asked], hidden[:asked])
             logits, hidden = (torch.cat([rows[:1], rows[:asked]]) for rows in (logits, hidden))
             outputs.append(
                 DraftOutputs(logits, hidden, 0.0, read, num_rows, self.model.tokens, predictions=predictions)

@@ -77,12 +77,14 @@ class PEagleNetwork(EagleNetwork):
         normalised = normed(model.norm, torch.cat(last))
         logits = rows_linear(model.lm_head, normalised)
         counts, outputs, num_rows = [count + 1 for count in masks], [], sum(map(len, tokens))
-        for inputs, cache, given, row_logits, row_states in zip(
-            batch, kv_caches, states, logits.split(counts), normalised.split(counts), strict=True
+        asked, rows = [len(each.uniforms) for each in batch], [logits.split(counts), normalised.split(counts)]
+        predicted = self.predictor.of_texts(
+            [(own[:queries], hidden[:queries]) for queries, own, hidden in zip(asked, *rows, strict=True)]
+        )
+        for inputs, cache, given, queries, row_logits, row_states, predictions in zip(
+            batch, kv_caches, states, asked, *rows, predicted, strict=True
         ):
             cache.tokens = inputs.canvas.decided_prefix[cache.first_position :].copy()
-            queries = len(inputs.uniforms)
-            predictions = self.predictor(row_logits[:queries], row_states[:queries])
             logits_kept, states_kept = (torch.cat([rows[:1], rows[:queries]]) for rows in (row_logits, row_states))
             outputs.append(
                 DraftOutputs(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,21 @@ class QueryPredictor:
 
     def __call__(self, logits: Tensor, hidden_states: Tensor) -> PositionPredictions:
         """The predictions of queries, given their logits over the drafted tokens and their last hidden states."""
+        return self.of_likely_tokens(rows_likely_tokens(logits), self._position_inputs(hidden_states))
+
+    def of_texts(self, texts: Sequence[tuple[Tensor, Tensor]]) -> list[PositionPredictions]:
+        """Those of several texts, each with such logits and states; what a GPU finds is copied for all at once."""
+        if self.device.type == "cpu":
+            return [self(*text) for text in texts]
+        logits, states = (torch.cat(each) for each in zip(*texts, strict=True))
+        likely, inputs = rows_likely_tokens(logits), self._position_inputs(states)
+        counts = [len(own) for own, _ in texts]
+        rows = [slice(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
+        return [self.of_likely_tokens(likely[own], inputs[own]) for own in rows]
+
+    def _position_inputs(self, hidden_states: Tensor) -> np.ndarray:
         inputs = np.empty((0, 0)) if self.correction is None else self.correction.position_inputs(hidden_states)
-        return self.of_likely_tokens(rows_likely_tokens(logits), np.ascontiguousarray(inputs, dtype=np.float32))
+        return np.ascontiguousarray(inputs, dtype=np.float32)
 
     def of_likely_tokens(self, likely: Sequence[LikelyTokens], inputs: np.ndarray) -> PositionPredictions:
         """The same, given the likely tokens and the correction's inputs (float32) of each query."""
