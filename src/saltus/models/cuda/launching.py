@@ -21,6 +21,7 @@ from saltus.models.cuda.kernel_support import KernelsFail
 
 MIN_CAPABILITY = 8, 0  # of GPUs that multiply bfloat16; for others Triton makes products number by number
 LARGEST_SHARED_MEMORY = 232_448  # bytes of a program, of the GPUs that have most (compute capability 9.0 and 10.0)
+FUSION = {"enable_fp_fusion": True}  # of products and sums: part of our rounding, while Triton's default will change
 FAILED_PASS = "PassManager::run failed"  # what Triton's compiler says by a RuntimeError
 _only_compiles: ContextVar[bool] = ContextVar("_only_compiles", default=False)
 
@@ -42,7 +43,8 @@ class Kernel:
     function: Any  # of Triton
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        return partial(self.function.warmup, grid=grid) if _only_compiles.get() else partial(self._launch, grid)
+        launch = partial(self.function.warmup, grid=grid) if _only_compiles.get() else partial(self._launch, grid)
+        return partial(launch, **FUSION)
 
     def _launch(self, grid: Any, *args: Any, **named: Any) -> None:
         """Errors: KernelsFail where Triton or the GPU refuses it; what a kernel needs depends on a model's sizes."""
