@@ -44,7 +44,7 @@ def installed(tmp_path, monkeypatch) -> None:
 def test_a_method_of_another_package_is_trained_and_drafts(installed, folder, tiny_folder, teacher, tmp_path):
     given = ["train", "linear_head", "-m", folder, "--teacher", teacher, "--steps", 20]
     output = saltus_(*given, "--work", tmp_path / "work", "--out", tmp_path / "head").stderr
-    assert "held-out tokens per call: greedy" in output
+    assert "held-out tokens per call, of 4 drafts at most: greedy" in output
     saltus_(*given, "--from", tmp_path / "head", "--work", tmp_path / "further")
     options = {"linear_head": {"model": str(tmp_path / "head"), "min_probability": 0.0}}
     assert isinstance(available_methods()["linear_head"](model="x"), LoadsNetwork)

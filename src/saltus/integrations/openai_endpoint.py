@@ -95,7 +95,7 @@ def open_url(url: str, body: Mapping[str, Any] | None, api_key: str, headers: Ma
         return urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=TIMEOUT_SECONDS)
     except urllib.error.HTTPError as error:
         said, pause = " ".join(error.read(300).decode(errors="replace").split()), error.headers.get("Retry-After", "")
-        if not said or said.startswith("<"):  # a page of some other server
+        if not said or (said.startswith("<") and error.code not in (400, 422)):  # a page of some other server
             said = "is a server of OpenAI's protocol there?"
         line = f"{url} refuses ({error.code}): {said}"
         raise EndpointError(line, error.code, said, float(pause) if pause.isdecimal() else 0.0) from None

@@ -156,7 +156,7 @@ def assert_same_as_one_by_one(task: JacobiTrainingTask) -> None:
         loss = task.batch_loss(texts, iterates)
         packed = gradients(task, loss)
         alone = one_by_one(task, texts, iterates)
-        torch.testing.assert_close(loss, alone)
+        torch.testing.assert_close(loss, alone, rtol=5e-7, atol=0)  # the weights of rows, and their sum, are float32
         for name, gradient in gradients(task, alone).items():
             largest = float(gradient.abs().max())
             torch.testing.assert_close(packed[name], gradient, rtol=0, atol=max(1e-5 * largest, 1e-12))
