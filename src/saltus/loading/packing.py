@@ -22,6 +22,7 @@ from saltus.kernels import native
 from saltus.kernels.packed_weight import (
     GROUP_OUTPUTS,
     Arithmetic,
+    Format,
     PackedWeight,
     blocks_shape,
     dequantize_blocks,
@@ -131,7 +132,7 @@ def pack_places(places: Iterable[Place], packing: str, arithmetic: Arithmetic) -
 def pack_like(module: Any, model: Any) -> None:
     """Pack the matrices of a module that came with a model as `pack_model` has packed those of the model, if it has."""
     packed = [weight for weight in model.parameters() if isinstance(weight, PackedWeight)]
-    names = {format: name for name, format in PACKINGS.items()}
+    names: dict[Format, str] = {format: name for name, format in PACKINGS.items()}
     if packed and (packing := names.get(packed[0].format)):
         places = packable_places(module, GGML_QUANT_SIZES[PACKINGS[packing]][0]).values()
         unpacked = [place for place in places if not isinstance(place.weight, PackedWeight)]
