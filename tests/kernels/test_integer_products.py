@@ -14,9 +14,10 @@ from reference_integer_products import E2M1, product, product_of
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import linear
 from saltus.kernels.native import structs
-from saltus.kernels.packed_weight import INTEGER_FORMATS, PackedWeight, dequantize_blocks
+from saltus.kernels.packed_weight import PACKED_FORMATS, PackedWeight, dequantize_blocks
 
 pytestmark = pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
+INTEGER_FORMATS = [format for format in PACKED_FORMATS if format is not Q.F16]
 each_format = pytest.mark.parametrize("format", INTEGER_FORMATS, ids=lambda format: format.name)
 INTEGERS = {Q.Q4_0: (2, 18), Q.Q4_1: (4, 20), Q.Q5_0: (2, 22), Q.Q5_1: (4, 24), Q.Q8_0: (2, 34), Q.Q2_K: (16, 80),
             Q.Q3_K: (0, 96), Q.Q4_K: (16, 144), Q.Q5_K: (16, 176), Q.Q6_K: (0, 192), Q.IQ4_NL: (2, 18),

@@ -151,6 +151,7 @@ def test_fp8_stays_packed_where_128_inputs_share_a_scale(case, name, checkpoint,
     meant, model = load_model("meant", reference), load_model("tiny", folder)
     assert formats(model) == {"FP8"}
     assert formats(load_model("tiny", folder, weights="bf16")) == {"bfloat16"}
+    assert formats(load_model("tiny", folder, weights="q4_0")) == {"Q4_0"}
     monkeypatch.setattr(quantised_weights, "available_bytes", lambda: 1e9)
     assert formats(load_model("tiny", folder)) == {"bfloat16"}
     assert describe_weights(model) == "FP8, bfloat16"

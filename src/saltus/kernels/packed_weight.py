@@ -33,13 +33,12 @@ CODEBOOKS: dict[GGMLQuantizationType, Any] = {  # the formats that look up sever
     Q.IQ1_S: quants.IQ1_S, Q.IQ1_M: quants.IQ1_M, Q.IQ2_XXS: quants.IQ2_XXS, Q.IQ2_XS: quants.IQ2_XS,
     Q.IQ2_S: quants.IQ2_S, Q.IQ3_XXS: quants.IQ3_XXS, Q.IQ3_S: quants.IQ3_S
 }  # fmt: skip
-RECODED_FORMATS = (Q.TQ1_0, Q.TQ2_0, *CODEBOOKS)  # whose weights become places of 4 bits in a table (recoding.c)
+RECODED_FORMATS = (Q.TQ1_0, Q.TQ2_0, *CODEBOOKS)  # whose weights become 4-bit indices into a table (recoding.c)
 RECODED_BLOCK = 256  # weights
 PACKED_FORMATS = (
     Q.F16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.IQ4_NL, Q.IQ4_XS, Q.MXFP4,
     *RECODED_FORMATS
 )  # fmt: skip
-INTEGER_FORMATS = PACKED_FORMATS[1:]  # whose integers can be multiplied by 8-bit activations
 
 
 class OwnFormat(IntEnum):

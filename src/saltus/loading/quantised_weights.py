@@ -171,9 +171,10 @@ class _Reading:
             return numbers
         is_float = isinstance(numbers, ScaledFloats)
         as_gpu_floats = is_float and self.for_gpu
-        why = numbers.why_not_packed_on_gpu() if as_gpu_floats else numbers.why_not_packed()
         if is_float and not as_gpu_floats and not self.keeps_floats:
             why = "a CPU multiplies 8-bit floats more slowly, and memory has room"
+        else:
+            why = numbers.why_not_packed_on_gpu() if as_gpu_floats else numbers.why_not_packed()
         if self.arithmetic is None or why is not None:
             self.expanded[why or "as asked for"] += 1
             return numbers.expand()

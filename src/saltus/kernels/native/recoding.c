@@ -1,6 +1,6 @@
 // Blocks of 256 weights whose weights are no integers of their own: those of the IQ formats below 4 bits are looked up four or
-// eight at a time in a codebook, and those of TQ1_0 are packed by five. They are recoded when they are read: a float16 scale,
-// then a scale of one byte for each 32 weights, or 16 where these have their own, then places of 4 bits in the table of the
+// eight at a time in a codebook, and those of TQ1_0 are packed by five, of TQ2_0 by four. They are recoded when they are read: a float16 scale,
+// then a scale of one byte for each 32 weights, or 16 where these have their own, then indices of 4 bits (places) in the table of the
 // format (`table_of`), of each 32 weights the first 16 in the low halves of 16 bytes. The numbers stay the same; memory takes
 // 4.3 or 4.6 bits a weight. Blocks of NVFP4, which begin with a float32 and have 8-bit floats as scales, are made in Python.
 #include "integer_weights.h"
