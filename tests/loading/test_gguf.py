@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import struct
 import subprocess
 import unicodedata
 from dataclasses import replace
@@ -79,11 +80,16 @@ def as_blocks(values: np.ndarray, format: Q) -> np.ndarray:
     blocks = random.integers(0, 256, (values.size // weights, size), dtype=np.uint8)
     for at in PLACES[format]:
         put_scales(blocks, format, at, random.uniform(OTHERS[format] / 2, OTHERS[format], len(blocks)))
-    return blocks.reshape(values.shape[0], -1)
+    if format is Q.NVFP4:
+        blocks[:, :4] &= 0x3F  # 8-bit floats below 2
+    return blocks.reshape(*values.shape[:-1], -1)
 
 
-def write(model, file: Path, formats: list[Q], **more) -> None:
-    """Write the model as llama.cpp's converter does, matrices in these formats by turns; it gets what was written."""
+def write(model, file: Path, formats: list[Q], scale: float = 1.0, **more) -> None:
+    """Write the model as llama.cpp's converter does, matrices in these formats by turns; it gets what was written.
+
+    A scale other than 1 is written for each matrix, with one of its inputs, which is not needed.
+    """
     config = model.config
     kind = "llama" if config.model_type == "mistral" else config.model_type
     out = gguf.GGUFWriter(file, kind)
@@ -115,7 +121,10 @@ def write(model, file: Path, formats: list[Q], **more) -> None:
         format, at = formats[at % len(formats)], at + 1
         blocks = as_blocks(np.ascontiguousarray(values), format)
         out.add_tensor(target, blocks, raw_dtype=None if format in (Q.F32, Q.F16) else format)
-        made = dequantize(blocks, format)
+        made = dequantize(blocks, format) * np.float32(scale)
+        if scale != 1:
+            out.add_tensor(target.replace("weight", "scale"), np.array([scale], np.float32))
+            out.add_tensor(target.replace("weight", "input_scale"), np.array([0.1], np.float32))
         if turned:
             made = made.reshape(heads, len(made) // heads // 2, 2, -1).swapaxes(1, 2).reshape(made.shape)
         weight.data = torch.from_numpy(np.array(made)).bfloat16()
@@ -166,13 +175,16 @@ def test_every_architecture_gives_the_logits_of_transformers(architecture, tmp_p
         assert (wide(text).logits - theirs.float()(text).logits).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("format", [*PACKED_FORMATS, Q.BF16, Q.F32], ids=lambda format: format.name)
+@pytest.mark.parametrize("format", [*PACKED_FORMATS, Q.NVFP4, Q.BF16, Q.F32], ids=lambda format: format.name)
 def test_every_format_gives_the_logits_of_the_expanded_weights(format, tmp_path):
-    file = tmp_path / "tiny.gguf"
-    write(tiny("llama"), file, [format])
+    file, model = tmp_path / "tiny.gguf", tiny("llama")
+    write(model, file, [format], scale=0.02 if format is Q.NVFP4 else 1)
     networks = [
         load_checkpoint(str(file), "cpu", weights=weights, arithmetic="bf16").network for weights in ("file", "bf16")
     ]
+    path = "model.layers.1.self_attn.q_proj"
+    assert torch.equal(networks[1].model.get_submodule(path).weight, model.get_submodule(path).weight)
+    assert isinstance(networks[0].model.get_submodule(path).weight, PackedWeight) == (format not in (Q.BF16, Q.F32))
     assert all(network.native_decoder is not None for network in networks)
     text = [int(token) for token in np.random.default_rng(0).integers(2, 300, 40)]
     inputs = ForwardInputs(continuation(text, 8), (5, 6, 7), (-1, 0, -1))
@@ -284,24 +296,32 @@ def test_the_token_that_ends_a_turn_ends_a_text_too(tmp_path, monkeypatch):
 @pytest.mark.parametrize("arithmetic", ["bf16", "int8"])
 def test_experts_are_a_stack_of_matrices(arithmetic, tmp_path):
     file, out = tmp_path / "experts.gguf", gguf.GGUFWriter(tmp_path / "experts.gguf", "llama")
-    values = np.random.default_rng(0).normal(size=(4, 24, 64)).astype(np.float32)
-    formats = {"blk.0.ffn_up_exps.weight": Q.MXFP4, "blk.0.ffn_down_exps.weight": Q.Q8_0, "blk.0.more": Q.F32}
+    values = np.random.default_rng(0).normal(size=(4, 32, 256)).astype(np.float32)
+    formats = {"ffn_up_exps": Q.MXFP4, "ffn_down_exps": Q.Q8_0, "ffn_gate_exps": Q.NVFP4, "more": Q.F32}
+    blocks = {name: as_blocks(values, format) for name, format in formats.items()}
     for name, format in formats.items():
-        out.add_tensor(name, quantize(values, format), raw_dtype=None if format is Q.F32 else format)
+        out.add_tensor(name, blocks[name], raw_dtype=None if format is Q.F32 else format)
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
     out.close()
     content = np.memmap(file, mode="c")
     for tensor in read_gguf_header(file).tensors:
-        expected = torch.from_numpy(dequantize(quantize(values, formats[tensor.name]), formats[tensor.name])).bfloat16()
-        place = gguf_index.GgufTensor(int(tensor.format), tensor.shape, tensor.offset, tensor.size)
+        scales = (0.5, 0.1, 1.0, -3.0) if tensor.format is Q.NVFP4 else ()
+        numbers = dequantize(blocks[tensor.name], tensor.format)
+        expected = torch.from_numpy(numbers * np.reshape(scales or [1], (-1, 1, 1)).astype(np.float32)).bfloat16()
+        place = gguf_index.GgufTensor(int(tensor.format), tensor.shape, tensor.offset, tensor.size, scales=scales)
         for packed in (True, False):
-            weight = gguf_parts.read_weight(tensor.name, [place], [content], (4, 24, 64), False, packed, arithmetic)
+            weight = gguf_parts.read_weight(tensor.name, [place], [content], (4, 32, 256), False, packed, arithmetic)
             assert isinstance(weight, PackedWeight) == (packed and tensor.format is not Q.F32)
-            assert weight.shape == (4, 24, 64)
+            assert weight.shape == (4, 32, 256)
             assert torch.equal(weight.bfloat16().float(), expected.float())
             assert torch.equal(weight[2].bfloat16(), expected[2])
+        if tensor.format is Q.NVFP4:  # each of two parts has its own scales
+            parts = [replace(place, alternating=True), replace(place, alternating=True, scales=())]
+            weight = gguf_parts.read_weight(tensor.name, parts, [content], (4, 64, 256), False, True, arithmetic)
+            assert torch.equal(weight.bfloat16()[:, ::2], expected)
+            assert torch.equal(weight.bfloat16()[:, 1::2], torch.from_numpy(numbers).bfloat16())
 
 
 # Files that cannot be served
@@ -335,9 +355,11 @@ def test_what_is_not_supported_is_one_line_that_names_it_and_what_is(tmp_path):
     write(tiny("llama"), file, [Q.Q8_0], kind="rwkv")
     assert "a tokenizer of the kind rwkv; supported are gpt2, llama, gemma4" in complaint(file)
     file = tmp_path / "format.gguf"
-    write(tiny("llama"), file, [Q.NVFP4])
-    assert "as NVFP4; supported are F16, Q4_0" in complaint(file)
-    assert "IQ3_XXS, IQ3_S, F32" in complaint(file)
+    write(tiny("llama"), file, [Q.F32])
+    before, name, after = file.read_bytes().partition(b"blk.0.attn_k.weight")
+    file.write_bytes(before + name + after[:20] + struct.pack("<I", Q.I32) + after[24:])  # 2 dimensions, 2 sizes
+    assert "stores blk.0.attn_k.weight as I32; supported are F16, Q4_0" in complaint(file)
+    assert "IQ3_XXS, IQ3_S, NVFP4, F32" in complaint(file)
 
 
 def test_a_damaged_file_is_one_line(tmp_path):
@@ -373,8 +395,12 @@ def change_index(folder: Path, change) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("size", 34), ("size", -1), ("offset", -64), ("format", 999), ("interleaved_heads", 3)]
-)
+    ("field", "value"),
+    [
+        ("size", 34), ("size", -1), ("offset", -64), ("format", 999), ("interleaved_heads", 3), ("scales", [0.5, 0.5]),
+        ("scales", ["0.5"])
+    ],
+)  # fmt: skip
 def test_an_index_whose_numbers_do_not_fit_is_refused(field, value, tmp_path):
     folder = folder_with_its_file(tmp_path)
     load_model("tiny", folder, own_classes=True)

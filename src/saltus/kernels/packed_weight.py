@@ -105,18 +105,17 @@ class PackedWeight(Tensor):
     def from_four_bit_floats(
         cls, floats: Tensor, scales: Tensor, of_all: Tensor, arithmetic: Arithmetic
     ) -> PackedWeight:
-        """The matrix of NVFP4: floats of 4 bits (E2M1), times an 8-bit float of each 16 inputs, times a number of all.
+        """NVFP4, a matrix or a stack: floats of 4 bits (E2M1) times an 8-bit float of each 16 inputs times one of all.
 
-        `floats` [out, in] are the bits of one in each byte, `scales` [out, in / 16] E4M3 and not negative, `of_all` is
-        one number in float32. Inputs are a multiple of RECODED_BLOCK.
+        `floats` [.., out, in] are the bits of one in each byte, `scales` [.., out, in / 16] E4M3 and not negative,
+        `of_all` [1] in float32, or of each matrix or output: [.., 1 or out, 1]. Inputs are a multiple of RECODED_BLOCK.
         """
-        outputs, inputs = floats.shape
-        by_block = floats.view(outputs, inputs // RECODED_BLOCK, -1, 2, 16)
-        places = (by_block[..., 0, :] | by_block[..., 1, :] << 4).flatten(2)
-        whole = of_all.view(torch.uint8).expand(outputs, inputs // RECODED_BLOCK, 4)
-        own = scales.view(torch.uint8).view(outputs, inputs // RECODED_BLOCK, -1)
-        blocks = torch.cat([whole, own, places], -1).flatten(1)
-        return cls._of_shape(blocks, Q.NVFP4, (outputs, inputs), arithmetic)
+        by_block = floats.unflatten(-1, (-1, RECODED_BLOCK // 32, 2, 16))
+        indices = (by_block[..., 0, :] | by_block[..., 1, :] << 4).flatten(-2)
+        whole = of_all.expand(indices.shape[:-1])[..., None].contiguous().view(torch.uint8)
+        own = scales.view(torch.uint8).unflatten(-1, (-1, RECODED_BLOCK // 16))
+        blocks = torch.cat([whole, own, indices], -1).flatten(-2)
+        return cls._of_shape(blocks, Q.NVFP4, tuple(floats.shape), arithmetic)
 
     @classmethod
     def from_eight_bit_floats(cls, floats: Tensor, scales: Tensor) -> PackedWeight:

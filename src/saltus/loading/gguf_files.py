@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from saltus.models.packed_decoder import read_decoder_config
 
 Q = GGMLQuantizationType
 PLAIN_FORMATS = (Q.F32, Q.BF16)
+READ_FORMATS = (*PACKED_FORMATS, Q.NVFP4, *PLAIN_FORMATS)
 MAX_NUMBERS = 4096  # of a tensor that becomes a part of the configuration
 TENSOR_NAME = re.compile(r"(?:blk\.(\d+)\.)?((?:nextn\.|shortconv\.|indexer\.)?\w+)(?:\.(weight|bias|scale))?")
 ROPE_FACTORS = "rope_freqs.weight"  # divide the rotary frequencies (Llama 3.1)
@@ -99,19 +101,57 @@ def write_weights_index(
     later = range(last, last + metadata.get(f"{architecture.name}.nextn_predict_layers", 0))
     weights: dict[str, dict[int, GgufTensor]] = {}
     heads: dict[str, dict[int, GgufTensor]] = {}
-    names = {tensor.name for header in headers for tensor in header.tensors}
+    places = _tensor_places(headers, files)
+    scaled = {name: _scaled_weight(name, architecture, places) for name in places}
+    try:
+        scales = {
+            weight: _read_numbers(name, places) for name, weight in scaled.items() if weight and name.endswith(".scale")
+        }
+    except ValueError as error:
+        raise SourceError(f"{files[0].name}: {error}") from None
     for part, (header, file) in enumerate(zip(headers, files, strict=True)):
         for tensor in header.tensors:
+            if scaled[tensor.name]:
+                continue
             is_of_head = (parts := TENSOR_NAME.fullmatch(tensor.name)) and parts[1] and int(parts[1]) in later
-            if is_of_head and tensor.format not in (*PACKED_FORMATS, *PLAIN_FORMATS):
+            if is_of_head and tensor.format not in READ_FORMATS:
                 continue  # the model runs without it
-            if architecture.repeats(tensor.name, names):
+            if architecture.repeats(tensor.name, places):
                 continue
             found_in = heads if is_of_head else weights
-            for target, found in _tensors(tensor, architecture, config, bool(is_of_head), file, part):
+            own_scales = tuple(scales.get(tensor.name, ()))
+            for target, found in _tensors(tensor, architecture, config, bool(is_of_head), file, part, own_scales):
                 if found_in.setdefault(target.name, {}).setdefault(target.number, found) is not found:
                     raise SourceError(f"{file.name} has {tensor.name} more than once; fetch it again")
     write_index(folder, stored_as, *map(_in_turn, (weights, heads)))
+
+
+def _tensor_places(headers: Sequence[GgufHeader], files: Sequence[Path]) -> dict[str, tuple[TensorInfo, Path]]:
+    """The tensors of all parts by name, each with its file."""
+    parts = zip(headers, files, strict=True)
+    return {tensor.name: (tensor, file) for header, file in parts for tensor in header.tensors}
+
+
+def _scaled_weight(
+    name: str, architecture: GgufArchitecture, places: Mapping[str, tuple[TensorInfo, Path]]
+) -> str | None:
+    """The weight in NVFP4 that a tensor ("blk.0.attn_q.scale") scales, or whose inputs; None of other tensors."""
+    path, _, part = name.rpartition(".")
+    weight, own = f"{path}.weight", f"{path.rpartition('.')[2]}.{part}"
+    is_scale = part in ("scale", "input_scale") and own not in architecture.tensors
+    return weight if is_scale and weight in places and places[weight][0].format == Q.NVFP4 else None
+
+
+def _read_numbers(name: str, places: Mapping[str, tuple[TensorInfo, Path]]) -> list[float]:
+    """Of a tensor in float32. Errors: ValueError."""
+    if name not in places:
+        raise ValueError(f"it lacks {name}; fetch it again")
+    tensor, file = places[name]
+    if tensor.format != Q.F32 or len(tensor.shape) != 1 or tensor.shape[0] > MAX_NUMBERS:
+        raise ValueError(
+            f"its {name} is {tensor.format.name} {list(tensor.shape)}, but must be F32 [{MAX_NUMBERS}] at most"
+        )
+    return np.fromfile(file, "<f4", tensor.shape[0], offset=tensor.offset).tolist()
 
 
 def _in_turn(tensors: Mapping[str, Mapping[int, GgufTensor]]) -> dict[str, list[GgufTensor]]:
@@ -121,23 +161,9 @@ def _in_turn(tensors: Mapping[str, Mapping[int, GgufTensor]]) -> dict[str, list[
 def _config(architecture: GgufArchitecture, headers: Sequence[GgufHeader], files: Sequence[Path]) -> dict[str, Any]:
     """Transformers' configuration. Errors: SourceError, or what a wrong number leads to."""
     # Written by us, not by Transformers: the same file with each of its versions.
-    metadata = headers[0].metadata
-    places = {
-        tensor.name: (tensor, file) for header, file in zip(headers, files, strict=True) for tensor in header.tensors
-    }
-
-    def read_numbers(name: str) -> list[float]:
-        if name not in places:
-            raise ValueError(f"it lacks {name}; fetch it again")
-        tensor, file = places[name]
-        if tensor.format != Q.F32 or len(tensor.shape) != 1 or tensor.shape[0] > MAX_NUMBERS:
-            raise ValueError(
-                f"its {name} is {tensor.format.name} {list(tensor.shape)}, but must be F32 [{MAX_NUMBERS}] at most"
-            )
-        return np.fromfile(file, "<f4", tensor.shape[0], offset=tensor.offset).tolist()
-
+    metadata, places = headers[0].metadata, _tensor_places(headers, files)
     shapes = {name: tensor.shape for name, (tensor, _) in places.items()}
-    model = GgufModel(architecture.name, metadata, shapes, read_numbers)
+    model = GgufModel(architecture.name, metadata, shapes, partial(_read_numbers, places=places))
     return architecture.config(model) | {
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "dtype": "bfloat16",
@@ -155,6 +181,7 @@ def _tensors(
     is_of_head: bool,
     file: Path,
     number: int,
+    scales: tuple[float, ...],
 ) -> list[tuple[TensorPart, GgufTensor]]:
     """What a tensor is in Transformers, and where it lies in a part of the file; nothing if it is not needed.
 
@@ -163,8 +190,8 @@ def _tensors(
     parts = TENSOR_NAME.fullmatch(tensor.name)
     if tensor.name in (LONG_FACTORS, SHORT_FACTORS) or architecture.ignored(config, tensor.name):
         return []
-    if tensor.format not in (*PACKED_FORMATS, *PLAIN_FORMATS):
-        names = ", ".join(known.name for known in (*PACKED_FORMATS, *PLAIN_FORMATS))
+    if tensor.format not in READ_FORMATS:
+        names = ", ".join(known.name for known in READ_FORMATS)
         raise SourceError(f"{file.name} stores {tensor.name} as {tensor.format.name}; supported are {names}")
     place = _place(tensor)
     if tensor.name == ROPE_FACTORS:
@@ -191,7 +218,7 @@ def _tensors(
                 *_place(tensor, target.matrix), interleaved, number, added,
                 rows=target.rows(config, tensor.shape[0]) if target.rows else (), alternating=target.alternating,
                 is_transposed=target.is_transposed, is_negative_exponential=target.is_negative_exponential,
-                is_reshaped=target.is_reshaped,
+                is_reshaped=target.is_reshaped, scales=scales if target.matrix is None else scales[target.matrix :][:1],
             ),
         )
         for target in targets

@@ -39,6 +39,7 @@ class GgufTensor:
     is_transposed: bool = False
     is_negative_exponential: bool = False
     is_reshaped: bool = False
+    scales: tuple[float, ...] = ()  # in float32: of a matrix in NVFP4, or of each of a stack; empty: 1
 
     @property
     def is_stored_as_it_is(self) -> bool:
@@ -87,14 +88,16 @@ def read_gguf_index(folder: Path) -> GgufIndex:
         numbers = [x for part in parts for x in (part.format, *part.shape, part.offset, part.size)]
         numbers += [x for part in parts for x in (part.interleaved_heads, part.part, part.added)]
         numbers += [x for part in parts for rows in part.rows for x in rows]
+        scales = [x for part in parts for x in part.scales]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise SourceError(f"{folder / INDEX_FILE} is damaged ({error}); fetch the model again") from None
     if (
         not all((*weights.values(), *heads.values()))
         or not weights
         or any(type(number) is not int for number in numbers)
+        or any(type(scale) is not float for scale in scales)
     ):
-        raise SourceError(f"{folder / INDEX_FILE} is damaged (no whole numbers of weights); fetch the model again")
+        raise SourceError(f"{folder / INDEX_FILE} is damaged (no numbers of weights); fetch the model again")
     if any(not 0 <= part.part < len(names) for part in parts):
         raise SourceError(f"{folder / INDEX_FILE} is damaged (a part that it does not name); fetch the model again")
     is_own = folder.resolve().parent == (cache_folder() / "gguf").resolve()
@@ -108,4 +111,5 @@ def read_gguf_index(folder: Path) -> GgufIndex:
 
 def _tensor(entry: Mapping[str, Any]) -> GgufTensor:
     rows = tuple((start, stop) for start, stop in entry.get("rows", ()))
-    return GgufTensor(**{**entry, "shape": tuple(entry["shape"]), "rows": rows})
+    scales = tuple(entry.get("scales", ()))
+    return GgufTensor(**{**entry, "shape": tuple(entry["shape"]), "rows": rows, "scales": scales})

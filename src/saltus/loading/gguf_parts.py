@@ -13,10 +13,13 @@ from torch import Tensor
 
 from saltus.kernels.packed_weight import PACKED_FORMATS, Arithmetic, PackedWeight, dequantize_blocks
 from saltus.loading.fetching import SourceError
-from saltus.loading.gguf_files import PLAIN_FORMATS
+from saltus.loading.gguf_files import READ_FORMATS
 from saltus.loading.gguf_index import GgufTensor
+from saltus.loading.quantised_numbers import FourBitFloats
 
 Parts = Sequence[GgufTensor]
+Q = GGMLQuantizationType
+GREATEST_E4M3 = 0x7E  # the bits of the greatest number; those after it are none
 
 
 def map_file(file: Path, folder: Path) -> np.ndarray:
@@ -45,12 +48,14 @@ def is_bias(name: str) -> bool:
 
 def check_part(name: str, part: GgufTensor, file: Path) -> None:
     """Raise SourceError unless a part has as many bytes as its shape takes in its format, and the rows it names."""
-    known = part.format in (*PLAIN_FORMATS, *PACKED_FORMATS) and part.shape and min(part.shape) > 0
+    known = part.format in READ_FORMATS and part.shape and min(part.shape) > 0
     weights, size = GGML_QUANT_SIZES[GGMLQuantizationType(part.format)] if known else (1, 0)
     if not known or part.shape[-1] % weights or part.size != math.prod(part.shape) // weights * size:
         raise SourceError(f"{file}: {name} has another size than {part.shape} takes in its format; fetch it again")
     heads = part.interleaved_heads
     is_row_of_blocks = weights > 1 and math.prod(part.shape[:-1]) == 1  # which cannot be cut into heads
+    if len(part.scales) not in (0, math.prod(part.shape[:-2])):
+        raise SourceError(f"{file}: {name} has {len(part.scales)} scales for {part.shape}; fetch it again")
     if part.offset < 0 or heads < 0 or (heads and (part.shape[0] % (2 * heads) or is_row_of_blocks)):
         raise SourceError(f"{file}: the place or heads of {name} are not possible; fetch it again")
     rows, dimensions = part.shape[0], len(part.shape)
@@ -92,7 +97,10 @@ def read_weight(
     formats, alternating = {part.format for part in parts}, parts[0].alternating
     rows = [_selected(_rows(contents[part.part], part), part) for part in parts]
     is_matrix = len(parts[0].shape) in (2, 3) and not is_bias(name)
-    if packed and is_matrix and formats <= {*PACKED_FORMATS} and all(part.is_stored_as_it_is for part in parts):
+    stays_packed = packed and is_matrix and all(part.is_stored_as_it_is for part in parts)
+    if stays_packed and formats == {Q.NVFP4} and (floats := _four_bit_floats(rows, parts)).why_not_packed() is None:
+        return floats.pack(arithmetic)
+    if stays_packed and formats <= {*PACKED_FORMATS}:
         if len(formats) == 1:
             blocks = torch.from_numpy(_joined(rows, -2, alternating))
             return PackedWeight.from_blocks(blocks, GGMLQuantizationType(parts[0].format), arithmetic)
@@ -154,7 +162,9 @@ def _joined(arrays: Sequence[np.ndarray], axis: int, alternating: bool) -> np.nd
 def _numbers(rows: np.ndarray, part: GgufTensor) -> Tensor:
     """Of a part in float32, as Transformers has them."""
     blocks, format = torch.from_numpy(np.asarray(rows)), GGMLQuantizationType(part.format)
-    if format in PACKED_FORMATS:
+    if format is Q.NVFP4:
+        numbers = _four_bit_floats([rows], [part]).expand()
+    elif format in PACKED_FORMATS:
         numbers = dequantize_blocks(blocks, format).float()
     else:
         numbers = blocks.view(torch.float32 if format == GGMLQuantizationType.F32 else torch.bfloat16).float()
@@ -164,3 +174,23 @@ def _numbers(rows: np.ndarray, part: GgufTensor) -> Tensor:
     if part.is_negative_exponential:
         numbers = (-numbers).log()
     return numbers.transpose(-1, -2) if part.is_transposed else numbers
+
+
+def _four_bit_floats(rows: Sequence[np.ndarray], parts: Parts) -> FourBitFloats:
+    """The outputs of parts in NVFP4, whose rows these are: blocks of 64 weights, which have four scales."""
+    alternating, joined = parts[0].alternating, []
+    for arrays in zip(*map(_floats_and_scales, rows, parts), strict=True):
+        joined.append(torch.from_numpy(_joined(arrays, -2, alternating)))
+    floats, bits, of_all = joined
+    return FourBitFloats(floats, bits.view(torch.float8_e4m3fn), of_all)
+
+
+def _floats_and_scales(rows: np.ndarray, part: GgufTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The bits of floats [.., out, in] and of scales [.., out, in / 16], and the scale of all [.., out, 1]."""
+    blocks = rows.reshape(*rows.shape[:-1], -1, GGML_QUANT_SIZES[Q.NVFP4][1])
+    bits, pairs = blocks[..., :4] & 0x7F, blocks[..., 4:].reshape(*blocks.shape[:-1], 4, 8)
+    bits = np.where(bits > GREATEST_E4M3, 0, bits)  # as ggml reads what is no number
+    floats = np.concatenate([pairs & 15, pairs >> 4], -1)  # of 16, a byte is one and the eighth after it
+    of_all = np.array(part.scales or [1.0], np.float32).reshape(-1, *[1] * (rows.ndim - 1))
+    whole = np.broadcast_to(of_all, (*rows.shape[:-1], 1)).copy()
+    return floats.reshape(*rows.shape[:-1], -1), bits.reshape(*rows.shape[:-1], -1), whole

@@ -112,10 +112,10 @@ class Blocks:
 
 @dataclass(frozen=True)
 class FourBitFloats:
-    """NVFP4: the weights of_all · scales[out, input // 16] · floats[out, input].
+    """NVFP4: the weights of_all · scales[out, input // 16] · floats[out, input], of a matrix or a stack of them.
 
-    `floats` [out, in] are the bits of one of FOUR_BIT_FLOATS in each byte, `scales` [out, in / 16] E4M3, `of_all` is
-    one number in float32.
+    `floats` [.., out, in] are the bits of one of FOUR_BIT_FLOATS in each byte, `scales` [.., out, in / 16] E4M3,
+    `of_all` is one number in float32, [1], or one of each matrix or output: [.., 1 or out, 1].
     """
 
     floats: Tensor
@@ -124,13 +124,13 @@ class FourBitFloats:
 
     def expand(self) -> Tensor:
         """The weights in float32."""
-        values = FOUR_BIT_FLOATS[self.floats.int()].unflatten(1, (-1, 16))
-        return (values * (self.scales.float() * self.of_all)[..., None]).flatten(1)
+        values = FOUR_BIT_FLOATS[self.floats.int()].unflatten(-1, (-1, 16))
+        return (values * (self.scales.float() * self.of_all)[..., None]).flatten(-2)
 
     def why_not_packed(self) -> str | None:
         """See ScaledIntegers."""
-        if self.floats.shape[1] % RECODED_BLOCK:
-            return f"NVFP4 of {self.floats.shape[1]} inputs, which are no multiple of {RECODED_BLOCK}"
+        if self.floats.shape[-1] % RECODED_BLOCK:
+            return f"NVFP4 of {self.floats.shape[-1]} inputs, which are no multiple of {RECODED_BLOCK}"
         bits = self.scales.view(torch.uint8)
         return "scales below 0, or that are no numbers" if (bits >= 0x7F).any() else None
 
