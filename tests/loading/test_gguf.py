@@ -406,7 +406,7 @@ def test_an_index_whose_numbers_do_not_fit_is_refused(field, value, tmp_path):
     load_model("tiny", folder, own_classes=True)
     query = "model.layers.0.self_attn.q_proj.weight"
     change_index(folder, lambda index: index["tensors"][query].update({field: value}))
-    with pytest.raises(SourceError, match="fetch (it|the model) again"):
+    with pytest.raises(SourceError, match=r"fetch (it|the model) again"):
         load_model("tiny", folder, own_classes=True)
 
 

@@ -15,6 +15,7 @@ from saltus.core.tree import each_branch
 from saltus.kernels import native
 from saltus.methods import lookup
 from saltus.methods.lookup import END_OF_REFERENCE, LIMITS, LONG_REPEAT, Lookup, RepeatIndex, branches, votes
+from saltus.methods.shared.ngram_model import NgramModel
 from saltus.methods.shared.repeat_paths import repeat_paths
 from saltus.testing import toy_decoding, toy_network
 
@@ -121,11 +122,13 @@ def test_the_kernel_finds_the_paths_of_the_definition_bit_for_bit(
     index._append([*text, *[0, 1, 1] * copies])  # enough copies for repeats that are sure
     places = st.tuples(st.integers(0, max(len(index.tokens) - 1, 0)), st.integers(1, max_size))
     given = data.draw(st.lists(places, max_size=3)) if index.tokens else []
+    samples = data.draw(st.none() | st.lists(st.lists(st.integers(0, 3), max_size=20), max_size=4))
+    ngrams = None if samples is None else NgramModel.of_texts(samples)
     found = repeat_paths(
-        index.tokens, given, index.chains, max_matches, max_size, nodes, max_depth, LIMITS, "lookup"
+        index.tokens, given, index.chains, max_matches, max_size, nodes, max_depth, LIMITS, "lookup", ngrams
     )  # fmt: skip
     assert found is not None
-    assert each_branch(found) == branches(index.tokens, given + index.repeats(), nodes, max_depth)
+    assert each_branch(found) == branches(index.tokens, given + index.repeats(), nodes, max_depth, ngrams=ngrams)
 
 
 @given(texts, st.integers(1, 12), st.integers(1, 30))

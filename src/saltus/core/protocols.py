@@ -123,6 +123,13 @@ class UsesCorpus(Protocol):
 
 
 @runtime_checkable
+class UsesNgrams(Protocol):
+    """A drafter that can fall back on what usually follows the last tokens, in whatever text."""
+
+    ngrams: Any  # an NgramModel, or None; set before the first step
+
+
+@runtime_checkable
 class LearnsFromTexts(Protocol):
     """A drafter that learns from the target's calls, and goes on with what was learned from earlier texts."""
 

@@ -35,13 +35,13 @@ def load_corpus(
     texts = [text for path in paths for text in texts_at(Path(path))]
     if not any(texts):
         raise ValueError(f"the corpus {', '.join(map(str, paths))} is empty; give files with a text")
-    key = blake2b(VERSION + _identity(tokenizer).encode(), digest_size=12)
+    key = blake2b(VERSION + tokenizer_identity(tokenizer).encode(), digest_size=12)
     for text in texts:
         key.update(blake2b(text.encode("utf-8", "surrogatepass")).digest())
     folder = cache_folder() / "corpora"
     files = [folder / f"{key.hexdigest()}-{name}.npy" for name in ("backwards", "places")]
     if not all(map(has_digest, files)):
-        tokens = list(_tokens(texts, tokenizer, progress))
+        tokens = list(tokenized(texts, tokenizer, progress))
         if (count := sum(map(len, tokens))) > MAX_TOKENS:
             raise ValueError(f"the corpus has {count:,} tokens, and {MAX_TOKENS:,} are the most; give fewer files")
         corpus = NgramCorpus.of_texts(tokens)
@@ -74,7 +74,7 @@ def texts_at(path: Path) -> Iterator[str]:
         raise ValueError(f"{path} has no text files; give a folder of texts, or a file")
 
 
-def _tokens(texts: Sequence[str], tokenizer: Any, progress: ProgressCallback) -> Iterator[list[int]]:
+def tokenized(texts: Sequence[str], tokenizer: Any, progress: ProgressCallback = no_progress) -> Iterator[list[int]]:
     """The tokens of each text."""
     total, done, waiting, size = sum(map(len, texts)), 0, [], 0
     for number, text in enumerate(texts, 1):
@@ -86,7 +86,7 @@ def _tokens(texts: Sequence[str], tokenizer: Any, progress: ProgressCallback) ->
             progress(Stage("reading the corpus", done, total))
 
 
-def _identity(tokenizer: Any) -> str:
+def tokenizer_identity(tokenizer: Any) -> str:
     """A string that differs for tokenizers that split texts differently."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return repr(sorted(tokenizer.get_vocab().items())) if backend is None else backend.to_str()

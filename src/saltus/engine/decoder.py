@@ -22,6 +22,7 @@ from saltus.engine.tuned_settings import TunedSettings
 from saltus.loading.metadata import find_metadata
 from saltus.methods import AUTO, LoadsNetwork, Method, UsesTrainedModel, make_methods, require_draft_models
 from saltus.methods.shared.ngram_corpus import NgramCorpus
+from saltus.methods.shared.ngram_model import NgramModel
 from saltus.models.protocols import TargetNetwork
 
 DEFAULT_MAX_DRAFT_TOKENS = 31  # draft tokens of a call, at most: 32 rows with the last token of the text
@@ -69,6 +70,7 @@ class Decoder:
     batch_size: int = 16
     tuned_settings: TunedSettings | None = None  # of jacobi on this machine, by `saltus tune`
     corpus: NgramCorpus | None = None  # that drafters may copy from
+    load_ngrams: Callable[[], NgramModel | None] = lambda: None  # at the first use of a method that takes them
     auto_note: str | None = None  # for the user: why `auto` is not what it is where drafts cost little
     call_cost: CallCost = field(default_factory=CallCost, repr=False)
     prefix_tree: PrefixTree = field(default_factory=PrefixTree, repr=False)
@@ -169,10 +171,11 @@ class Decoder:
     def _new_setup(self, method: str) -> DecodingSetup:
         made, max_draft_tokens = self._made_methods(method)
         loaded = self._load_networks(made)
+        ngrams = self.load_ngrams() if any(getattr(each, "ngrams", False) for each in made) else None
         return DecodingSetup(
             made, {name: each.network for name, each in loaded.items() if each.network is not None}, self.rule,
             max_draft_tokens, self.adaptive, {name: each.context_length for name, each in loaded.items()},
-            self.call_cost, self.corpus, learned=self.learned,
+            self.call_cost, self.corpus, ngrams, learned=self.learned,
             translations={name: each.translation for name, each in loaded.items() if each.translation is not None},
         )  # fmt: skip
 

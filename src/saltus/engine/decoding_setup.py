@@ -22,6 +22,7 @@ from saltus.core.protocols import (
     UsesCorpus,
     UsesHiddenStates,
     UsesMemory,
+    UsesNgrams,
     UsesReferences,
 )
 from saltus.core.rules import RULES
@@ -31,6 +32,7 @@ from saltus.engine.request import Request
 from saltus.methods import Method
 from saltus.methods.shared.hidden_state_drafter import MAX_UNREAD, HiddenStateDrafter
 from saltus.methods.shared.ngram_corpus import NgramCorpus
+from saltus.methods.shared.ngram_model import NgramModel
 from saltus.models.protocols import ReadsHiddenStates
 
 MAX_GROUPS = 16  # of requests, whose drafters keep what they learned
@@ -48,6 +50,7 @@ class DecodingSetup:
     context_lengths: Mapping[str, int | None] = field(default_factory=dict)  # of draft models: tokens that they read
     call_cost: CallCost = field(default_factory=CallCost)
     corpus: NgramCorpus | None = None  # that drafters may copy from
+    ngrams: NgramModel | None = None  # of texts of no use to copy from
     acceptance: Acceptance = field(default_factory=Acceptance)
     controllers: dict[int, Controller] = field(default_factory=dict)  # by batch size
     # what drafters learned, by the request's group, the least recently used first, and by the method
@@ -78,6 +81,8 @@ class DecodingSetup:
                     drafter.memory = request.memory
                 if self.corpus is not None and isinstance(drafter, UsesCorpus):
                     drafter.corpus = self.corpus
+                if self.rule == "match" and isinstance(drafter, UsesNgrams):  # under others all drafts are verified
+                    drafter.ngrams = self.ngrams
                 if isinstance(drafter, LearnsFromTexts) and self.rule == "match":  # under others drafts change the text
                     drafter.learned = learned.setdefault(type(method), drafter.learned)
                 for name in method.draft_models:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from saltus.engine.decoder import (
 from saltus.engine.engine import Engine
 from saltus.engine.heterogeneous_vocabularies import VocabularyTranslation
 from saltus.engine.method_options import with_draft_model
+from saltus.engine.sample_texts import load_ngram_model
 from saltus.engine.tuned_settings import TunedSettings, find_tuned_settings, machine_name
 from saltus.loading.model_identity import model_fingerprint
 from saltus.loading.progress import ProgressCallback, no_progress
@@ -123,6 +124,7 @@ def load(
 
     tuned = _find_tuned_settings(model, target.network, options, max_draft_tokens) if tuned_settings else None
     decoder = Decoder(target.network, target.name, load_draft_model, options, rule, nodes, adaptive, batch_size, tuned)
+    decoder.load_ngrams = lru_cache(partial(load_ngram_model, target.tokenizer, target.num_token_ids))
     if ngram_corpus:
         decoder.corpus = load_corpus(ngram_corpus, target.tokenizer, target.num_token_ids, progress or no_progress)
     engine = Engine(target, decoder.chosen_method(method), decoder)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from saltus.core.sampling import Sampling
 from saltus.core.tree import Branch, Drafts
 from saltus.methods.shared.answer_memory import AnswerMemory, ngram_number, ngram_numbers, num_agreeing
 from saltus.methods.shared.ngram_corpus import NgramCorpus
+from saltus.methods.shared.ngram_model import ORDER, NgramModel
 from saltus.methods.shared.repeat_paths import repeat_paths
 
 MIN_PATH_PROBABILITY = 0.005  # nodes with a smaller path probability are not offered
@@ -47,6 +49,7 @@ class Lookup:
     max_ngram_size: int = 64  # longer repeats count like this length
     max_matches: int = 32  # latest occurrences that are used, of each n-gram
     num_draft_tokens: int = 31  # of a tree, at most
+    ngrams: bool = True  # fall back on an n-gram model of sample texts
     draft_models: dict[str, str] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -67,6 +70,7 @@ class LookupDrafter:
     expected: int | None = None  # where a text begins that the new one is expected to repeat
     memory: AnswerMemory | None = None
     corpus: NgramCorpus | None = None
+    ngrams: NgramModel | None = None
 
     def add_reference(self, tokens: Sequence[int], expected: bool) -> None:
         """Copy from these tokens, too; with `expected` the new text probably begins as they do."""
@@ -78,7 +82,7 @@ class LookupDrafter:
         index, most = self.index, self.num_draft_tokens
         index.read(canvas.decided_prefix)
         expected = [(self.expected, index.max_ngram_size)] if last is None and self.expected is not None else []
-        offered: list[Drafts] = [*index.paths(expected, most, max_depth)]
+        offered: list[Drafts] = [*index.paths(expected, most, max_depth, self.ngrams)]
         if self.memory is not None or self.corpus is not None:
             text = index.tokens[max(index.start, len(index.tokens) - index.max_ngram_size) :]
             sources = (self.memory, MAX_REMEMBERED_MATCHES, REMEMBERED), (self.corpus, MAX_CORPUS_MATCHES, CORPUS)
@@ -98,25 +102,33 @@ def paths(
     num_draft_tokens: int,
     max_depth: int,
     source: str = "lookup",
+    ngrams: NgramModel | None = None,
 ) -> Sequence[Drafts]:
     """`branches` of repeats and of those in chains, see `RepeatIndex.chains`; by a kernel where there is one."""
     found = repeat_paths(
-        text, repeats, chains, max_matches, max_size, num_draft_tokens, max_depth, LIMITS, source
+        text, repeats, chains, max_matches, max_size, num_draft_tokens, max_depth, LIMITS, source, ngrams
     )  # fmt: skip
     if found is None:
         repeats = repeats + repeats_of_chains(text, chains, max_matches, max_size)
-        found = branches(text, repeats, num_draft_tokens, max_depth, source)
+        found = branches(text, repeats, num_draft_tokens, max_depth, source, ngrams)
     return found
 
 
 def branches(
-    text: Sequence[int], repeats: Sequence[Repeat], num_draft_tokens: int, max_depth: int, source: str = "lookup"
+    text: Sequence[int],
+    repeats: Sequence[Repeat],
+    num_draft_tokens: int,
+    max_depth: int,
+    source: str = "lookup",
+    ngrams: NgramModel | None = None,
 ) -> list[Branch]:
     """The tree of the `num_draft_tokens` most likely tokens, as the paths to its leaves, none longer than `max_depth`.
 
-    A repeat that reaches the end of the text continues in the branch itself, so periodic text can be drafted on.
+    A repeat that reaches the end of the text continues in the branch itself, so periodic text can be drafted on. What
+    an n-gram model predicts counts like the shortest repeat, where none is sure.
     """
-    repeats = [repeat for repeat in repeats if repeat[1] >= SURE_REPEAT][:MAX_SURE_MATCHES] or repeats
+    sure = [repeat for repeat in repeats if repeat[1] >= SURE_REPEAT][:MAX_SURE_MATCHES]
+    repeats, ngrams = sure or repeats, None if sure else ngrams
     paths: list[Branch | None] = []  # None: a longer one was found
     heap: list[tuple[float, int, int, list[int], list[float], list[Repeat]]] = [(-1.0, 0, 0, [], [], list(repeats))]
     pushed = 0
@@ -130,7 +142,8 @@ def branches(
             continue
         alive = [(at, size) for at, size in alive if at >= len(text) or text[at] != END_OF_REFERENCE]
         ahead = [text[at] if at < len(text) else tokens[at - len(text)] for at, _ in alive]
-        for token, vote in votes(ahead, [size for _, size in alive]).items():
+        known = {} if ngrams is None else ngrams.after([*text[-ORDER:], *tokens])
+        for token, vote in votes(ahead, [size for _, size in alive], known).items():
             if -negative * vote >= MIN_PATH_PROBABILITY:
                 pushed += 1
                 agreeing = [
@@ -141,14 +154,17 @@ def branches(
     return [path for path in paths[1:] if path is not None]
 
 
-def votes(tokens: Sequence[int], sizes: Sequence[int]) -> dict[int, float]:
+def votes(
+    tokens: Sequence[int], sizes: Sequence[int], known: Mapping[int, float] = MappingProxyType({})
+) -> dict[int, float]:
     """The probability of each next token, given that `tokens` followed repeats of `sizes`, the latest first.
 
-    Interpolated Pitman–Yor smoothing (Teh 2006) from short repeats to long ones; older occurrences weigh less.
+    Interpolated Pitman–Yor smoothing (Teh 2006) from short repeats to long ones, at first from the probabilities that
+    are known without repeats; older occurrences weigh less.
     Strength, discounts and decay were fitted to answers of a small chat model by log-likelihood: what followed repeats
     of 16 tokens followed again in 93 % of the cases, of 32 in 98 %, of 64 in 99.7 %.
     """
-    probabilities = dict.fromkeys(tokens, 0.0)
+    probabilities = {**known, **{token: 0.0 for token in tokens if token not in known}}
     for least in sorted(set(sizes)):
         counts: dict[int, float] = {}
         weight, total = 1.0, 0.0
@@ -262,10 +278,13 @@ class RepeatIndex:
         """The earlier occurrences of the text's last tokens, the latest first."""
         return repeats_of_chains(self.tokens, self.chains, self.max_matches, self.max_ngram_size)
 
-    def paths(self, repeats: list[Repeat], num_draft_tokens: int, max_depth: int) -> Sequence[Drafts]:
+    def paths(
+        self, repeats: list[Repeat], num_draft_tokens: int, max_depth: int, ngrams: NgramModel | None = None
+    ) -> Sequence[Drafts]:
         """What may follow the text, after some repeats and those that are found."""
         return paths(
-            self.tokens, repeats, self.chains, self.max_matches, self.max_ngram_size, num_draft_tokens, max_depth
+            self.tokens, repeats, self.chains, self.max_matches, self.max_ngram_size, num_draft_tokens, max_depth,
+            ngrams=ngrams,
         )  # fmt: skip
 
 

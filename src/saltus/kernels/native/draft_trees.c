@@ -6,6 +6,13 @@
 #include <string.h>
 
 #define END_OF_REFERENCE -1
+#define CANDIDATES 4
+
+typedef struct {                 // SLOT of methods/shared/ngram_model.py
+  uint64_t key;                  // 0: empty
+  int32_t tokens[CANDIDATES];    // the likeliest first, −1 after the last
+  float chances[CANDIDATES];
+} NgramSlot;
 
 typedef struct {
   const int64_t *text;         // [length]
@@ -17,7 +24,37 @@ typedef struct {
   double least;                // path probability
   int64_t *tokens, *parents;   // [most]: the nodes, parents first
   double *chances;             // [most]
+  const NgramSlot *ngrams;     // [slots], a power of two; none: 0 slots
+  int64_t slots, order;        // order: tokens of the longest contexts
 } Repeats;
+
+// `longer_key` of methods/shared/ngram_model.py.
+static uint64_t longer_key(uint64_t key, int64_t token) {
+  uint64_t mixed = (key ^ (uint64_t)(token + 1)) * 0x9E3779B97F4A7C15u;
+  mixed = (mixed ^ mixed >> 29) * 0xC2B2AE3D27D4EB4Fu;
+  mixed ^= mixed >> 32;
+  return mixed ? mixed : 1;
+}
+
+// What the n-gram model predicts after the text and a path: the number of tokens.
+static int64_t predict(const Repeats *a, const int64_t *path, int64_t depth, int64_t *tokens, double *chances) {
+  const int64_t last = a->slots - 1;
+  const NgramSlot *found = NULL;
+  int64_t count = 0;
+  uint64_t key = 0;
+  for (int64_t i = 1; i <= a->order && i <= depth + a->length; i++) {
+    const int64_t token = i <= depth ? path[depth - i] : a->text[a->length - (i - depth)];
+    if (token < 0) break;
+    key = longer_key(key, token);
+    int64_t slot = (int64_t)(key & (uint64_t)last);
+    while (a->ngrams[slot].key != key && a->ngrams[slot].key) slot = (slot + 1) & last;
+    if (!a->ngrams[slot].key) break;
+    found = a->ngrams + slot;
+  }
+  for (; found && count < CANDIDATES && found->tokens[count] >= 0; count++)
+    tokens[count] = found->tokens[count], chances[count] = (double)found->chances[count];
+  return count;
+}
 
 static void find_repeats(Repeats *a) {
   int64_t next[2] = {a->latest[0], a->latest[1]}, left[2] = {a->max_matches, a->max_matches};
@@ -39,11 +76,11 @@ typedef struct {
   int64_t number, parent, token, depth, first, count;  // first, count: of its repeats
 } RepeatPath;
 
-// `votes` of methods/lookup.py for the tokens after some repeats: the different tokens, in the order in which they come first,
-// and their probabilities.
-static int64_t vote(const int64_t *ahead, const int64_t *sizes, int64_t count, int64_t *tokens, double *chances, int64_t *of,
-                    double *counts, int64_t *order) {
-  int64_t different = 0, least = 0;
+// `votes` of methods/lookup.py for the tokens after some repeats: the different tokens, `different` known ones first and the
+// others in the order in which they come first, and their probabilities.
+static int64_t vote(const int64_t *ahead, const int64_t *sizes, int64_t count, int64_t different, int64_t *tokens,
+                    double *chances, int64_t *of, double *counts, int64_t *order) {
+  int64_t least = 0;
   for (int64_t i = 0; i < count; i++) {
     int64_t j = 0;
     while (j < different && tokens[j] != ahead[i]) j++;
@@ -80,15 +117,16 @@ int64_t saltus_repeat_paths(Repeats *a) {
   if (a->chains[0]) find_repeats(a);
   int64_t sure = 0, repeats = a->repeats;
   for (int64_t i = 0; i < repeats; i++) sure += a->sizes[i] >= a->sure_repeat;
-  const int64_t steps = a->most + 1, numbers = (steps + 1) * repeats + 1;
-  char *room = malloc(numbers * (2 * sizeof(int64_t) + sizeof(RepeatPath)) + repeats * 8 * sizeof(int64_t) +
+  const int64_t most_tokens = repeats + (a->slots ? CANDIDATES : 0);  // after a path
+  const int64_t steps = a->most + 1, numbers = (steps + 1) * most_tokens + 1;
+  char *room = malloc(numbers * (2 * sizeof(int64_t) + sizeof(RepeatPath)) + most_tokens * 8 * sizeof(int64_t) +
                       a->max_depth * sizeof(int64_t));
   if (!room) return -1;
   RepeatPath *open = (RepeatPath *)room;
   int64_t *places = (int64_t *)(open + numbers), *sizes = places + numbers, *alive = sizes + numbers;
-  int64_t *alive_sizes = alive + repeats, *ahead = alive_sizes + repeats, *tokens = ahead + repeats, *of = tokens + repeats;
-  int64_t *order = of + repeats, *path = order + repeats;
-  double *chances = (double *)(path + a->max_depth), *counts = chances + repeats;
+  int64_t *alive_sizes = alive + most_tokens, *ahead = alive_sizes + most_tokens, *tokens = ahead + most_tokens;
+  int64_t *of = tokens + most_tokens, *order = of + most_tokens, *path = order + most_tokens;
+  double *chances = (double *)(path + a->max_depth), *counts = chances + most_tokens;
   int64_t used = 0, made = 0, pushed = 0, waiting = 1, kept = 0;
   for (int64_t i = 0; i < repeats; i++)
     if (!sure || (a->sizes[i] >= a->sure_repeat && kept++ < a->max_sure_matches))
@@ -113,7 +151,8 @@ int64_t saltus_repeat_paths(Repeats *a) {
       if (token == END_OF_REFERENCE) continue;
       alive[count] = places[i], alive_sizes[count] = sizes[i], ahead[count++] = token;
     }
-    const int64_t different = vote(ahead, alive_sizes, count, tokens, chances, of, counts, order);
+    const int64_t known = a->slots && !sure ? predict(a, path, now.depth, tokens, chances) : 0;
+    const int64_t different = vote(ahead, alive_sizes, count, known, tokens, chances, of, counts, order);
     for (int64_t j = 0; j < different; j++) {
       const double reached = now.reached * chances[j];
       if (reached < a->least) continue;

@@ -11,6 +11,7 @@ import numpy as np
 from saltus.core.tree import DraftNodes
 from saltus.kernels import native
 from saltus.kernels.native import structs
+from saltus.methods.shared.ngram_model import ORDER, NgramModel
 
 
 class Repeats(ctypes.Structure):
@@ -25,6 +26,8 @@ class Repeats(ctypes.Structure):
         *((name, structs.INTEGER) for name in ("sure_repeat", "max_sure_matches", "most", "max_depth")),
         ("least", ctypes.c_double),
         *((name, structs.POINTER) for name in ("tokens", "parents", "chances")),
+        ("ngrams", structs.POINTER),
+        *((name, structs.INTEGER) for name in ("slots", "order")),
     ]
 
 
@@ -38,11 +41,12 @@ def repeat_paths(
     max_depth: int,
     limits: tuple[int, int, float],
     source: str,
+    ngrams: NgramModel | None = None,
 ) -> Sequence[DraftNodes] | None:
     """The nodes after given repeats, and after those of chains with the place where each begins; None without a kernel.
 
     Texts and chains are arrays "q". `limits`: tokens of a sure repeat, how many of these count, and the least
-    probability of a path.
+    probability of a path. An n-gram model adds what it predicts.
     """
     kernels = native.load_kernels()
     if kernels is None:
@@ -62,6 +66,8 @@ def repeat_paths(
         max_sure_matches=max_sure_matches, most=num_draft_tokens, max_depth=max_depth, least=least, tokens=made,
         parents=made + num_draft_tokens * nodes.itemsize, chances=native.address(chances),
     )  # fmt: skip
+    if ngrams is not None:
+        struct.ngrams, struct.slots, struct.order = ngrams.address, len(ngrams.slots), ORDER
     for index, (before, latest) in enumerate(chains):
         struct.chains[index], struct.latest[index] = before.buffer_info()[0], latest
     count = kernels.saltus_repeat_paths(ctypes.byref(struct))
