@@ -370,3 +370,47 @@ def test_generate_is_compiled_at_the_first_shape_alone_and_has_time_for_it(monke
     assert [limit for name, limit in limits.items() if name.endswith("generate compiled")] == [150]
     assert limits["what=set up shape=7B system=generate compiled"] == 150
     assert limits["what=set up shape=7B system=generate"] == 60
+
+
+def test_a_visit_goes_on_after_parts_that_fail_hang_or_do_not_start(tmp_path, capsys):
+    from gpu.visit import VisitPart, run_visit
+
+    def part(name: str, share: float, *command: str) -> VisitPart:
+        return VisitPart(name, share, command, f"what {name} wrote")
+
+    hangs = "import subprocess, sys; subprocess.Popen(['sleep', '60']); print('waits', flush=True); sys.stdin.close()\n"
+    hangs += "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
+    parts = [
+        part("wrong", 8, sys.executable, "-c", "print('nearly'); raise SystemExit(3)"),
+        part("missing", 1, str(tmp_path / "nothing")),
+        part("hanging", 1, sys.executable, "-c", hangs),
+        part("killed", 9, sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"),
+        part("good", 9, sys.executable, "-c", "import os; print('path', os.environ['PYTHONPATH'].split(':')[0])"),
+    ]
+    started = time.monotonic()
+    assert run_visit(parts, tmp_path / "visit", minutes=1 / 2) == 1
+    assert time.monotonic() - started < 20
+    found = json.loads((tmp_path / "visit/visit.json").read_text())["parts"]
+    assert [each["ended"].partition(":")[0] for each in found] == [
+        "exit code 3", "did not start", "took too long", "SIGKILL", "well",
+    ]  # fmt: skip
+    assert [each["said"] for each in found] == ["nearly", "", "waits", "", f"path {ROOT / 'src'}"]
+    assert "nearly" in (tmp_path / "visit/visit.log").read_text()
+    assert "read what good wrote" in capsys.readouterr().out
+    assert run_visit(parts[-1:], tmp_path / "visit", minutes=1) == 0
+    assert run_visit(parts[-1:], tmp_path / "visit", minutes=0) == 1
+
+
+def test_a_visit_has_the_stages_with_options_that_they_know(tmp_path):
+    from gpu import stages, visit
+
+    args = visit.make_parser().parse_args(["--out", str(tmp_path)])
+    parts = visit.parts_of_visit(args)
+    known = [stages.make_parser().parse_args([*part.command[2:], "--minutes", "1"]) for part in parts if part.is_stage]
+    for each in known:
+        stages.split_lists(each)
+        assert stages.STAGES[each.stage].parts(each)
+    assert len({each.out for each in known}) == 5, "the larger run of exactness goes on in the file of the small one"
+    without = visit.make_parser().parse_args(["--out", str(tmp_path), "--no-model", "--rehearse"])
+    assert [part.name for part in visit.parts_of_visit(without)] == ["environment", "tests", "calls", "more-exactness"]
+    assert "--rehearse" in visit.parts_of_visit(without)[2].command
