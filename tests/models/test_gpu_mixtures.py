@@ -39,7 +39,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "GptOss": {"swiglu_limit": 1.0, "intermediate_size": 64}, "GraniteMoe": {}, "Dots1": ROUTED, "Ernie4_5_Moe": {},
     "HunYuanMoEV1": {}, "MiniMaxM2": {}, "ExaoneMoe": ROUTED, "Gemma4": GEMMA4_EXPERTS,
     "Llama4": {"num_experts_per_tok": 2, "interleave_moe_layer_step": 1}, "NemotronH with experts": {},
-    "SolarOpen": GROUPS, "FlexOlmo": {}, "HYV3": {}, "Flint": {},
+    "SolarOpen": GROUPS, "FlexOlmo": {}, "HYV3": {}, "Flint": {}, "Phimoe": {"num_local_experts": 8},
 }  # fmt: skip
 
 pytestmark = pytest.mark.slow
@@ -142,6 +142,8 @@ def test_a_described_mixture_gives_what_the_block_gives_and_rows_do_not_depend_o
         ("Gemma4", {"expert_scale": None}),
         ("Llama4", {"scales_inputs": False}),
         ("NemotronH with experts", {"activation": "silu"}),
+        ("Phimoe", {"margin": 3.0}),
+        ("Phimoe", {"scoring": "softmax"}),
     ],
 )
 def test_another_description_gives_something_else(name, changes):

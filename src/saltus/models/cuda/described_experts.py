@@ -18,8 +18,7 @@ def is_known_experts(experts: Experts, base: Any) -> bool:
     router, module, gate = base.get_submodule(experts.router), base.get_submodule(experts.experts), experts.shared_gate
     first = "gate_up_proj" if experts.has_gate else "up_proj"
     return (
-        experts.scoring != "sparse_mixer"
-        and not experts.biases_logits
+        not experts.biases_logits
         and experts.output_scale == 1
         and not experts.zero_experts
         and experts.activation in (GATED if experts.has_gate else UNGATED)

@@ -80,11 +80,19 @@ def _of_best_groups(
     return tl.where(stays, choice, float("-inf"))
 
 
-@kernel("num_rows", "first_slot", "least_sum", "scale")
+@device_function
+def _share_of_near(logit, left, margin):
+    """The softmax of the greatest logit that is left over those that are near it, as `Experts` says of sparse_mixer."""
+    most = tl.max(left, 0)
+    far = (most - logit) / tl.maximum(tl.abs(logit), most) > margin
+    return 1.0 / tl.sum(tl.where(far | (left == float("-inf")), 0.0, tl.exp(logit - most)), 0)
+
+
+@kernel("num_rows", "first_slot", "least_sum", "scale", "margin")
 def _route(
-    parts, bias, selection_bias, expert_scale, kv_slots, picks, weights, num_rows, first_slot, least_sum, scale,
+    parts, bias, selection_bias, expert_scale, kv_slots, picks, weights, num_rows, first_slot, least_sum, scale, margin,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, TOP_K: tl.constexpr,
-    SLOTS: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, BIASED: tl.constexpr,
+    SLOTS: tl.constexpr, SCORING: tl.constexpr, NORMALIZED: tl.constexpr, BIASED: tl.constexpr,
     SELECTED_BY_BIAS: tl.constexpr, SCALED: tl.constexpr, GROUPS: tl.constexpr, GROUP_SLOTS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, BEST_OF_GROUP: tl.constexpr, BFLOAT16: tl.constexpr, FLOAT16: tl.constexpr,
 ):  # fmt: skip
@@ -99,7 +107,7 @@ def _route(
     if FLOAT16:
         logit = logit.to(tl.float16).to(tl.float32)
     logit = tl.where(inside, logit, float("-inf"))
-    if SIGMOID:
+    if SCORING == "sigmoid":
         scores = 1.0 / (1.0 + tl.exp(-logit))
     else:
         exponentials = tl.exp(logit - tl.max(logit, 0))
@@ -114,7 +122,10 @@ def _route(
     chosen, values = tl.zeros((SLOTS,), dtype=tl.int32), tl.zeros((SLOTS,), dtype=tl.float32)
     for each in tl.static_range(TOP_K):
         best = tl.argmax(left, 0)
-        value = tl.sum(tl.where(at == best, scores, 0.0), 0)
+        if SCORING == "sparse_mixer":
+            value = _share_of_near(logit, left, margin)
+        else:
+            value = tl.sum(tl.where(at == best, scores, 0.0), 0)
         chosen, values = tl.where(slot == each, best, chosen), tl.where(slot == each, value, values)
         left = tl.where(at == best, float("-inf"), left)
     if NORMALIZED:
@@ -141,8 +152,9 @@ def route(
     vectors = (parts if each is None else each for each in (bias, selection, scale))  # pointers that are not read
     _route[(rows,)](
         parts, *vectors, kv_slots, picks, weights, rows, first_slot, experts.least_sum, experts.scale,
+        experts.margin,
         EXPERTS=count, PADDED=power_of_two(count), PARTS=len(parts), PIECES=pieces, TOP_K=experts.top_k,
-        SLOTS=power_of_two(experts.top_k), SIGMOID=experts.scoring == "sigmoid", NORMALIZED=experts.is_normalized,
+        SLOTS=power_of_two(experts.top_k), SCORING=experts.scoring, NORMALIZED=experts.is_normalized,
         BIASED=bias is not None, SELECTED_BY_BIAS=selection is not None, SCALED=scale is not None,
         GROUPS=experts.groups, GROUP_SLOTS=power_of_two(experts.groups), TOP_GROUPS=experts.top_groups,
         BEST_OF_GROUP=experts.best_of_group, BFLOAT16=pieces == 1 and x.dtype == torch.bfloat16,
