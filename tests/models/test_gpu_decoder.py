@@ -213,6 +213,37 @@ def test_layers_with_experts_are_those_of_transformers(name):
     assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < BOUND
 
 
+BY_LENGTH = {  # angles of texts of more than 16 tokens, and of others
+    "Phimoe": {
+        "rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "short_mscale": 1.2,
+        "long_mscale": 1.2, "original_max_position_embeddings": 16,
+    },
+    "MiniCPM3": {
+        "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 8.0,
+        "original_max_position_embeddings": 16,
+    },
+    "Llama": {"rope_type": "dynamic", "factor": 8.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_LENGTH)
+def test_texts_beside_each_other_have_the_angles_of_their_own_lengths(name):
+    changes = {
+        **DESCRIBED.get(name, {}), "num_hidden_layers": 1, "rope_parameters": {"rope_theta": 1e4, **BY_LENGTH[name]},
+        "max_position_embeddings": 16 if name == "Llama" else 1024,
+    }  # fmt: skip
+    network, plain = decoded(name, described=True, **changes)
+    batch = [ForwardInputs(continuation(text(9), more), (7,), (-1,)) for more in (5, 60)]
+    together = network.forward(batch, [network.new_kv_cache() for _ in batch])
+    for inputs, found in zip(batch, together, strict=True):
+        alone = network.forward([inputs], [network.new_kv_cache()])[0].logits
+        assert torch.equal(alone, found.logits)
+        expected = plain.forward([inputs], [plain.new_kv_cache()])[0].logits.float()
+        assert (found.logits.float().cpu() - expected).norm() < BOUND * expected.norm()
+    if name != "Phimoe":  # where Transformers takes the short factors for all texts
+        assert (together[0].logits - together[1].logits).norm() > 0.02 * together[0].logits.norm()
+
+
 def test_routers_stay_in_float32_where_transformers_keeps_them_so():
     model = tiny("Glm4Moe", **SIZES | MIXTURES["Glm4Moe"]).to(torch.bfloat16)
     router = model.model.layers[1].mlp.gate

@@ -228,6 +228,8 @@ class CausalNetwork:
         for kind in sorted(set(kinds)):
             same_kind = [number for number, each in enumerate(kinds) if each == kind]
             with long_rope.angles(kind):
+                if self.fixed_shape_runner is not None and self.fixed_shape_runner.decoder is not None:
+                    self.fixed_shape_runner.decoder.use_angles(kind)
                 outputs_of_kind = self._forward_together(
                     [batch[number] for number in same_kind], [kv_caches[number] for number in same_kind]
                 )

@@ -15,6 +15,7 @@ from saltus.models.cuda.fixed_shape_calls import Call, FixedShape, chains_of_tex
 from saltus.models.cuda.gpu_decoder import GPUDecoder, gpu_decoder_of
 from saltus.models.cuda.graphed_passes import SETTINGS, GraphedPasses, PassInputs, whole_call
 from saltus.models.cuda.kv_pages import FixedShapeKVCache
+from saltus.models.long_rope import find_long_rope
 
 
 class GPUContextLayers:
@@ -33,7 +34,7 @@ class GPUContextLayers:
         decoder = gpu_decoder_of(model)
         if decoder is None or decoder.state_shape is not None or decoder.per_layer_embeddings is not None:
             return None
-        if decoder.input_norm is not None:
+        if decoder.input_norm is not None or find_long_rope(model) is not None:
             return None
         description = decoder.description
         unscaled = description is None or (description.logit_scale == 1 and not description.logit_softcap)

@@ -28,6 +28,7 @@ from saltus.models.rotary_angles import angles_of_positions
 
 ACTIVATIONS = {"silu", "gelu_tanh", "gelu"}  # of gates, that `linear_kernels` computes
 UNGATED = ACTIVATIONS | {"relu", "relu_squared", "xielu"}
+ROPE_TYPES_BY_LENGTH = {"longrope", "dynamic"}  # whose angles follow from a text's length, see `LongRope`
 
 
 def described_for_gpu(model: Any) -> DecoderDescription | None:
@@ -141,17 +142,18 @@ def _is_known_latent_attention(a: LatentAttention, base: Any) -> bool:
 
 
 def _rotated_dims(angles: Angles, base: Any) -> int:
-    """How many dimensions have angles, which depend on the position alone; else 0."""
+    """How many dimensions have angles, which depend on the position, and perhaps on a text's length; else 0."""
     if angles.zeros:
         return 0
     rotary: Any = base.get_submodule(angles.path)
     kind = rotary.rope_type
+    known = STATIC_ROPE_TYPES | (set() if isinstance(kind, dict) else ROPE_TYPES_BY_LENGTH)
     kind = kind[angles.layer_type] if isinstance(kind, dict) else kind
     like = next(base.parameters())
     positions = torch.zeros(1, 1, dtype=torch.long, device=like.device)
     found = angles_of_positions(rotary, like[None, :1], positions, angles.layer_type)
     cos = found if isinstance(found, torch.Tensor) else found[0]  # one tensor of complex numbers, or two
-    return cos.shape[-1] * (2 if angles.layout == "once" else 1) if kind in STATIC_ROPE_TYPES else 0
+    return cos.shape[-1] * (2 if angles.layout == "once" else 1) if kind in known else 0
 
 
 def kinds_of_angles(a: Attention | LatentAttention) -> list[tuple[Angles, bool]]:

@@ -180,6 +180,8 @@ class GPUDecoder:
                     description.per_layer_embeddings, self.weights
                 )
         self.angles = self._angles(FIRST_ANGLES)
+        self.kind_of_texts: bool | None = None  # whose angles these are
+        self.angles_of_texts: dict[bool, list[Any]] = {}
         recurrent = [number for number, layer in enumerate(self.layers) if layer.recurrence is not None]
         self.places_of_states = {number: place for place, number in enumerate(recurrent)}
 
@@ -206,7 +208,23 @@ class GPUDecoder:
         if not self.angles or count <= len(self.angles[0][0]):
             return False
         self.angles = self._angles(2 * count)
+        self.angles_of_texts = {}
         return True
+
+    def use_angles(self, kind: bool) -> None:
+        """Let the tables be those of long texts, or of short ones, as the model computes them now (`LongRope.angles`).
+
+        Graphs read the new numbers at the same addresses.
+        """
+        if not self.angles or kind == self.kind_of_texts:
+            return
+        if kind not in self.angles_of_texts:
+            self.angles_of_texts[kind] = self._angles(len(self.angles[0][0]))
+        for own, given in zip(self.angles, self.angles_of_texts[kind], strict=True):
+            for to, numbers in zip(own, given, strict=True):
+                if isinstance(to, Tensor):
+                    to.copy_(numbers)
+        self.kind_of_texts = kind
 
     def __call__(
         self, inputs: StaticInputs, pool: KVPagePool, hidden_state_layers: Sequence[int] = (),
