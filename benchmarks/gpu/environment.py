@@ -69,8 +69,12 @@ def _gpu() -> str:
 
 
 def _kernels_for_gpus() -> str:
+    import torch
+
     from saltus.models.cuda.launching import check_launch
 
+    if not torch.cuda.is_available():
+        raise RuntimeError("there is no GPU for our kernels")
     started = time.perf_counter()
     check_launch()
     return f"kernels for GPUs: run, the first one after {time.perf_counter() - started:.1f} s"

@@ -68,7 +68,7 @@ def parts_of_visit(args: argparse.Namespace) -> list[VisitPart]:
     """All parts in their order, the most telling ones first."""
     models = args.shapes if args.no_model else f"{args.model},{args.shapes}"
     found = [
-        VisitPart("environment", 0.5, (sys.executable, str(ROOT / "benchmarks/gpu/environment.py")), "visit.log"),
+        VisitPart("environment", 2, (sys.executable, str(ROOT / "benchmarks/gpu/environment.py")), "visit.log"),
         stage(
             args, "smoke", 1, "agreement", "the text makes sense, and no token is beyond the tolerance",
             models=args.model, methods="plain", samplings="greedy", take=1, tokens=32,
