@@ -65,33 +65,33 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parts_of_visit(args: argparse.Namespace) -> list[VisitPart]:
-    """All parts in their order, the most telling ones first."""
+    """All parts in their order, the most telling ones first, with time for the kernels to be compiled."""
     models = args.shapes if args.no_model else f"{args.model},{args.shapes}"
     found = [
         VisitPart("environment", 2, (sys.executable, str(ROOT / "benchmarks/gpu/environment.py")), "visit.log"),
         stage(
-            args, "smoke", 1, "agreement", "the text makes sense, and no token is beyond the tolerance",
+            args, "smoke", 3, "agreement", "the text makes sense, and no token is beyond the tolerance",
             models=args.model, methods="plain", samplings="greedy", take=1, tokens=32,
         ),
-        VisitPart("tests", 1.5, tests_command(), "visit.log: the failures that pytest lists"),
+        VisitPart("tests", 2, tests_command(), "visit.log: the failures that pytest lists"),
         stage(
-            args, "agreement", 1.5, "agreement", "no token is beyond the tolerance; tokens a call as on the CPU",
+            args, "agreement", 2, "agreement", "no token is beyond the tolerance; tokens a call as on the CPU",
             models=args.model, samplings="greedy,truncated,sampled", take=4,
         ),
         stage(
-            args, "exactness", 1.5, "exactness", "no row and no text differs", models=args.model, dtypes="bfloat16",
+            args, "exactness", 2, "exactness", "no row and no text differs", models=args.model, dtypes="bfloat16",
             batches="1,7", temperatures="0,0.7", methods="lookup,ptp+lookup", tokens=48,
         ),
         stage(
-            args, "calls", 2, "calls", "milliseconds of a call, and times the roofline", models=models, rows="1,8,32",
+            args, "calls", 2.5, "calls", "milliseconds of a call, and times the roofline", models=models, rows="1,8,32",
             contexts="200,3000", batches=16,
         ),
         stage(
-            args, "speed", 2, "speed", "tokens a second, times plain", model=args.model, baselines="generate",
+            args, "speed", 3, "speed", "tokens a second, times plain", model=args.model, baselines="generate",
             shapes=f"default,{args.shapes}", methods="plain,lookup,ptp+lookup,auto", take=4,
         ),
         stage(
-            args, "more-exactness", 2, "exactness", "no row and no text differs", models=models, batches="1,2,7,32",
+            args, "more-exactness", 3, "exactness", "no row and no text differs", models=models, batches="1,2,7,32",
             tokens=48,
         ),
     ]  # fmt: skip
