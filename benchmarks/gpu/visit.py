@@ -116,7 +116,7 @@ def tests_command() -> tuple[str, ...]:
     tests = [str(ROOT / test) for test in GPU_TESTS]
     return (
         sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "--maxfail=20", "-m", "gpu",
-        *tests,
+        "--continue-on-collection-errors", *tests,
     )  # fmt: skip
 
 
@@ -180,7 +180,8 @@ def _last_lines(path: Path, begin: int) -> list[str]:
 
 def environment() -> dict[str, str]:
     """That of this process, with the package in the path and without a search for models on a network."""
-    path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    given = [str(Path(each).resolve()) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    path = os.pathsep.join([str(ROOT / "src"), *given])
     chosen = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     return {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, **chosen}
 
