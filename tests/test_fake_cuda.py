@@ -47,6 +47,7 @@ from saltus.models.gated_lora import new_adapter
 from saltus.models.packed_decoder import transformers_model
 from saltus.server.engine_thread import EngineThread
 from saltus.server.served_request import Limits, serve_text
+from tiny_models import byte_tokenizer
 
 OutOfResources = pytest.importorskip("triton.runtime.errors").OutOfResources
 pytestmark = [
@@ -352,6 +353,19 @@ def test_described_layers_decode_by_our_kernels(device, monkeypatch, architectur
     engine = load(architecture_folder(name, **OWN_KERNELS, **sizes))
     assert engine.network.compute_path == "native"
     check_texts(engine, ["lookup"], temperature=0.8, tokens=5)
+
+
+def test_texts_of_unlike_lengths_have_their_own_angles_in_the_same_graphs(device, monkeypatch, architecture_folder):
+    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
+    border = max(len(byte_tokenizer().encode(prompt)) for prompt in PROMPTS)
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [4.0] * 16,
+            "factor": 8.0, "original_max_position_embeddings": border}  # fmt: skip
+    sizes = {"rope_parameters": rope, "num_hidden_layers": 1, "max_position_embeddings": 8 * border}
+    engine = load(architecture_folder("Llama", **OWN_KERNELS, **sizes))
+    assert engine.network.compute_path == "native"
+    check_texts(engine, ["lookup"], temperature=0.8, tokens=5)
+    decoder = engine.network.fixed_shape_runner.decoder
+    assert set(decoder.angles_of_texts) == {False, True}
 
 
 @pytest.mark.parametrize("name", ["Gemma3", "Llama4"])
