@@ -150,9 +150,8 @@ def test_options_of_methods_that_auto_is_not_draw_a_line(tiny_folder, tiny_draft
     saltus.load(folder, options={"ptp": {"max_nodes": 64}})
     (note,) = caplog.messages
     assert note.startswith("auto is lookup here: a call of 8 rows takes 2.0 times as long")
-    with caplog.at_level(logging.ERROR, "saltus"):
-        saltus.load(folder)
-    assert caplog.messages == [note]
+    saltus.load(folder)
+    assert caplog.messages == [note], "without options of the drafter its absence is no surprise"
 
 
 def test_auto_takes_the_drafter_that_fits_the_model_and_lookup_always(tiny_folder, tiny_drafter, monkeypatch):
@@ -171,11 +170,11 @@ def test_auto_takes_the_drafter_that_fits_the_model_and_lookup_always(tiny_folde
     slow = saltus.load(folder)
     assert slow.method == "lookup", "further rows cost too much here"
     assert "2.0 times as long" in slow.decoder.auto_note
-    measured = iter([costs, {1: 1.0, 8: 1.6}])  # other work disturbed the first measurement
+    measured = iter([costs, {1: 1.0, 8: 1.3}])  # other work disturbed the first measurement
     with monkeypatch.context() as patch:
         patch.setattr("saltus.engine.auto_method.call_seconds", lambda network: next(measured))
         assert saltus.load(folder).method == "ptp+lookup"
-    costs[8] = 1.5
+    costs[8] = 1.2
     shipped = saltus.load(folder, "auto", adaptive=False)
     assert shipped.method == "ptp+lookup"
     plain = shipped.generate(PROMPT, method="plain", max_new_tokens=12)

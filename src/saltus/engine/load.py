@@ -137,7 +137,8 @@ def _report_choice(engine: Engine) -> None:
     """Log the decoder's note on what `auto` is, and a line where options are given of methods that it is not."""
     explained: set[str] = set()
     if engine.decoder.auto_note:
-        log.warning("%s", engine.decoder.auto_note)
+        is_surprise = bool(engine.decoder.options.get("ptp"))  # else `lookup` is as good
+        log.log(logging.WARNING if is_surprise else logging.INFO, "%s", engine.decoder.auto_note)
         explained = {"ptp"}
     given = {name for name, fields in engine.decoder.options.items() if fields}
     if unused := sorted(given - explained - {*engine.method.split("+")}):
