@@ -43,7 +43,8 @@ Repeat = tuple[int, int]
 class Lookup:
     """Prompt lookup (Saxena 2023) as a tree: each earlier occurrence of the last tokens offers its continuation.
 
-    All occurrences vote; longer and later ones count more, and the most likely nodes are offered.
+    All occurrences vote; longer and later ones count more, and the most likely nodes are offered. An n-gram model of
+    sample texts votes, too, most where nothing repeats.
     """
 
     max_ngram_size: int = 64  # longer repeats count like this length
