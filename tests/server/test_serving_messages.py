@@ -268,6 +268,7 @@ def said(*blocks, role="user") -> dict:
         ({"compaction": {"type": "auto"}}, "conversations are not shortened here; leave out compaction"),
         ({"mcp_servers": [{"type": "url"}]}, "no MCP servers are called from here; leave out mcp_servers"),
         ({"temperature": 3}, "temperature: Input should be less than or equal to 2"),
+        ({"max_tokens": "5"}, "max_tokens: Input should be a number, not a text; leave out the quotes"),
         ({"speculative": {"methods": "lookup"}}, "the field 'methods' is not supported; leave it out"),
         ({"speculative": {"method": "nothing"}}, "unknown method 'nothing'"),
         ({"messages": [{"role": "user", "content": "cat " * 3000}]}, "prompt is too long: the prompt has 12,028 bytes"),

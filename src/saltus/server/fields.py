@@ -5,13 +5,26 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    Strict,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from saltus.engine.encoding import require_unicode
 from saltus.server.neutral_fields import without_neutral_fields
 
 MAX_FIELDS = 256  # of an object
 
+NUMBERS = {int, float, int | None, float | None}  # types of fields
+
+Integer = Annotated[int, Strict()]  # of a list or an object; fields are checked in `NumberFields`
+Number = Annotated[float, Strict()]  # integers, too
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(fail_fast=True)]  # a million wrong items are one error, not a million
 """A list."""
@@ -54,3 +67,14 @@ class Fields(BaseModel):
                 for text in texts:
                     require_unicode(str(text), name)
         return self
+
+
+class NumberFields(Fields):
+    """A JSON object with numbers among its fields: they may not be texts, as OpenAI's server refuses them, too."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _without_quotes(cls, given: Any, info: Any) -> Any:
+        if isinstance(given, str) and cls.model_fields[info.field_name].annotation in NUMBERS:
+            raise PydanticCustomError("number_in_quotes", "Input should be a number, not a text; leave out the quotes")
+        return given

@@ -15,7 +15,7 @@ from saltus.methods.shared.answer_memory import AnswerMemory
 from saltus.server.answers import Answer
 from saltus.server.errors import ApiError
 from saltus.server.events import event_text
-from saltus.server.fields import Fields, Items
+from saltus.server.fields import Fields, Integer, Items
 from saltus.server.protocol import SamplingFields
 
 DEFAULT_TEMPERATURE = 0.8  # llama.cpp's, as are the next two
@@ -37,7 +37,7 @@ class InfillRequest(SamplingFields):
     prompt: str = ""  # what follows the prefix
     parts: Items[str] | None = Field(None, min_length=2, max_length=257)  # the texts around holes, in place of the two
     # of the holes between parts, in tokens; null: the model ends it
-    hole_lengths: Items[int | None] | None = Field(None, max_length=256)
+    hole_lengths: Items[Integer | None] | None = Field(None, max_length=256)
     input_extra: Items[ExtraFile] = Field(default_factory=list, max_length=1024)
     n_predict: int = Field(128, ge=-1)  # −1: as many tokens as the context holds
     # which fields the answer has; "timings/prompt_n" is a field in a field

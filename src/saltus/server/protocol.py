@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from saltus.engine.decoder import MAX_DRAFT_TOKENS
-from saltus.server.fields import Fields, Items, JsonObject
+from saltus.server.fields import Fields, Integer, Items, JsonObject, Number, NumberFields
 from saltus.server.structured import (
     MAX_TOOLS,
     AllowedTools,
@@ -39,8 +39,8 @@ MAX_TOKENS = 2**20  # of a prompt that is given as token ids
 
 TextKind = Literal["text", "input_text", "output_text", "refusal"]  # of the parts of messages
 StopString = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
-TokenIds = Annotated[Items[int], Field(max_length=MAX_TOKENS)]
-StopTokenIds = Annotated[Items[int], Field(max_length=MAX_STOP_TOKENS)]
+TokenIds = Annotated[Items[Integer], Field(max_length=MAX_TOKENS)]
+StopTokenIds = Annotated[Items[Integer], Field(max_length=MAX_STOP_TOKENS)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -84,7 +84,7 @@ class StreamOptions(Fields):
     continuous_usage_stats: bool = False
 
 
-class Speculative(Fields):
+class Speculative(NumberFields):
     """How a text is drafted; it cannot change the text."""
 
     method: str | None = Field(None, max_length=MAX_METHOD_LENGTH)
@@ -92,7 +92,7 @@ class Speculative(Fields):
     max_draft_tokens: int | None = Field(None, ge=0, le=MAX_DRAFT_TOKENS)
 
 
-class SamplingFields(Fields):
+class SamplingFields(NumberFields):
     """What all requests of texts have in common. A field that is null counts as not given: clients write it so."""
 
     model: str | None = None
@@ -112,7 +112,7 @@ class SamplingFields(Fields):
     penalty_last_n: int | None = Field(None, ge=-1)  # the same
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_of_few_biases)] = None
+    logit_bias: Annotated[dict[int, Number] | None, BeforeValidator(_of_few_biases)] = None
     ignore_eos: bool = False
     speculative: bool | Speculative = True
     include_metrics: bool = False  # of drafting, in the answer
