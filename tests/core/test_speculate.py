@@ -187,6 +187,11 @@ class Careless:
         (returning([branch([1], None)]), "its acceptance_probabilities are None; give a list of numbers from 0 to 1"),
         (returning([branch([1], ["0.5"])]), r"its acceptance_probabilities are \['0.5'\]; give"),
         (returning([branch([1], [float("nan")])]), r"its acceptance_probabilities are \[nan\]; give"),
+        (returning([branch([1], [-0.7])]), r"its acceptance_probabilities are \[-0.7\]; give"),
+        (
+            returning([branch([1, 6], [0.5, 0.5])]),
+            r"its tokens are \[1, 6\]; the model's vocabulary has 6, so give ids",
+        ),
         (returning([branch([1], [0.5], None)]), "its source is None; give a text"),
         (returning([branch([1], [0.5], distributions=[3])]), r"its distributions are \[3\]; give"),
         (returning([branch([1], [0.5], payoffs=["2"])]), r"its payoffs are \['2'\]; give a list of numbers"),
@@ -202,11 +207,15 @@ class Careless:
         ),
         (returning([arrays([1], [-1, 0], [0.5])]), r"its parents are array\(\[-1, 0\]\); give"),
         (returning([arrays([1, 2], [-1, 1], [0.5, 0.5])]), "its parents are .*; give −1, or the number of an earlier"),
+        (returning([arrays([6], [-1], [0.5])]), r"its tokens are array\(\[6\]\); the model's vocabulary has 6"),
+        (returning([arrays([-1], [-1], [0.5])]), r"its tokens are array\(\[-1\]\); give token ids"),
+        (returning([arrays([1, 2], [-1, 0], [0.5, np.nan])]), r"its acceptance_probabilities are .*nan\]\); give"),
+        (returning([arrays([1], [-1], [1.5])]), r"its acceptance_probabilities are array\(\[1.5\]\); give"),
         (yielding(None, [branch([1], [0.5], distributions=[])]), "it has 1 tokens, but 0 distributions; give"),
     ],
 )
 def test_a_drafter_that_returns_no_drafts_is_an_error_that_names_it(drafter, says):
-    decoding = speculate(continuation([1, 2], 4), Noise(0), Sampling(), [drafter], lambda step: None)
+    decoding = speculate(continuation([1, 2], 4), Noise(0), Sampling(), [drafter], lambda step: None, vocab=6)
     with pytest.raises(ValueError, match=f"^the drafter test_speculate.*{says}"):
         next(decoding)
 

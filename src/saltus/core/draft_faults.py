@@ -13,9 +13,10 @@ from saltus.core.picking import Distribution
 from saltus.core.tree import Branch, DraftNodes, Drafts
 from saltus.core.value_types import short_repr
 
+LEAST, GREATEST = -0.01, 1.01  # of a probability: it may be rounded to bfloat16
 BRANCH_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "tokens": (lambda token: operator.index(token) >= 0, "token ids"),
-    "acceptance_probabilities": (math.isfinite, "numbers from 0 to 1"),
+    "acceptance_probabilities": (lambda each: LEAST <= each <= GREATEST, "numbers from 0 to 1"),
     "distributions": (lambda each: isinstance(each, Distribution), "Distribution"),
     "payoffs": (math.isfinite, "numbers"),
 }
@@ -25,11 +26,17 @@ NODE_ARRAYS = {"tokens": np.int64, "parents": np.int64, "acceptance_probabilitie
 """The arrays of `DraftNodes`, and the types of their numbers."""
 
 
-def draft_fault(draft: Drafts) -> str:
-    """What is wrong with a draft, and what to give instead; empty if nothing is."""
+def draft_fault(draft: Drafts, vocab: int | None = None) -> str:
+    """What is wrong with a draft for a vocabulary of so many tokens, and what to give instead; empty if nothing is."""
     if not isinstance(draft.source, str):
         return f"its source is {short_repr(draft.source)}; give a text, such as the name of the method"
-    return _nodes_fault(draft) if isinstance(draft, DraftNodes) else _branch_fault(draft)
+    if fault := _nodes_fault(draft) if isinstance(draft, DraftNodes) else _branch_fault(draft):
+        return fault
+    if vocab is not None and len(draft.tokens) and max(draft.tokens) >= vocab:
+        return (
+            f"its tokens are {short_repr(draft.tokens)}; the model's vocabulary has {vocab:,}, so give ids below that"
+        )
+    return ""
 
 
 def _branch_fault(branch: Branch) -> str:
@@ -57,6 +64,12 @@ def _nodes_fault(nodes: DraftNodes) -> str:
         right = isinstance(values, np.ndarray) and values.dtype == dtype and values.flags.c_contiguous
         if not right or values.shape != (nodes.tokens.size,):
             return f"its {name} are {short_repr(values)}; give an array of {dtype.__name__}, a number for each node"
+    if min(nodes.tokens.tolist(), default=0) < 0:
+        return f"its tokens are {short_repr(nodes.tokens)}; give token ids"
+    if not all(LEAST <= each <= GREATEST for each in nodes.acceptance_probabilities.tolist()):
+        return (
+            f"its acceptance_probabilities are {short_repr(nodes.acceptance_probabilities)}; give numbers from 0 to 1"
+        )
     if any(parent >= node for node, parent in enumerate(nodes.parents.tolist())):
         return f"its parents are {short_repr(nodes.parents)}; give −1, or the number of an earlier node"
     return ""

@@ -34,15 +34,18 @@ class Drafter(Protocol):
     def __call__(self, canvas: Canvas, last: Step | None, max_depth: int) -> DraftResult: ...
 
 
-def checked_drafts(drafter: Drafter, returned: Any) -> Sequence[Drafts]:
-    """What a drafter returned, itself or by its generator. Errors: ValueError that names it if these do not fit."""
+def checked_drafts(drafter: Drafter, returned: Any, vocab: int | None = None) -> Sequence[Drafts]:
+    """What a drafter returned, itself or by its generator, for a vocabulary of so many tokens (None: not known).
+
+    Errors: ValueError that names it if these do not fit.
+    """
     if not isinstance(returned, Sequence) or not all(isinstance(each, Drafts) for each in returned):
         raise ValueError(
             f"the drafter {drafter_name(drafter)} returned {short_repr(returned)}; return a list of Branch, or () where"
             " it has none"
         )
     for each in returned:
-        if fault := draft_fault(each):
+        if fault := draft_fault(each, vocab):
             kind = type(each).__name__
             raise ValueError(f"the drafter {drafter_name(drafter)} returned a faulty {kind}: {fault}")
     return returned

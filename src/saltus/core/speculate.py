@@ -66,13 +66,15 @@ def speculate(
     stop: StopCondition | None = None,
     constraint: Constraint | None = None,
     reads_logits: bool = False,
+    vocab: int | None = None,
 ) -> DecodeGenerator:
     """Decode one text. Under `match` neither drafters nor controller can change it (PTP, Alg. 1 with any draft).
 
     `on_step` gets each step after its tokens have filled the canvas (`Step.canvas` is the one before); the text is the
     tokens of all steps. `stop` may end it early. A `constraint` restricts a continuation, and where anything is drafted
     so is what it forces. Without a controller up to 16 draft tokens are verified in each call. `on_step` may read
-    logits in any case; where it does with every step, `reads_logits` says so.
+    logits in any case; where it does with every step, `reads_logits` says so. `vocab` is the number of tokens that the
+    target can read: beyond it nothing may be drafted.
     """
     controller = controller or Controller(adaptive=False)
     readers = [
@@ -104,12 +106,12 @@ def speculate(
             if isinstance(drafts, Generator):
                 waiting.append((drafter, drafts))
             else:
-                drafted += checked_drafts(drafter, drafts)
+                drafted += checked_drafts(drafter, drafts, vocab)
         for drafter, drafts in waiting if should_draft else ():
             draft_calls.asked = True
             if controller.first_draft_call_pays(drafted, max_depth, draft_seconds):
                 made = yield from _time_draft_calls(drafter, drafts, draft_calls, controller)
-                drafted += checked_drafts(drafter, made)
+                drafted += checked_drafts(drafter, made, vocab)
                 draft_seconds = draft_calls.latest or draft_seconds
             else:
                 draft_seconds *= FORGET  # so that one call which was disturbed does not end them

@@ -19,7 +19,7 @@ from typing import Generic
 from saltus.core.batch import SequenceState, run_batch
 from saltus.core.control.controller import Controller
 from saltus.core.distributions import DecodeGenerator
-from saltus.core.forward import ForwardOutputs
+from saltus.core.forward import TARGET, ForwardOutputs
 from saltus.core.noise import Noise
 from saltus.core.out_of_memory import is_out_of_memory
 from saltus.core.protocols import Network
@@ -34,6 +34,7 @@ from saltus.engine.request import Request
 from saltus.engine.scheduled_request import AnyScheduled, ScheduledRequest
 from saltus.engine.turns import Shares, giving_way, memory_limit, next_in_turn
 from saltus.models.memory_use import text_bytes
+from saltus.models.resized_vocabulary import embedding_rows
 
 log = logging.getLogger("saltus")
 
@@ -317,6 +318,7 @@ def counting_generator(setup: DecodingSetup, request: Request, controller: Contr
     generator = speculate(
         request.new_canvas(), noise, request.sampling, drafters, request.record, RULES[setup.rule], controller,
         request.stop, request.constraint, request.logprobs,
+        embedding_rows(getattr(setup.networks[TARGET], "model", None)),
     )  # fmt: skip
     outputs: ForwardOutputs | None = None
     while True:
