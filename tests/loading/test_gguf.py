@@ -342,6 +342,18 @@ def test_what_is_not_supported_is_one_line_that_names_it_and_what_is(tmp_path):
     out.close()
     named = "architecture mamba; supported are afmoe, arcee, chatglm, cohere2, cohere2moe, command-r, deepseek2"
     assert named in complaint(file)
+    file = tmp_path / "matrix.gguf"
+    out = gguf.GGUFWriter(file, "")
+    out.kv_data[0].clear()
+    out.add_string("general.type", "imatrix")
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.close()
+    named = "matrix.gguf is no model, since it names no architecture ('imatrix' is its type); take the file of a model"
+    assert complaint(file) == named
+    file = tmp_path / "version.gguf"
+    file.write_bytes(b"GGUF" + (4).to_bytes(4, "little") + bytes(100))
+    assert "version.gguf has version 4 of GGUF, but versions 2 and 3 are read here; take" in complaint(file)
     file = tmp_path / "big.gguf"
     file.write_bytes(b"GGUF" + (3).to_bytes(4, "big") + bytes(100))
     assert "big.gguf is a big-endian GGUF file; take a little-endian one" in complaint(file)
@@ -364,7 +376,7 @@ def test_what_is_not_supported_is_one_line_that_names_it_and_what_is(tmp_path):
 
 def test_a_damaged_file_is_one_line(tmp_path):
     file = tmp_path / "tiny.gguf"
-    file.write_bytes(b"GGUF" + bytes(40))
+    file.write_bytes(b"GGUF" + (3).to_bytes(4, "little"))
     assert "is not a whole GGUF file" in complaint(file)
     write(tiny("llama"), file, [Q.Q8_0])
     folder = resolve(str(file))

@@ -12,9 +12,18 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType
 
+from saltus.core.value_types import short_repr
 from saltus.kernels.packed_weight import PACKED_FORMATS
 from saltus.loading.fetching import SourceError, first_line
-from saltus.loading.gguf_header import BIG_ENDIAN, GgufHeader, TensorInfo, UnknownFormatError, read_gguf_header
+from saltus.loading.gguf_header import (
+    BIG_ENDIAN,
+    VERSIONS,
+    GgufHeader,
+    TensorInfo,
+    UnknownFormatError,
+    UnknownVersionError,
+    read_gguf_header,
+)
 from saltus.loading.gguf_index import GgufTensor, write_index
 from saltus.loading.gguf_tokenizers import end_tokens, make_tokenizer
 from saltus.loading.model_folders import refuse_lfs_pointer
@@ -55,6 +64,10 @@ def write_gguf_folder(file: Path, folder: Path, stored_as: str) -> None:
     metadata = header.metadata
     name = metadata.get("general.architecture")
     known = gguf_architectures()
+    if name is None:
+        kind = metadata.get("general.type")
+        named = f" ({short_repr(kind)} is its type)" if kind is not None else ""
+        raise SourceError(f"{file.name} is no model, since it names no architecture{named}; take the file of a model")
     if not isinstance(name, str) or name not in known:
         raise SourceError(
             f"{file.name} holds a model of the architecture {name}; supported are {', '.join(sorted(known))}"
@@ -81,6 +94,12 @@ def _read_header(file: Path) -> GgufHeader:
         return read_gguf_header(file)
     except UnknownFormatError as error:
         raise SourceError(f"{file}: {error}; take a file in Q4_K_M, Q4_0 or Q8_0") from error
+    except UnknownVersionError as error:
+        known = " and ".join(map(str, VERSIONS))
+        raise SourceError(
+            f"{file} has version {error} of GGUF, but versions {known} are read here; take a newer file, or fetch it"
+            " again if it is damaged"
+        ) from error
     except ValueError as error:
         if str(error) == BIG_ENDIAN:
             raise SourceError(f"{file} is a big-endian GGUF file; take a little-endian one") from error

@@ -29,6 +29,10 @@ NUMBER_FORMATS = {
 }  # fmt: skip
 
 
+class UnknownVersionError(ValueError):
+    """A file of another version of GGUF; its argument is the version."""
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """A tensor of a GGUF file and where it lies."""
@@ -49,7 +53,7 @@ class GgufHeader:
 
 
 def read_gguf_header(file: Path) -> GgufHeader:
-    """The header of a whole GGUF file of either version, little-endian. Errors: ValueError that says what is wrong."""
+    """The header of a whole GGUF file of version 2 or 3, little-endian. Errors: ValueError that says what is wrong."""
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
         fields = _FieldReader(content, min(len(content), MAX_HEADER))
         if fields.take(4) != b"GGUF":
@@ -58,7 +62,7 @@ def read_gguf_header(file: Path) -> GgufHeader:
         if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
             raise ValueError(BIG_ENDIAN)
         if version not in VERSIONS:
-            raise ValueError(f"it has the version {version}")
+            raise UnknownVersionError(version)
         num_tensors, num_metadata = fields.number("Q"), fields.number("Q")
         metadata: dict[str, Any] = {}
         for _ in range(fields.checked_count(num_metadata, 13)):
