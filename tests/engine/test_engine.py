@@ -589,6 +589,10 @@ def test_a_gpu_that_there_is_not_is_refused_with_those_that_there_are(monkeypatc
         ({"options": {"jacobi": {"spawn_ratio": "1"}}}, "jacobi: spawn_ratio is '1', but must be a number"),
         ({"options": {"assd": {"num_draft_tokens": 1.5}}}, "assd: num_draft_tokens is 1.5, but must be a whole number"),
         ({"options": {"small_model": {"num_draft_tokens": 1.5}}}, "must be a whole number"),
+        (
+            {"draft_model": "a", "options": {"small_model": {"model": "b"}}},
+            "draft_model (--draft-model) is a, but the option small_model.model is b; give one of them",
+        ),
     ],
 )
 def test_bad_settings_are_refused_before_anything_is_loaded(settings, cure):

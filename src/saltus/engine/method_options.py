@@ -16,7 +16,7 @@ def with_draft_model(
     """The method and the options of methods, given perhaps a draft model and its number of draft tokens.
 
     A draft model is for the method `small_model`, and for `auto`, the default, which is then `small_model+lookup`.
-    Errors: ValueError if the method is another one.
+    Errors: ValueError if the method is another one, or its options say something else.
     """
     given = {"model": draft_model, "num_draft_tokens": num_draft_tokens}
     given = {name: value for name, value in given.items() if value is not None}
@@ -29,4 +29,9 @@ def with_draft_model(
             f"a draft model belongs to the method small_model, but the method is {method};"
             f" leave the method out, or take small_model+{method}"
         )
-    return method, {**options, "small_model": {**options.get("small_model", {}), **given}}
+    own = options.get("small_model", {})
+    for name, value in given.items():
+        if name in own and own[name] != value:
+            shown = "draft_model (--draft-model)" if name == "model" else "num_draft_tokens (--num-draft-tokens)"
+            raise ValueError(f"{shown} is {value}, but the option small_model.{name} is {own[name]}; give one of them")
+    return method, {**options, "small_model": {**own, **given}}
