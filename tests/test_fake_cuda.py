@@ -24,6 +24,7 @@ from mtp_checkpoints import write_checkpoint
 from quantised_models import CASES, write_quantised
 from saltus.core import distributions
 from saltus.core.control.controller import Controller
+from saltus.engine import target_network
 from saltus.engine.prefix_tree import PrefixTree
 from saltus.engine.scheduled_request import ScheduledRequest
 from saltus.engine.scheduler import Scheduler
@@ -328,7 +329,8 @@ def test_packed_weights_stay_packed_on_the_device(device, tiny_folder, architect
     check_texts(engine, ["lookup"], temperature=0.0)
 
 
-def test_a_gguf_file_is_packed_and_decoded_by_our_kernels_on_the_device(device, tmp_path):
+def test_a_gguf_file_is_packed_and_decoded_by_our_kernels_on_the_device(device, tmp_path, monkeypatch):
+    monkeypatch.setattr(target_network, "_logits_in_a_tree", lambda *_: None)  # in bfloat16; see `expanding`
     write(tiny_llama("llama"), tmp_path / "tiny.gguf", [GGMLQuantizationType.Q8_0])
     engine = saltus.load(str(tmp_path / "tiny.gguf"), "plain", device="cuda")
     assert engine.network.compute_path == "native"
@@ -646,7 +648,7 @@ def test_a_tensor_on_the_wrong_device_is_found(device, monkeypatch, tiny_folder)
 def test_without_a_compiler_for_our_kernels_a_warning_says_so_and_texts_are_written(
     device, tiny_folder, monkeypatch, caplog
 ):
-    def fails() -> None:
+    def fails(_: torch.device) -> None:
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nmore")
 
     monkeypatch.setattr(launching, "check_launch", fails)
@@ -688,6 +690,13 @@ def test_without_a_kernel_that_the_gpu_refuses_texts_are_those_of_fixed_shapes_o
     check_texts(engine, ["lookup"], temperature=0)
 
 
+def test_a_kernel_that_the_gpu_refuses_ends_the_loading_of_packed_weights(device, tmp_path, monkeypatch):
+    write(tiny_llama("llama"), tmp_path / "tiny.gguf", [GGMLQuantizationType.Q8_0])
+    monkeypatch.setattr(row_kernels, "_add_and_norm", launching.Kernel(RefusedKernel()))
+    with pytest.raises(ValueError, match=r"shared memory.*set SALTUS_KERNELS=off"):
+        saltus.load(str(tmp_path / "tiny.gguf"), "plain", device="cuda")
+
+
 @pytest.mark.parametrize("name", ["Qwen3Moe", "Llama4"])
 def test_transformers_generate_launches_experts_on_the_models_device(device, architecture_folder, name):
     model = load(architecture_folder(name)).model
@@ -716,10 +725,11 @@ def test_transformers_generate_launches_packed_products_on_the_models_device(dev
 
 
 def test_our_kernels_are_off_on_gpus_that_do_not_multiply_bfloat16(device, monkeypatch, caplog):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda each: (9 if each.index == 0 else 7, 5))
     kernel_support._kernels_run.cache_clear()
     try:
-        assert not kernel_support.has_kernels()
+        assert kernel_support.has_kernels("cuda:0")
+        assert not kernel_support.has_kernels("cuda:1")
         assert caplog.messages[-1].endswith("need a GPU of compute capability 8.0 or more, and this one has 7.5")
     finally:
         kernel_support._kernels_run.cache_clear()

@@ -31,7 +31,7 @@ def device(monkeypatch):
                 "stream": lambda _: contextlib.nullcontext(), "graph_pool_handle": lambda: next(pools)}  # fmt: skip
     for name, value in replaced.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(cuda_graphs, "has_kernels", lambda: False)
+    monkeypatch.setattr(cuda_graphs, "has_kernels", lambda _: False)
 
 
 def test_memory_is_shared_until_all_graphs_are_gone():
@@ -56,7 +56,7 @@ def test_graphs_of_another_capture_do_not_keep_memory():
 
 def test_kernels_compile_before_they_run(monkeypatch):
     launching = pytest.importorskip("saltus.models.cuda.launching")
-    monkeypatch.setattr(cuda_graphs, "has_kernels", lambda: True)
+    monkeypatch.setattr(cuda_graphs, "has_kernels", lambda _: True)
     monkeypatch.setattr(launching, "compile_together", lambda run: EVENTS.append("compiled"))
     GraphCapture(torch.device("cuda", 0)).capture(lambda: EVENTS.append("run"))
     assert EVENTS == ["compiled", "run", "run", 0, "run"]

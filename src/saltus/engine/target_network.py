@@ -46,14 +46,22 @@ def make_network(model: Any, name: str, exact: bool = True, max_draft_tokens: in
         return EvaByteNetwork(model, exact)
     if getattr(model.config, ANY_SUBSET, None):
         return AnySubsetNetwork(model, exact)
+    on_gpu = (
+        torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext()
+    )  # Triton's is the thread's
     if isinstance(model, PackedDecoder):
-        return CausalNetwork(model, exact, FixedShapeSettings.for_max_draft_tokens(max_draft_tokens))
+        network = CausalNetwork(model, exact, FixedShapeSettings.for_max_draft_tokens(max_draft_tokens))
+        if (
+            model.device.type == "cuda"
+        ):  # a kernel that Triton or the GPU refuses is an error now, not in the first text
+            with torch.inference_mode(), on_gpu:
+                _logits_in_a_tree(network, 0, network.new_kv_cache())
+        return network
     if model.config.model_type == "xlnet":
         return XlnetNetwork(model, exact)
     why, cure = _why_no_layers(model) or ("", OTHER_MODEL)
     if not why:
-        on_gpu = torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext()
-        with torch.inference_mode(), silence_transformers(), on_gpu:  # Triton launches on the thread's own GPU
+        with torch.inference_mode(), silence_transformers(), on_gpu:
             made = _checked_network(model, name, exact, max_draft_tokens)
         if not isinstance(made, str):
             return made
@@ -69,7 +77,7 @@ def _checked_network(model: Any, name: str, exact: bool, max_draft_tokens: int) 
         kv_cache = network.new_kv_cache()
         differs = _differ_everywhere(network, expected, _logits_in_a_tree(network, 0, kv_cache))
     except KernelsFail as failure:
-        if not has_kernels():  # packed weights need them
+        if not has_kernels(model.device):  # packed weights need them
             raise
         give_up(failure)
         return _checked_network(model, name, exact, max_draft_tokens)

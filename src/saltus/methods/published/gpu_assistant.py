@@ -38,7 +38,7 @@ class GPUAssistant:
     @staticmethod
     def supports(model: Any) -> bool:
         """True for an assistant whose sizes our kernels know."""
-        if not has_kernels_for(model.embeddings.dtype):
+        if not has_kernels_for(model.embeddings.dtype, model.embeddings.device):
             return False
         return fits_described(_as_decoder(model), _description(model))
 

@@ -42,7 +42,7 @@ class GPUEagleLayers:
         embeddings, device = model.embeddings[0], model.tokens.device
         return (
             device.type == "cuda"
-            and has_kernels_for(model.dtype)
+            and has_kernels_for(model.dtype, device)
             and embeddings.is_contiguous()
             and embeddings.dtype == model.dtype
             and fits_kernels(_as_decoder(model))

@@ -33,7 +33,7 @@ class GraphCapture:
         Unless a graph is left that shares its memory, it gets new memory: torch takes none that all graphs have left.
         Errors: RuntimeError for what cannot be captured.
         """
-        if has_kernels():
+        if has_kernels(self.device):
             from saltus.models.cuda.launching import compile_together
 
             compile_together(run)

@@ -74,7 +74,7 @@ class CallOutputs(NamedTuple):
     @classmethod
     def of(cls, logits: Tensor, states: Tensor, inputs: StaticInputs) -> CallOutputs:
         """With the tokens that rows pick, found on the device, so that decoding copies three numbers a row."""
-        if logits.is_cuda and has_kernels():
+        if logits.is_cuda and has_kernels(logits.device):
             from saltus.models.cuda.pick_kernels import find_tokens
 
             keys, temperatures = inputs.keys[-len(logits) :], inputs.temperatures[-len(logits) :]

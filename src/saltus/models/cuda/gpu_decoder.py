@@ -48,7 +48,7 @@ FIRST_ANGLES = 8192  # positions of the table of angles, at first
 
 def supports_gpu_decoder(model: Any) -> bool:
     """True for a model on a GPU that our kernels decode by Llama's names."""
-    return model.device.type == "cuda" and can_decode(model)
+    return model.device.type == "cuda" and can_decode(model, model.device)
 
 
 def gpu_decoder_of(model: Any) -> GPUDecoder | None:
@@ -61,23 +61,23 @@ def gpu_decoder_of(model: Any) -> GPUDecoder | None:
 
 def description_on_gpu(model: Any) -> DecoderDescription | None:
     """What a model on a GPU computes, if our kernels decode it by its description; else None."""
-    if model.device.type != "cuda" or not has_kernels_for(model.dtype):
+    if model.device.type != "cuda" or not has_kernels_for(model.dtype, model.device):
         return None
     description = described_for_gpu(model)
     return None if description is None or not fits_described(model, description) else description
 
 
-def can_decode(model: Any) -> bool:
-    """True for an unmodified decoder of a supported type whose sizes the kernels know, where there is Triton."""
-    if not has_kernels_for(model.dtype):
+def can_decode(model: Any, device: str | torch.device) -> bool:
+    """True for an unmodified decoder of a supported type whose sizes the kernels know, where they run on the device."""
+    if not has_kernels_for(model.dtype, device):
         return False
     is_llama = type(model).__name__ in LLAMA_DECODERS and is_unmodified_decoder(model)
     return (isinstance(model, PackedDecoder) or is_llama) and fits_kernels(model)
 
 
-def has_kernels_for(dtype: torch.dtype) -> bool:
-    """True where there is Triton, for a dtype of its kernels."""
-    return dtype in KERNEL_DTYPES and has_kernels()
+def has_kernels_for(dtype: torch.dtype, device: str | torch.device) -> bool:
+    """True where our kernels run on the device, for a dtype of theirs."""
+    return dtype in KERNEL_DTYPES and has_kernels(device)
 
 
 def fits_kernels(model: Any) -> bool:

@@ -30,7 +30,8 @@ def gpu_experts_implementation(model: Any) -> str | None:
 
     Llama 4's experts have no implementations to choose from, and on a GPU get ours here.
     """
-    if not has_kernels() or not any(map(are_gpu_experts, model.modules())):
+    experts = next(filter(are_gpu_experts, model.modules()), None)
+    if experts is None or not has_kernels(next(experts.parameters()).device):
         return None
     for module in filter(is_llama4, model.modules()):
         if module.gate_up_proj.device.type == "cuda":

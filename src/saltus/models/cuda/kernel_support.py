@@ -7,6 +7,8 @@ import logging
 import os
 from functools import lru_cache
 
+import torch
+
 log = logging.getLogger("saltus")
 
 
@@ -20,9 +22,14 @@ class KernelsFail(ValueError):
         )
 
 
-def has_kernels() -> bool:
-    """True where our kernels for GPUs run, unless SALTUS_KERNELS says that they are off, or `give_up` has."""
-    return os.environ.get("SALTUS_KERNELS") != "off" and not _given_up and _kernels_run()
+def has_kernels(device: str | torch.device) -> bool:
+    """True where our kernels run on this GPU, unless SALTUS_KERNELS says that they are off, or `give_up` has."""
+    if os.environ.get("SALTUS_KERNELS") == "off" or _given_up:
+        return False
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:  # a GPU is tried once, and not while a graph is captured
+        device = torch.device("cuda", torch.cuda.current_device())
+    return _kernels_run(device)
 
 
 def give_up(failure: KernelsFail) -> None:
@@ -35,14 +42,14 @@ _given_up: list[KernelsFail] = []
 
 
 @lru_cache
-def _kernels_run() -> bool:
+def _kernels_run(device: torch.device) -> bool:
     """True if Triton is there and compiles for the GPU, for which it needs a C compiler; a warning says what fails."""
     if importlib.util.find_spec("triton") is None:
         return False
     try:
         from saltus.models.cuda.launching import check_launch
 
-        check_launch()
+        check_launch(device)
     except Exception as error:  # of many kinds, by what is missing
         _warn_that_they_are_off(_reason(error))
         return False

@@ -118,16 +118,17 @@ def _write_one(out):
     tl.store(out, 1.0)
 
 
-def check_launch() -> None:
-    """Compile and run a kernel on the GPU, if there is one.
+def check_launch(device: torch.device) -> None:
+    """Compile and run a kernel on the device, if it is a GPU.
 
     Errors: RuntimeError for a GPU of less than MIN_CAPABILITY; those of Triton, which needs a C compiler.
     """
-    if torch.cuda.is_available():
-        if (capability := torch.cuda.get_device_capability()) < MIN_CAPABILITY:
+    if device.type == "cuda":
+        if (capability := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
             needed, found = (f"{major}.{minor}" for major, minor in (MIN_CAPABILITY, capability))
             raise RuntimeError(f"they need a GPU of compute capability {needed} or more, and this one has {found}")
-        out = torch.zeros(1, device="cuda")
-        _write_one[(1,)](out)
+        out = torch.zeros(1, device=device)
+        with launching_on(device):
+            _write_one[(1,)](out)
         if out.item() != 1:
             raise RuntimeError("a kernel wrote something else than it should")

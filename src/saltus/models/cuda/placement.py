@@ -22,7 +22,9 @@ def move_to_gpu(model: Any, device: str | torch.device) -> Any:
     Other packed weights are expanded to bfloat16: embeddings, of which few rows are read, and what `can_pack` excludes.
     A PackedDecoder that our kernels do not decode becomes the model of Transformers.
     """
-    whole: Any = transformers_model(model) if isinstance(model, PackedDecoder) and not can_decode(model) else model
+    whole: Any = (
+        transformers_model(model) if isinstance(model, PackedDecoder) and not can_decode(model, device) else model
+    )
     places = [
         (module, name, weight, _is_multiplied(module, weight))
         for module in whole.modules()
@@ -37,7 +39,7 @@ def move_to_gpu(model: Any, device: str | torch.device) -> Any:
         matrices = weight  # [.., out, in]
         if isinstance(weight, PackedWeight) and weight.is_transposed:
             matrices = weight.flipped()
-        packed = has_kernels() and multiplied and can_pack(matrices)
+        packed = has_kernels(device) and multiplied and can_pack(matrices)
         if (key := (id(weight), packed)) not in moved:
             expanded = None if packed else nn.Parameter(weight.dequantize().to(device), requires_grad=False)
             moved[key] = GPUPackedWeight.from_packed(matrices, device) if expanded is None else expanded
