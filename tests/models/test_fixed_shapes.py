@@ -15,7 +15,7 @@ from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.engine.decoder import MAX_DRAFT_TOKENS
 from saltus.models.causal import CausalNetwork
-from saltus.models.cuda import fixed_shape_attention, kv_pages
+from saltus.models.cuda import fixed_shape_attention, fixed_shapes, kv_pages
 from saltus.models.cuda.fixed_shape_calls import FixedShape, FixedShapeSettings
 from saltus.models.cuda.fixed_shapes import CallOutputs, tokens_found, why_not_fixed_shapes
 from saltus.models.cuda.kv_pages import FixedShapeKVCache, KVPagePool
@@ -423,3 +423,13 @@ def test_whole_texts_are_those_of_the_kernels(engines, method, temperature):
     fixed.decoder.prefix_tree.clear()
     assert fixed.generate(prompts[0], method=method, **settings).tokens == expected[0]
     assert [one.tokens for one in fixed.generate(prompts, method=method, **settings)] == expected
+
+
+def test_rows_of_logits_that_are_read_in_any_case_are_one_copy_with_the_tokens(monkeypatch):
+    copied = []
+    monkeypatch.setattr(fixed_shapes, "to_host", lambda *given: [copied.append(len(each)) or each for each in given])
+    plain, drafted = (ForwardInputs(continuation([1], 9), (2,) * n, (-1,) * n, reads_logits=True) for n in (0, 33))
+    logits = [*torch.zeros(40, 1, 4), torch.zeros(34, 4)]
+    rows, *_ = fixed_shapes._on_host([plain] * 40 + [drafted], logits, [torch.zeros(3, 74)])
+    assert copied == [3, 40]
+    assert [len(each) for each in rows] == [1] * 40 + [34]

@@ -56,7 +56,7 @@ from saltus.models.memory_use import layer_sizes
 
 DENSE_EXPERTS = {"llama4_text"}  # in whose layers every expert reads all rows, in one batched product or by our kernels
 MAX_VARIED_ROWS = 512  # of a decoding call by our own kernels
-MAX_ROWS_READ = 32  # of logits, copied with the tokens: of more, to copy those of accepted nodes is faster
+MAX_ROWS_READ = 32  # of nodes' logits, copied with the tokens: of more, to copy those of accepted nodes is faster
 
 RunModel = Callable[[Tensor, Tensor, int, StaticGate | None], tuple[Tensor, Tensor]]
 """Tokens [1, rows], positions [1, rows], how many of the last rows have logits (0: all), the queries → logits, hidden
@@ -346,9 +346,10 @@ def _on_host(
     """By one wait: each text's rows of logits, on the host where it reads them; `tokens_found`; and candidates."""
     rows, reading, left = list(logits), list[int](), MAX_ROWS_READ
     for number, inputs in enumerate(batch):
-        if inputs.reads_logits and not inputs.query_nodes and len(rows[number]) <= left:
+        nodes = len(rows[number]) - 1  # of each text the first row is read in any case
+        if inputs.reads_logits and not inputs.query_nodes and nodes <= left:
             reading.append(number)
-            left -= len(rows[number])
+            left -= nodes
     candidates = FoundCandidates.of(batch, logits)
     given = [torch.cat(list(found), 1) if len(found) > 1 else found[0]]
     given += [] if candidates is None else [candidates.table]
