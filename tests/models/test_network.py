@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM, IQuestCoderConfig, LlamaForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, LlamaForCausalLM
 
 from architectures import (
     ARCHITECTURES,
@@ -121,7 +121,8 @@ def test_a_read_gives_the_logits_of_the_models_own_forward(name, dtype):
 
 
 def test_layers_of_llama_under_another_name_run_on_kernels():
-    config = IQuestCoderConfig(vocab_size=VOCAB, num_hidden_layers=2, head_dim=8, **LLAMA_LIKE)
+    iquest = pytest.importorskip("transformers.models.iquestcoder", reason="Transformers is older than the model")
+    config = iquest.IQuestCoderConfig(vocab_size=VOCAB, num_hidden_layers=2, head_dim=8, **LLAMA_LIKE)
     assert describe_decoder(LlamaForCausalLM(config)) is not None
 
 
