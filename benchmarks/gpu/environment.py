@@ -76,7 +76,7 @@ def _kernels_for_gpus() -> str:
     if not torch.cuda.is_available():
         raise RuntimeError("there is no GPU for our kernels")
     started = time.perf_counter()
-    check_launch()
+    check_launch(torch.device("cuda", 0))
     return f"kernels for GPUs: run, the first one after {time.perf_counter() - started:.1f} s"
 
 
