@@ -328,8 +328,9 @@ def described(config: Any) -> GPUDecoder:
     """A decoder of random weights by its description."""
     from transformers import AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
-    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    is_unlisted = isinstance(config, Mistral4Config)  # among the models that Transformers 5.17 finds by themselves
+    make: Any = Mistral4ForCausalLM._from_config if is_unlisted else AutoModelForCausalLM.from_config
+    model = make(config, dtype=torch.bfloat16)
     description = described_for_gpu(model)
     assert description is not None
     return GPUDecoder(model, description=description)
