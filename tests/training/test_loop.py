@@ -5,7 +5,7 @@ import os
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from signal import SIGINT, SIGKILL, default_int_handler, getsignal
+from signal import SIG_DFL, SIGINT, SIGKILL, SIGTERM, default_int_handler, getsignal
 
 import pytest
 import torch
@@ -57,25 +57,27 @@ def test_a_run_that_was_interrupted_has_the_weights_and_losses_of_one_that_was_n
     assert [progress.step for progress in reports] == [30], "only the steps since the last checkpoint are lost"
 
 
-def test_ctrl_c_ends_the_step_and_saves_it(tmp_path, capfd):
+def test_ctrl_c_and_sigterm_end_the_step_and_save_it(tmp_path, capfd):
     path, whole = tmp_path / "interrupted.pt", module()
     expected = train(whole, losses(whole), SCHEDULE, tmp_path / "whole.pt", {})
 
-    def pressing(network: torch.nn.Linear, at: int, times: int = 1):
+    def pressing(network: torch.nn.Linear, at: int, times: int = 1, number: int = SIGINT):
         compute = losses(network)
 
         def loss(step: int) -> torch.Tensor:
             for _ in range(times if step == at else 0):
-                os.kill(os.getpid(), SIGINT)
+                assert getsignal(number) is not SIG_DFL, "it would end the tests"
+                os.kill(os.getpid(), number)
             return compute(step)
 
         return loss
 
-    for at in (3, 4, 16):
+    for at, number in ((3, SIGINT), (4, SIGTERM), (16, SIGINT)):
         network = module()
         with pytest.raises(KeyboardInterrupt, match=f"at step {at + 1}, which is saved; the same command goes on"):
-            train(network, pressing(network, at), SCHEDULE, path, {})
-        assert capfd.readouterr().err == "\nstopping after this step, which is saved; Ctrl-C again stops at once\n"
+            train(network, pressing(network, at, number=number), SCHEDULE, path, {})
+        again = "; Ctrl-C again stops at once" if number == SIGINT else ""
+        assert capfd.readouterr().err == f"\nstopping after this step, which is saved{again}\n"
         assert load_checkpoint(path)["step"] == at + 1
     network = module()
     with pytest.raises(KeyboardInterrupt, match=r"^$"):
@@ -87,7 +89,7 @@ def test_ctrl_c_ends_the_step_and_saves_it(tmp_path, capfd):
     resumed = module()
     assert train(resumed, losses(resumed), SCHEDULE, path, {}) == expected
     assert torch.equal(resumed.weight, whole.weight)
-    assert getsignal(SIGINT) is default_int_handler
+    assert (getsignal(SIGINT), getsignal(SIGTERM)) == (default_int_handler, SIG_DFL)
 
 
 @pytest.mark.slow

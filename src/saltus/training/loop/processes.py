@@ -114,8 +114,8 @@ class Processes:
     def postponed_interrupt(self) -> Iterator[Callable[[], bool]]:
         """While open, Ctrl-C waits for the end of a step: entering gives a function that says whether it was pressed.
 
-        All processes must call it together, and have the same answer. In one process alone a second Ctrl-C raises
-        KeyboardInterrupt at once; launchers send several for one.
+        All processes must call it together, and have the same answer. In one process alone SIGTERM does the same, and
+        the second of either raises KeyboardInterrupt at once; launchers send several for one.
         """
         if threading.current_thread() is not threading.main_thread():
             yield lambda: False
@@ -126,15 +126,19 @@ class Processes:
             if received and self.count == 1:
                 raise KeyboardInterrupt
             if self.is_main and not received:
-                line = STOPPING + ("; Ctrl-C again stops at once" if self.count == 1 else "")
+                again = "; Ctrl-C again stops at once" if self.count == 1 and number == signal.SIGINT else ""
+                line = STOPPING + again
                 os.write(STDERR, f"\n{line}\n".encode())  # it may be print() that is interrupted
             received.append(number)
 
-        former = signal.signal(signal.SIGINT, postpone)
+        # with SIGTERM a launcher ends processes that wait for one that failed
+        signals = (signal.SIGINT, signal.SIGTERM) if self.count == 1 else (signal.SIGINT,)
+        former = [signal.signal(each, postpone) for each in signals]
         try:
             yield lambda: float(self.average(torch.tensor(float(bool(received))))) > 0
         finally:
-            signal.signal(signal.SIGINT, former)
+            for each, handler in zip(signals, former, strict=True):
+                signal.signal(each, handler)
 
     def is_first_to_fail(self) -> bool:
         """True in one process only, also if several fail: it prints the error."""
