@@ -420,8 +420,11 @@ def test_other_settings_and_other_texts_are_refused(recipe, folder, tiny_folder,
     assert "the model has 2 layers; take numbers from 1 to 1" in complaint(
         *training(recipe, folder, teacher, tmp_path / "hidden_state_layers", "--set", "hidden_state_layers=[1, 2]")
     )
-    texts = lines(tmp_path / "texts.jsonl", *[{"prompt": [1], "completion": [300] * 9, "temperature": 0}] * 2)
-    assert "tokens that" in complaint(*training(recipe, folder, texts, tmp_path / "big"))
+    texts = [{"prompt": [1, number], "completion": [300] * 9, "temperature": 0} for number in range(2)]
+    file = lines(tmp_path / "texts.jsonl", *texts)
+    assert "tokens that" in complaint(*training(recipe, folder, file, tmp_path / "big"))
+    lines(file, *texts[:1] * 2)  # refused before a model is looked for
+    assert "all texts answer the same prompt" in complaint(*training(recipe, "no/model", file, tmp_path / "same"))
 
 
 def test_a_step_that_draws_no_context_position_has_a_loss(folder, teacher, recipe, monkeypatch):

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from saltus.core.picking import Coupling
@@ -14,6 +15,7 @@ from saltus.training.cached_state_task import CachedStateTask
 from saltus.training.data.hidden_states import Sample, collect_hidden_states, load_hidden_states
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.teacher_texts import read_teacher_texts
+from saltus.training.data.window_dataset import SAME_PROMPT
 from saltus.training.loop.processes import ONE_PROCESS, Processes
 from saltus.training.settings import Recipe
 from saltus.training.training_task import TrainingTask
@@ -102,6 +104,9 @@ class Objective(ABC):
             raise ValueError(
                 f"{named} holds fewer than two texts of {MIN_COMPLETION_TOKENS} tokens or more; collect more"
             )
+        first = _question(long_enough[0])
+        if all(_question(sample) == first for sample in long_enough):  # before a model reads them
+            raise ValueError(SAME_PROMPT)
         others = {round(sample.temperature, 3) for sample in long_enough} - {0.0, *recipe.temperatures}
         if others and self.needs_temperatures(recipe):
             all_of_them = ",".join(f"{each:g}" for each in sorted({*others, *recipe.temperatures}))
@@ -145,7 +150,7 @@ class Objective(ABC):
     def decoding_commands(self, recipe: Recipe, folder: str) -> list[str]:
         """Commands that decode with the result in a folder, and that measure what it brings."""
         coupling = f" --coupling {recipe.coupling}" if self.reads_uniforms(recipe) else ""
-        return decoding_commands(recipe.model, self.method, f" --option {self.method}.model={folder}{coupling}")
+        return decoding_commands(quote(recipe.model), self.method, f" --option {self.method}.model={folder}{coupling}")
 
     @abstractmethod
     def make_task(self, inputs: TrainingInputs) -> TrainingTask:
@@ -162,6 +167,11 @@ def decoding_commands(model: str, method: str, option: str = "") -> list[str]:
         f'saltus generate --model {model} --method {method}{option} "Why is the sky blue?"',
         f"saltus bench --model {model} --methods lookup,{method},{method}+lookup{option}",
     ]
+
+
+def _question(sample: Sample) -> list[int]:
+    """What texts are held out by: a prompt, or the text where there is none."""
+    return [*sample.prompt] if len(sample.prompt) > 1 else sample.tokens
 
 
 class CachedStateObjective(Objective):

@@ -496,7 +496,9 @@ def test_wrong_input_is_one_line(written, tiny_folder, tmp_path):
     assert "holds a model" in complaint(
         "generate", "-m", model, "--method", "jacobi", "--option", f"jacobi.model={model}", "x"
     )
-    assert "longest text has 5 of 6 tokens" in complaint(*common, "--teacher", found, "--set", "jacobi.window=9")
+    early = [*common, "-m", "no/model", "--teacher", found]  # refused before a model is looked for
+    assert "longest text has 5 of 6 tokens" in complaint(*early, "--set", "jacobi.window=9")
+    assert "fewer than two texts of more than a block" in complaint(*early, "--set", "max_length=6")
     assert "must be one of linear" in complaint(*common, "--teacher", found, "--set", "noise_schedule=upwards")
     assert "has no windows" in complaint(*common, "--teacher", found, "--set", "windows_per_text=3")
     inputs = lines(tmp_path / "prompts.jsonl", {"prompt": "the cat"})

@@ -21,6 +21,7 @@ from saltus.training.data.uniform_intervals import UniformIntervals, sample_unif
 from saltus.training.data.window_packing import gather_windows, valid_prefix
 
 VALIDATION_TEXTS = 8  # of a batch
+SAME_PROMPT = "all texts answer the same prompt, and none can be held out; collect answers to others"
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def select_validation(prompts: Sequence[ArrayLike], fraction: float, seed: int) 
     ranks = np.array([_prompt_rank(prompt, seed) for prompt in prompts])
     held_out = (ranks <= max(fraction, ranks.min())) & (ranks < ranks.max())
     if not held_out.any():
-        raise ValueError("all texts answer the same prompt, and none can be held out; collect answers to others")
+        raise ValueError(SAME_PROMPT)
     return held_out
 
 

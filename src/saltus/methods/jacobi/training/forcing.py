@@ -21,7 +21,7 @@ from saltus.core.sampling import Sampling, token_distribution
 from saltus.engine.target_drafters import JACOBI_FORM
 from saltus.loading.metadata import DrafterMetadata, write_metadata
 from saltus.methods.jacobi.training.block_packing import BlockNoise, PackedBlocks, pack_blocks
-from saltus.methods.jacobi.training.trajectories import Trajectory, trajectories_digest
+from saltus.methods.jacobi.training.trajectories import Trajectory, texts_to_train_on, trajectories_digest
 from saltus.methods.shared.adapter_files import load_initial_adapter, save_adapter
 from saltus.models.gated_lora import Adapter, GatedLoraSettings, new_adapter
 from saltus.training import losses
@@ -69,26 +69,7 @@ class JacobiTrainingTask(TrainingTask):
     validation_trajectories: list[Trajectory] = field(init=False)
 
     def __post_init__(self) -> None:
-        slots = self.window_settings.max_length
-        texts = [short for trajectory in self.trajectories if (short := _truncate(trajectory, slots)) is not None]
-        if len(texts) < 2:
-            raise ValueError(
-                f"there are fewer than two texts of more than a block within {slots} tokens to"
-                " learn from and to hold out; collect more or longer ones, or raise data.max_length"
-            )
-        for name in ("block_size", "coupling"):
-            found = sorted({getattr(trajectory, name) for trajectory in texts})
-            if len(found) > 1:
-                raise ValueError(
-                    f"the texts were written with a {name} of {found[0]} and of {found[1]}; train on one kind after the"
-                    " other, by --from"
-                )
-        blocks = -(-max(len(trajectory.completion) for trajectory in texts) // texts[0].block_size)
-        if self.noise.window > blocks:
-            raise ValueError(
-                f"the noise's window is {self.noise.window} blocks, but the longest text has {blocks} of"
-                f" {texts[0].block_size} tokens; take --set window={blocks}, or collect longer texts"
-            )
+        texts = texts_to_train_on(self.trajectories, self.window_settings.max_length, self.noise.window)
         prompts = [trajectory.prompt for trajectory in texts]
         held_out = select_validation(prompts, self.window_settings.validation_fraction, self.window_settings.seed)
         self.validation_trajectories = [trajectory for trajectory, out in zip(texts, held_out, strict=True) if out]
@@ -262,15 +243,3 @@ class JacobiTrainingTask(TrainingTask):
             )
         uniforms = torch.from_numpy(noise.uniforms("text", places)).to(logits.device)
         return pick_tokens(uniforms, logits, trajectory.temperature, trajectory.coupling).cpu().numpy()
-
-
-def _truncate(trajectory: Trajectory, max_length: int) -> Trajectory | None:
-    """Its beginning, in whole blocks if it is truncated; None unless that is more than one block."""
-    size = len(trajectory.completion)
-    if len(trajectory.prompt) + size > max_length:
-        size = max(max_length - len(trajectory.prompt), 0) // trajectory.block_size * trajectory.block_size
-    if size <= trajectory.block_size:
-        return None
-    return replace(
-        trajectory, completion=trajectory.completion[:size], calls=[call for call in trajectory.calls if call[0] < size]
-    )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from saltus.core.picking import Coupling
 from saltus.methods.jacobi.training.block_packing import BlockMask, BlockNoise, CountedRows, NoiseMeasure, NoiseSchedule
 from saltus.methods.jacobi.training.forcing import JacobiTrainingTask
-from saltus.methods.jacobi.training.trajectories import Trajectory, read_trajectories
+from saltus.methods.jacobi.training.trajectories import Trajectory, read_trajectories, texts_to_train_on
 from saltus.models.gated_lora import GatedLoraSettings
 from saltus.training.data.hidden_states import Sample
 from saltus.training.objective import Objective, TrainingInputs, decoding_commands
@@ -89,6 +89,12 @@ class JacobiForcingObjective(Objective):
 
     def read_texts(self, path: Path) -> Sequence[Sample]:
         return read_trajectories(path)
+
+    def select_texts(self, recipe: Recipe, paths: Sequence[Path]) -> Sequence[Any]:
+        chosen = super().select_texts(recipe, paths)
+        # for its errors, before a model is loaded; a run's checkpoint is identified by all that are chosen
+        texts_to_train_on(chosen, recipe.data.max_length, recipe.settings.noise.window)
+        return chosen
 
     def why_not_sharded(self, recipe: Recipe) -> str:
         whole = recipe.settings.trains == "model"

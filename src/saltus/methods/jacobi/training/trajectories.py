@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -74,6 +74,45 @@ def _is_consistent(trajectory: Trajectory) -> bool:
     )
     within = all(len(call) - 1 <= trajectory.block_size - call[0] % trajectory.block_size for call in trajectory.calls)
     return increasing and within and decided[0] == 0
+
+
+def texts_to_train_on(trajectories: Sequence[Trajectory], max_length: int, window: int) -> list[Trajectory]:
+    """Those of more than a block, truncated to `max_length` tokens.
+
+    Errors: ValueError for fewer than two, for texts of different kinds, and for a `window` of more blocks than a text.
+    """
+    texts = [short for trajectory in trajectories if (short := _truncate(trajectory, max_length)) is not None]
+    if len(texts) < 2:
+        raise ValueError(
+            f"there are fewer than two texts of more than a block within {max_length} tokens to"
+            " learn from and to hold out; collect more or longer ones, or raise data.max_length"
+        )
+    for name in ("block_size", "coupling"):
+        found = sorted({getattr(trajectory, name) for trajectory in texts})
+        if len(found) > 1:
+            raise ValueError(
+                f"the texts were written with a {name} of {found[0]} and of {found[1]}; train on one kind after the"
+                " other, by --from"
+            )
+    blocks = -(-max(len(trajectory.completion) for trajectory in texts) // texts[0].block_size)
+    if window > blocks:
+        raise ValueError(
+            f"the noise's window is {window} blocks, but the longest text has {blocks} of"
+            f" {texts[0].block_size} tokens; take --set window={blocks}, or collect longer texts"
+        )
+    return texts
+
+
+def _truncate(trajectory: Trajectory, max_length: int) -> Trajectory | None:
+    """Its beginning, in whole blocks if it is truncated; None unless that is more than one block."""
+    size = len(trajectory.completion)
+    if len(trajectory.prompt) + size > max_length:
+        size = max(max_length - len(trajectory.prompt), 0) // trajectory.block_size * trajectory.block_size
+    if size <= trajectory.block_size:
+        return None
+    return replace(
+        trajectory, completion=trajectory.completion[:size], calls=[call for call in trajectory.calls if call[0] < size]
+    )
 
 
 def trajectories_digest(trajectories: Sequence[Trajectory]) -> str:
