@@ -174,7 +174,9 @@ def test_a_run_killed_at_any_moment_leaves_no_gap_and_no_duplicate(kind, process
 def test_a_folder_is_continued_with_the_same_settings_only(folder, tiny_folder, prompts_file, tmp_path):
     out = "--out", tmp_path / "teacher"
     collect("-f", prompts_file, "-m", folder, *out, "--coupling", "probability")
-    assert "all there before" in collect("-f", prompts_file, "-m", folder, *out, "--coupling", "probability").stderr
+    said = collect("-f", prompts_file, "-m", folder, *out, "--coupling", "probability").stderr
+    assert "all there before" in said
+    assert said.rstrip().endswith(f"saltus train ptp --model {folder} --teacher {tmp_path / 'teacher'}")
 
     def refused(*arguments: object) -> str:
         given = arguments if "--coupling" in arguments else (*arguments, "--coupling", "probability")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any, no_type_check
 
 import typer
 
 from saltus.cli import options as o
 from saltus.cli.collect_from_server import ServerOptions, collect_from_server
-from saltus.cli.collection import read_inputs, show_progress, tokenize_prompts
+from saltus.cli.collection import read_inputs, show_progress, tokenize_prompts, training_command
 
 WORK_PANEL = "Work"
 
@@ -139,7 +140,8 @@ def text(
     if server.endpoint is not None:
         _collect_from_server(prompts, out, collection, server)
         return
-    _collect_texts(prompts, out, collection, {"method": "plain", "options": {}}, {})
+    training = training_command("ptp", out, collection.model)
+    _collect_texts(prompts, out, collection, {"method": "plain", "options": {}}, {}, training)
 
 
 @collect.command()
@@ -185,11 +187,19 @@ def jacobi(
     if adapter is not None:
         options["model"] = str(adapter)
     method = {"method": "jacobi", "options": {"jacobi": options}, "max_draft_tokens": block_size, "adaptive": False}
-    _collect_texts(prompts, out, collection, method, {"block_size": block_size})
+    training = training_command("jacobi", out, collection.model)
+    if adapter is not None:  # in a work folder of its own
+        training += f" --from {quote(str(adapter))} --work {quote(str(Path('runs', out.name)))}"
+    _collect_texts(prompts, out, collection, method, {"block_size": block_size}, training)
 
 
 def _collect_texts(
-    prompts: Path, out: Path, given: CollectionOptions, method: dict[str, Any], plan_settings: dict[str, Any]
+    prompts: Path,
+    out: Path,
+    given: CollectionOptions,
+    method: dict[str, Any],
+    plan_settings: dict[str, Any],
+    training: str,
 ) -> None:
     inputs = read_inputs(prompts, given.limit)
     load_options: dict[str, Any] = {
@@ -228,7 +238,7 @@ def _collect_texts(
             progress = collect_in_processes(plan, missing, out, load_options, given.batch_size, given.processes)
         else:
             progress = collect_in_process(engine, plan, missing, out, given.batch_size)
-        show_progress(progress, plan, missing, out)
+        show_progress(progress, plan, missing, out, training)
         if lost := len(missing_shards(out, plan)):
             raise ValueError(f"{out} lacks {lost} files that were written; is it on a disk that all machines share?")
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from saltus.cli import options as o
 from saltus.cli.collect import Out, TextsPerFile
+from saltus.cli.collection import training_command
 
 
 def data(
@@ -58,7 +59,8 @@ def data(
     validate_settings("plain", chat_template=chat_template)
     total = len(read_rows(texts))  # it raises errors before a model is loaded
     engine = open_engine(model, "plain", chat_template=chat_template, tuned_settings=False)
-    with lock_folder(out), progress_meter(total, "tokenizing") as show:
+    with lock_folder(out), progress_meter(total, "tokenizing", in_logs=True) as show:
         count, cut = write_given_texts(engine, texts, out, max_new_tokens, texts_per_file, show)
     limit = "the model's context ends" if max_new_tokens is None else f"--max-new-tokens {max_new_tokens:,}"
     print_note(f"{number_of(count, 'text')} in {out}" + (f"; {cut:,} of them were cut ({limit})" if cut else ""))
+    print_note(f"  {training_command('ptp --recipe smollm2-adapter', out, model)}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from saltus.cli.collection import show_progress, tokenize_prompts
+from saltus.cli.collection import show_progress, tokenize_prompts, training_command
 from saltus.cli.options import SERVER_PANEL, ServerKey, in_panel
 from saltus.engine.prompts import Prompt
 
@@ -68,4 +68,4 @@ def collect_from_server(
     with lock_folder(out):
         missing = prepare_folder(out, plan, endpoint_metadata(plan, endpoint, model, tokenizer))
         progress = collect_from_endpoint(endpoint, tokenizer, plan, missing, out, concurrency)
-        show_progress(progress, plan, missing, out)
+        show_progress(progress, plan, missing, out, training_command("ptp", out, model))

@@ -7,8 +7,10 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
+from saltus.cli import options as o
 from saltus.engine.prompts import Prompt
 
 
@@ -69,7 +71,7 @@ def count_texts(
 
     tokens, start_time = 0, time.monotonic()
     try:
-        with closing(progress), progress_meter(total, "texts") as show:
+        with closing(progress), progress_meter(total, "texts", in_logs=True) as show:
             show(ended)
             for texts, new in progress:
                 ended, tokens = ended + texts, tokens + new
@@ -82,8 +84,10 @@ def count_texts(
     return tokens
 
 
-def show_progress(progress: Generator[tuple[int, int]], plan: Any, missing: Sequence[int], out: Path) -> None:
-    """Show the progress, and at the end or at Ctrl-C what is written."""
+def show_progress(
+    progress: Generator[tuple[int, int]], plan: Any, missing: Sequence[int], out: Path, training: str
+) -> None:
+    """Show the progress, at the end or at Ctrl-C what is written, and at the end the command that trains on it."""
     from saltus.cli.answers import print_note
     from saltus.cli.report import number_of
     from saltus.training.data.teacher_texts import missing_shards
@@ -95,3 +99,10 @@ def show_progress(progress: Generator[tuple[int, int]], plan: Any, missing: Sequ
     tokens = count_texts(progress, ended, plan.num_texts, files)
     now = f"{number_of(tokens, 'token')} written now" if missing else "all there before"
     print_note(f"{number_of(plan.num_texts, 'text')} in {out}, {now}")
+    print_note(f"  {training}")
+
+
+def training_command(command: str, teacher: Path, model: str) -> str:
+    """The command of `saltus train` that trains on texts of a model."""
+    chosen = "" if model == o.DEFAULT_MODEL else f" --model {quote(model)}"
+    return f"saltus train {command}{chosen} --teacher {quote(str(teacher))}"

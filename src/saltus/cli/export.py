@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -48,6 +49,7 @@ def export(
     from saltus.methods.published.dflash_model import DFLASH
     from saltus.storage.cache_files import full_disk_errors
     from saltus.storage.permissions import reset_permissions
+    from saltus.training.objective import decoding_commands
 
     if to not in FORMATS:
         raise ValueError(f"--to {to}: there are {', '.join(FORMATS)}")
@@ -65,3 +67,5 @@ def export(
         reset_permissions(out)
     left = "; its correction stays behind, and others draft without it" if drafter.correction is not None else ""
     print_note(f"written: {out}{left}")
+    for command in decoding_commands(quote(name), "ptp", f" --option ptp.model={quote(str(out))}"):
+        print_note(f"  {command}")

@@ -395,9 +395,9 @@ def _collect_with_progress(run: Any) -> None:
 
     live = run.processes.is_main
     try:
-        with progress_meter(len(run.samples), "reading", live) as show:
+        with progress_meter(len(run.samples), "reading texts", live, in_logs=True) as show:
             for done in run.collect():
-                show(done, "texts")
+                show(done)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"interrupted; texts read so far are kept in {run.data_folder}, the same command goes on"

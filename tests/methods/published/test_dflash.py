@@ -366,7 +366,8 @@ def export(folder, out: Path, layout: str) -> dict[str, torch.Tensor]:
         whole.load_state_dict({k: v for k, v in model.state_dict().items() if "lm_head" not in k}, False, assign=True)
         model = whole
     save_drafter("drafter", model, out / "drafter", str(folder), target, {})
-    saltus_("export", out / "drafter", "--to", layout, "--out", out / layout, "--verifier", "owner/model")
+    done = saltus_("export", out / "drafter", "--to", layout, "--out", out / layout, "--verifier", "owner/model")
+    assert f"--method ptp --option ptp.model={out / layout} " in done.stderr
     return load_file(out / layout / "model.safetensors")
 
 

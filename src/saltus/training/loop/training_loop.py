@@ -174,8 +174,8 @@ def _resumed(path: Path, settings: Mapping[str, Any], module: nn.Module, optimiz
 
 
 def print_progress(progress: TrainingProgress) -> None:
-    """An `on_checkpoint` that prints a line to stderr."""
-    metrics = "".join(f", {name} {value:.2f}" for name, value in progress.metrics.items())
+    """An `on_checkpoint` that prints a line to stderr; metrics without texts, which are NaN, are left out."""
+    metrics = "".join(f", {name} {value:.2f}" for name, value in progress.metrics.items() if value == value)
     print(
         f"step {progress.step:,} of {progress.steps:,}: loss {progress.loss:.3f}{metrics};"
         f" {progress.seconds / 60:.1f} min, {progress.seconds_left / 60:.1f} left",
