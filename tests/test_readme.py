@@ -8,6 +8,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import tomllib
 from functools import cached_property
 from pathlib import Path
 from pkgutil import iter_modules
@@ -180,6 +181,19 @@ def test_the_example_method_of_the_docs_offers_branches():
     draft = example["Echo"](num_draft_tokens=2).drafter(Noise(0), Sampling(), match)
     (branch,) = draft(continuation([5, 6, 7], length=4), None, 3)
     assert list(branch.tokens) == [6, 7]
+
+
+def test_the_package_of_the_docs_names_what_is_there():
+    page = (ROOT / "docs/adding-a-method.md").read_text(encoding="utf-8")
+    package = tomllib.loads(blocks("toml", page)[0])
+    names = [name for group in package["project"]["entry-points"].values() for name in group.values()]
+    places = {"my_package.echo": blocks("python", page)[0]}
+    for file in (ROOT / "examples").rglob("linear_head/**/*.py"):
+        module = ".".join(file.relative_to(ROOT / "examples").with_suffix("").parts)
+        places[f"my_package.{module}"] = file.read_text(encoding="utf-8")
+    for name in names:
+        module, _, attribute = name.partition(":")
+        assert re.search(rf"^(class )?{attribute}\b", places[module], re.MULTILINE), name
 
 
 def test_the_phrases_of_the_docs_become_token_ids(tiny_folder, tmp_path, monkeypatch):
