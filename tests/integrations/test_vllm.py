@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from saltus import vllm
+from saltus.integrations import drafted_texts
 from saltus.integrations.drafted_texts import Drafting
 from saltus.integrations.vllm import proposers
 from saltus.integrations.vllm.target import StepStates, VllmTarget
 from saltus.methods import make_methods
+from saltus.shipped import SHIPPED
 from tiny_models import tiny_llama
 
 MAX_LENGTH = 64
@@ -257,3 +259,22 @@ def test_a_drafter_for_another_model_is_refused(partners):
     proposer = vllm.Ptp(configuration(other, options={"ptp": partners["ptp"]}))
     with pytest.raises(ValueError, match="was trained for tiny"):
         proposer.load_model(VllmModel(other))
+
+
+def test_lookup_has_an_n_gram_model_where_the_tokenizer_loads(monkeypatch, caplog):
+    given = []
+    monkeypatch.setattr(drafted_texts, "load_ngram_model", lambda tokenizer, size: given.append((tokenizer, size)))
+    config = configuration()
+    config.model_config.hf_text_config = SimpleNamespace(vocab_size=4096)
+    config.model_config.tokenizer = str(SHIPPED / "code")
+    proposers.Proposer(config, "lookup")
+    ((tokenizer, size),) = given
+    assert (len(tokenizer), size) == (4096, 4096)
+    config.model_config.tokenizer = "/nowhere"
+    assert proposers.Proposer(config, "lookup").drafting.ngrams is None
+    assert "the tokenizer /nowhere does not load" in caplog.text
+    config.additional_config["saltus"]["lookup"] = {"ngrams": False}
+    caplog.clear()
+    proposers.Proposer(config, "lookup")
+    assert not caplog.text
+    assert len(given) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +18,17 @@ from saltus.core.control.acceptance import Acceptance
 from saltus.core.distributions import DecodeGenerator, Step, TargetDistributions
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
-from saltus.core.protocols import Drafter, DraftResult, Network, UsesHiddenStates, checked_drafts
+from saltus.core.protocols import Drafter, DraftResult, Network, UsesHiddenStates, UsesNgrams, checked_drafts
 from saltus.core.rules import match
 from saltus.core.sampling import Sampling
 from saltus.core.tree import Drafts, Tree, grow_tree
 from saltus.engine.decoding_setup import set_max_unread
+from saltus.engine.sample_texts import load_ngram_model
+from saltus.loading.fetching import first_line
 from saltus.methods import Method
+from saltus.methods.shared.ngram_model import NgramModel
+
+log = logging.getLogger("saltus")
 
 TREE_NODES = 32  # of the tree that a text's drafters offer together
 NO_TREE = grow_tree((), 0, 0)
@@ -61,6 +67,7 @@ class Drafting:
     methods: Sequence[Method]
     networks: Mapping[str, Network] = field(default_factory=dict)
     acceptance: Acceptance = field(default_factory=Acceptance)
+    ngrams: NgramModel | None = None  # see UsesNgrams
     network_seconds: float = field(default=0.0, init=False)  # of draft networks, in the last call of `trees`
 
     def new_text(self, noise: Noise = Noise(0), sampling: Sampling = Sampling()) -> DraftedText:  # noqa: B008 (frozen)
@@ -69,6 +76,8 @@ class Drafting:
         for method in self.methods:
             if (drafter := method.drafter(noise, sampling, match)) is not None:
                 set_max_unread(drafter, method, self.networks)
+                if isinstance(drafter, UsesNgrams):
+                    drafter.ngrams = self.ngrams
                 drafters.append(drafter)
         return DraftedText(drafters, noise, sampling)
 
@@ -101,6 +110,27 @@ class Drafting:
         for request, text_branches in zip(requests, branches, strict=True):
             request.text.offered = grow_tree(text_branches, TREE_NODES, request.max_depth, calibrate)
         return [request.text.offered for request in requests]
+
+
+def ngram_model_of(
+    methods: Sequence[Method], tokenizer: str | None, num_token_ids: int | None, **settings: Any
+) -> NgramModel | None:
+    """The n-gram model in the tokens of the engine's tokenizer, a folder or a name on the hub, if a method takes one.
+
+    `settings` are those of Transformers' AutoTokenizer. None with a warning where it does not load, as may be with
+    tokenizers that the engine alone knows.
+    """
+    takes_one = any(getattr(method, "ngrams", False) for method in methods)
+    if not takes_one or tokenizer is None or num_token_ids is None:
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return load_ngram_model(AutoTokenizer.from_pretrained(tokenizer, **settings), num_token_ids)
+    except Exception as error:  # in many ways
+        reason = f"the tokenizer {tokenizer} does not load ({first_line(error)})"
+        log.warning("lookup drafts without its n-gram model: %s", reason)
+        return None
 
 
 def _drafts(drafter: Drafter, canvas: Canvas, request: DraftRequest, num_new: int) -> DraftResult:

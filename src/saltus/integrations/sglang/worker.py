@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saltus.integrations.drafted_texts import DraftedText, Drafting, DraftRequest
+from saltus.integrations.drafted_texts import DraftedText, Drafting, DraftRequest, ngram_model_of
 from saltus.integrations.sglang.verification import (
     PaddedTree,
     WrittenText,
@@ -49,7 +49,13 @@ def saltus_worker(ngram_worker: type[Any], context: Any) -> type[Any]:
                 raise ValueError("the algorithm SALTUS has no data-parallel attention; leave out --attn-dp-size")
             if getattr(self.server_args, "speculative_ngram_external_corpus_path", None):
                 log.warning("--speculative-ngram-external-corpus-path is not read by the algorithm SALTUS")
-            self.drafting = Drafting(make_methods("lookup"))
+            made, given = make_methods("lookup"), self.server_args
+            vocabulary = getattr(getattr(self.model_runner, "model_config", None), "vocab_size", None)
+            ngrams = ngram_model_of(
+                made, getattr(given, "tokenizer_path", None), vocabulary, revision=getattr(given, "revision", None),
+                trust_remote_code=getattr(given, "trust_remote_code", False),
+            )  # fmt: skip
+            self.drafting = Drafting(made, ngrams=ngrams)
             self.trees: list[PaddedTree] = []  # of the batch that is verified
             self.requests: Sequence[Any] = ()  # of the current batch
             self.sglang_sample = self.model_runner.sample

@@ -14,7 +14,7 @@ from torch import Tensor
 from saltus.core.control.drafting_switch import DraftingSwitch
 from saltus.core.protocols import Network
 from saltus.engine.target_drafters import load_drafter_for_target
-from saltus.integrations.drafted_texts import DraftedText, Drafting, DraftRequest
+from saltus.integrations.drafted_texts import DraftedText, Drafting, DraftRequest, ngram_model_of
 from saltus.integrations.step_cost import StepCost
 from saltus.integrations.vllm.chains import best_chain, lengths_that_pay
 from saltus.integrations.vllm.target import HiddenStateReader, VllmTarget
@@ -39,7 +39,14 @@ class Proposer:
         self.max_texts = 2 * int(vllm_config.scheduler_config.max_num_seqs)
         self.config = getattr(vllm_config.model_config, "hf_text_config", None)
         options = (getattr(vllm_config, "additional_config", None) or {}).get(OPTIONS, {})
-        self.drafting = Drafting(make_methods(methods, options))
+        made = make_methods(methods, options)
+        model = vllm_config.model_config
+        vocabulary = None if self.config is None else self.config.vocab_size
+        ngrams = ngram_model_of(
+            made, getattr(model, "tokenizer", None), vocabulary, revision=getattr(model, "tokenizer_revision", None),
+            trust_remote_code=getattr(model, "trust_remote_code", False),
+        )  # fmt: skip
+        self.drafting = Drafting(made, ngrams=ngrams)
         self.step_cost = StepCost()
         self.reader: HiddenStateReader | None = None
         self.texts: list[DraftedText] = []  # the most recently used last
