@@ -52,6 +52,10 @@ class LoadedDraftNetwork:
     translation: VocabularyTranslation | None = None  # of a model with another vocabulary
 
 
+def no_ngrams() -> None:
+    """Of a decoder that has no tokenizer."""
+
+
 @dataclass
 class Decoder:
     """How requests are decoded on one target: its methods with their networks, and the kept prefixes of texts.
@@ -70,7 +74,7 @@ class Decoder:
     batch_size: int = 16
     tuned_settings: TunedSettings | None = None  # of jacobi on this machine, by `saltus tune`
     corpus: NgramCorpus | None = None  # that drafters may copy from
-    load_ngrams: Callable[[], NgramModel | None] = lambda: None  # at the first use of a method that takes them
+    load_ngrams: Callable[[], NgramModel | None] = no_ngrams  # at the first use of a method that takes them
     auto_note: str | None = None  # for the user: why `auto` is not what it is where drafts cost little
     call_cost: CallCost = field(default_factory=CallCost, repr=False)
     prefix_tree: PrefixTree = field(default_factory=PrefixTree, repr=False)
@@ -92,7 +96,7 @@ class Decoder:
     def close(self) -> None:
         """Forget networks and texts, after the step that runs; the next step of any text is a ValueError."""
         with self.lock:
-            self.closed, self.corpus = True, None
+            self.closed, self.corpus, self.load_ngrams = True, None, no_ngrams
             for kept in (self.setups, self.learned, self.draft_networks, self.prefix_tree):
                 kept.clear()
 

@@ -50,7 +50,7 @@ class DecodingSetup:
     context_lengths: Mapping[str, int | None] = field(default_factory=dict)  # of draft models: tokens that they read
     call_cost: CallCost = field(default_factory=CallCost)
     corpus: NgramCorpus | None = None  # that drafters may copy from
-    ngrams: NgramModel | None = None  # of texts of no use to copy from
+    ngrams: NgramModel | None = None  # that drafters may fall back on
     acceptance: Acceptance = field(default_factory=Acceptance)
     controllers: dict[int, Controller] = field(default_factory=dict)  # by batch size
     # what drafters learned, by the request's group, the least recently used first, and by the method

@@ -46,14 +46,11 @@ def make_network(model: Any, name: str, exact: bool = True, max_draft_tokens: in
         return EvaByteNetwork(model, exact)
     if getattr(model.config, ANY_SUBSET, None):
         return AnySubsetNetwork(model, exact)
-    on_gpu = (
-        torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext()
-    )  # Triton's is the thread's
+    is_on_gpu = model.device.type == "cuda"
+    on_gpu = torch.cuda.device(model.device) if is_on_gpu else nullcontext()  # Triton launches on the thread's own GPU
     if isinstance(model, PackedDecoder):
         network = CausalNetwork(model, exact, FixedShapeSettings.for_max_draft_tokens(max_draft_tokens))
-        if (
-            model.device.type == "cuda"
-        ):  # a kernel that Triton or the GPU refuses is an error now, not in the first text
+        if is_on_gpu:  # a kernel that Triton or the GPU refuses is an error now, not in the first text
             with torch.inference_mode(), on_gpu:
                 _logits_in_a_tree(network, 0, network.new_kv_cache())
         return network
