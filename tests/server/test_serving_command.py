@@ -163,6 +163,7 @@ def test_a_signal_lets_what_runs_finish_and_a_second_one_stops(tiny_folder, unus
                 with pytest.raises(httpx.HTTPError):
                     list(lines)
         assert started.wait(20) in (0, -kind)
+        assert f"{kind.name}: the server stops when what runs has finished" in started.stderr.read()
     finally:
         started.kill()
         started.stderr.close()

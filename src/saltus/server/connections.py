@@ -15,6 +15,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 log = logging.getLogger("saltus")
+server_log = logging.getLogger("saltus.server")
 
 MAX_HEAD_BYTES = 16 * 2**10  # of a request's line and headers
 SPARE_CONNECTIONS = 240  # besides those whose requests run or wait
@@ -64,6 +65,10 @@ class Server(uvicorn.Server):
         if self.should_exit:  # uvicorn goes on waiting for streams after a second SIGTERM
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
+        server_log.info(
+            "%s: the server stops when what runs has finished, in %d s at the latest; a second signal stops it at once",
+            signal.Signals(sig).name, self.config.timeout_graceful_shutdown,
+        )  # fmt: skip
         super().handle_exit(sig, frame)
 
 
