@@ -116,7 +116,8 @@ def test_settings_that_change_nothing_are_named():
 
 
 def test_texts_at_a_temperature_that_is_not_learned_are_refused_before_they_are_read(monkeypatch):
-    objective, texts = OBJECTIVES["drafter"], [Sample([1], list(range(20)), each) for each in (0.0, 0.8)]
+    objective, tokens = OBJECTIVES["drafter"], list(range(20))
+    texts = [Sample([1], tokens, 0.0), Sample([2], tokens, 0.8)]
     monkeypatch.setattr(objective, "read_texts", lambda path: texts)
     with pytest.raises(ValueError, match=r"at temperature 0\.8.*set temperatures=\[0\.7,0\.8,1\]"):
         objective.select_texts(recipe_of("smollm2"), [Path("any")])

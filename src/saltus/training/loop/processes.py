@@ -138,7 +138,7 @@ class Processes:
             yield lambda: float(self.average(torch.tensor(float(bool(received))))) > 0
         finally:
             for each, handler in zip(signals, former, strict=True):
-                signal.signal(each, handler)
+                signal.signal(each, signal.SIG_DFL if handler is None else handler)  # None: not one of Python's
 
     def is_first_to_fail(self) -> bool:
         """True in one process only, also if several fail: it prints the error."""
