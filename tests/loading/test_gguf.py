@@ -34,7 +34,7 @@ from saltus.loading.gguf_header import read_gguf_header
 from saltus.loading.gguf_storage import remove_gguf
 from saltus.loading.gguf_tokenizers import make_tokenizer
 from saltus.loading.load_model import load_model
-from saltus.loading.model_identity import model_fingerprint
+from saltus.loading.model_identity import embedding_signs, model_fingerprint
 from saltus.loading.sources import resolve
 from saltus.methods.ptp.network import DrafterShape
 from saltus.methods.published.dflash_model import DFlashShape
@@ -550,6 +550,25 @@ def test_the_model_of_transformers_can_be_had_and_shares_the_weights(tmp_path):
     theirs = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :].tolist()
     ours = list(engine.generate("one two", raw=True, max_new_tokens=12).tokens)
     assert theirs[:3] == ours[:3], "later ones by the processor: torch rounds bfloat16 in ways of its own"
+
+
+def test_a_packed_model_is_recognised_by_few_rows_of_its_embeddings(tmp_path, monkeypatch):
+    file = tmp_path / "tiny.gguf"
+    write(tiny("llama"), file, [Q.Q8_0])
+    packed, expanded = (
+        load_checkpoint(str(file), "cpu", weights=weights).network.model for weights in ("file", "bf16")
+    )
+    assert isinstance(packed.get_input_embeddings().weight, PackedWeight)
+    expected = model_fingerprint(expanded), embedding_signs(expanded)
+    dequantize, expanded_rows = PackedWeight.dequantize, []
+
+    def counted(self, rows=None):
+        expanded_rows.append(len(self) if rows is None else len(rows))
+        return dequantize(self, rows)
+
+    monkeypatch.setattr(PackedWeight, "dequantize", counted)
+    assert (model_fingerprint(packed), embedding_signs(packed)) == expected
+    assert max(expanded_rows) < len(packed.get_input_embeddings().weight) / 2
 
 
 def test_decoding_a_gguf_file_imports_no_model_class_of_transformers(tmp_path):

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from saltus.kernels.packed_weight import PackedWeight
+
 SAMPLED_NUMBERS = 64  # of each matrix, for `layers_digest`
 SAMPLED_ROWS = 64
 SAMPLED_COLUMNS = 64  # of each row, for `embedding_signs`
@@ -61,7 +63,12 @@ def is_similar(first: str, second: str) -> bool:
 def _signs(model: Any) -> np.ndarray:
     """[rows, hidden]: True for the positive numbers of every n-th embedding."""
     weight = model.get_input_embeddings().weight
-    return (weight[:: max(len(weight) // SAMPLED_ROWS, 1)].detach() > 0).cpu().numpy()
+    step = max(len(weight) // SAMPLED_ROWS, 1)
+    if isinstance(weight, PackedWeight):  # of which a slice would expand all rows
+        sampled = weight.dequantize(torch.arange(0, len(weight), step))
+    else:
+        sampled = weight[::step].detach()
+    return (sampled > 0).cpu().numpy()
 
 
 def _shapes(model: Any) -> bytes:
