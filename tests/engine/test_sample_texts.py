@@ -64,19 +64,19 @@ def test_a_cache_that_cannot_be_written_is_a_warning(engine, folder, caplog):
 
 @pytest.mark.parametrize(
     ("settings", "has_model"),
-    [({}, True), ({"rule": "reject"}, False), ({"options": {"lookup": {"ngrams": False}}}, False)],
+    [({}, True), ({"rule": "reject"}, False), ({"options": {"lookup": {"ngram_model": False}}}, False)],
 )
 def test_lookup_gets_the_model_unless_it_is_told_otherwise(settings, has_model):
     setup = saltus.load("code", method="lookup", **settings).decoder.setup("lookup")
     (drafter,) = setup.new_drafters(Request([5, 6, 7], 8, 0, Sampling()))
-    assert (drafter.ngrams is not None) == has_model
+    assert (drafter.ngram_model is not None) == has_model
 
 
 def test_texts_are_those_of_plain_decoding_and_take_fewer_calls(engine):
     plain = saltus.load("code", method="plain").generate("def sum(numbers):", max_new_tokens=64)
     fewer = []
     for ngrams in (True, False):
-        other = saltus.load("code", method="lookup", options={"lookup": {"ngrams": ngrams}}, adaptive=False)
+        other = saltus.load("code", method="lookup", options={"lookup": {"ngram_model": ngrams}}, adaptive=False)
         answer = other.generate("def sum(numbers):", max_new_tokens=64)
         assert answer.text == plain.text
         fewer.append(answer.statistics.calls)

@@ -271,9 +271,9 @@ def test_lookup_has_an_n_gram_model_where_the_tokenizer_loads(monkeypatch, caplo
     ((tokenizer, size),) = given
     assert (len(tokenizer), size) == (4096, 4096)
     config.model_config.tokenizer = "/nowhere"
-    assert proposers.Proposer(config, "lookup").drafting.ngrams is None
+    assert proposers.Proposer(config, "lookup").drafting.ngram_model is None
     assert "the tokenizer /nowhere does not load" in caplog.text
-    config.additional_config["saltus"]["lookup"] = {"ngrams": False}
+    config.additional_config["saltus"]["lookup"] = {"ngram_model": False}
     caplog.clear()
     proposers.Proposer(config, "lookup")
     assert not caplog.text

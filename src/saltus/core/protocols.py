@@ -126,10 +126,10 @@ class UsesCorpus(Protocol):
 
 
 @runtime_checkable
-class UsesNgrams(Protocol):
+class UsesNgramModel(Protocol):
     """A drafter that can fall back on what usually follows the last tokens, in whatever text."""
 
-    ngrams: Any  # an NgramModel, or None; set before the first step
+    ngram_model: Any  # an NgramModel, or None; set before the first step
 
 
 @runtime_checkable

@@ -17,6 +17,7 @@ from saltus.engine.auto_method import auto_candidates, resolve_method
 from saltus.engine.decoding_setup import DecodingSetup
 from saltus.engine.heterogeneous_vocabularies import VocabularyTranslation
 from saltus.engine.prefix_tree import PrefixTree
+from saltus.engine.sample_texts import take_ngram_model
 from saltus.engine.target_drafters import is_drafter_spec, load_drafter_for_target
 from saltus.engine.tuned_settings import TunedSettings
 from saltus.loading.metadata import find_metadata
@@ -52,7 +53,7 @@ class LoadedDraftNetwork:
     translation: VocabularyTranslation | None = None  # of a model with another vocabulary
 
 
-def no_ngrams() -> None:
+def no_ngram_model() -> None:
     """Of a decoder that has no tokenizer."""
 
 
@@ -74,7 +75,7 @@ class Decoder:
     batch_size: int = 16
     tuned_settings: TunedSettings | None = None  # of jacobi on this machine, by `saltus tune`
     corpus: NgramCorpus | None = None  # that drafters may copy from
-    load_ngrams: Callable[[], NgramModel | None] = no_ngrams  # at the first use of a method that takes them
+    load_ngram_model: Callable[[], NgramModel | None] = no_ngram_model  # at the first use of a method that takes them
     auto_note: str | None = None  # for the user: why `auto` is not what it is where drafts cost little
     call_cost: CallCost = field(default_factory=CallCost, repr=False)
     prefix_tree: PrefixTree = field(default_factory=PrefixTree, repr=False)
@@ -96,7 +97,7 @@ class Decoder:
     def close(self) -> None:
         """Forget networks and texts, after the step that runs; the next step of any text is a ValueError."""
         with self.lock:
-            self.closed, self.corpus, self.load_ngrams = True, None, no_ngrams
+            self.closed, self.corpus, self.load_ngram_model = True, None, no_ngram_model
             for kept in (self.setups, self.learned, self.draft_networks, self.prefix_tree):
                 kept.clear()
 
@@ -175,11 +176,11 @@ class Decoder:
     def _new_setup(self, method: str) -> DecodingSetup:
         made, max_draft_tokens = self._made_methods(method)
         loaded = self._load_networks(made)
-        ngrams = self.load_ngrams() if any(getattr(each, "ngrams", False) for each in made) else None
+        ngram_model = self.load_ngram_model() if take_ngram_model(made) else None
         return DecodingSetup(
             made, {name: each.network for name, each in loaded.items() if each.network is not None}, self.rule,
             max_draft_tokens, self.adaptive, {name: each.context_length for name, each in loaded.items()},
-            self.call_cost, self.corpus, ngrams, learned=self.learned,
+            self.call_cost, self.corpus, ngram_model, learned=self.learned,
             translations={name: each.translation for name, each in loaded.items() if each.translation is not None},
         )  # fmt: skip
 

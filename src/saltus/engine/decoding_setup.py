@@ -22,7 +22,7 @@ from saltus.core.protocols import (
     UsesCorpus,
     UsesHiddenStates,
     UsesMemory,
-    UsesNgrams,
+    UsesNgramModel,
     UsesReferences,
 )
 from saltus.core.rules import RULES
@@ -50,7 +50,7 @@ class DecodingSetup:
     context_lengths: Mapping[str, int | None] = field(default_factory=dict)  # of draft models: tokens that they read
     call_cost: CallCost = field(default_factory=CallCost)
     corpus: NgramCorpus | None = None  # that drafters may copy from
-    ngrams: NgramModel | None = None  # that drafters may fall back on
+    ngram_model: NgramModel | None = None  # that drafters may fall back on
     acceptance: Acceptance = field(default_factory=Acceptance)
     controllers: dict[int, Controller] = field(default_factory=dict)  # by batch size
     # what drafters learned, by the request's group, the least recently used first, and by the method
@@ -81,8 +81,8 @@ class DecodingSetup:
                     drafter.memory = request.memory
                 if self.corpus is not None and isinstance(drafter, UsesCorpus):
                     drafter.corpus = self.corpus
-                if self.rule == "match" and isinstance(drafter, UsesNgrams):  # under others all drafts are verified
-                    drafter.ngrams = self.ngrams
+                if self.rule == "match" and isinstance(drafter, UsesNgramModel):  # under others all drafts are verified
+                    drafter.ngram_model = self.ngram_model
                 if isinstance(drafter, LearnsFromTexts) and self.rule == "match":  # under others drafts change the text
                     drafter.learned = learned.setdefault(type(method), drafter.learned)
                 for name in method.draft_models:

@@ -124,7 +124,7 @@ def load(
 
     tuned = _find_tuned_settings(model, target.network, options, max_draft_tokens) if tuned_settings else None
     decoder = Decoder(target.network, target.name, load_draft_model, options, rule, nodes, adaptive, batch_size, tuned)
-    decoder.load_ngrams = lru_cache(partial(load_ngram_model, target.tokenizer, target.num_token_ids))
+    decoder.load_ngram_model = lru_cache(partial(load_ngram_model, target.tokenizer, target.num_token_ids))
     if ngram_corpus:
         decoder.corpus = load_corpus(ngram_corpus, target.tokenizer, target.num_token_ids, progress or no_progress)
     engine = Engine(target, decoder.chosen_method(method), decoder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,11 @@ log = logging.getLogger("saltus")
 TEXTS = SHIPPED / "texts" / "answers.jsonl.gz"  # see the README there
 VERSION = b"1"  # of the table
 LEAST_VOCABULARY = 1024  # where tokens are little more than bytes, the last four of them predict little
+
+
+def take_ngram_model(methods: Iterable[Any]) -> bool:
+    """True if the options of one of the methods ask for an n-gram model."""
+    return any(getattr(method, "ngram_model", False) for method in methods)
 
 
 def load_ngram_model(tokenizer: Any, num_token_ids: int) -> NgramModel | None:

@@ -18,12 +18,12 @@ from saltus.core.control.acceptance import Acceptance
 from saltus.core.distributions import DecodeGenerator, Step, TargetDistributions
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
-from saltus.core.protocols import Drafter, DraftResult, Network, UsesHiddenStates, UsesNgrams, checked_drafts
+from saltus.core.protocols import Drafter, DraftResult, Network, UsesHiddenStates, UsesNgramModel, checked_drafts
 from saltus.core.rules import match
 from saltus.core.sampling import Sampling
 from saltus.core.tree import Drafts, Tree, grow_tree
 from saltus.engine.decoding_setup import set_max_unread
-from saltus.engine.sample_texts import load_ngram_model
+from saltus.engine.sample_texts import load_ngram_model, take_ngram_model
 from saltus.loading.fetching import first_line
 from saltus.methods import Method
 from saltus.methods.shared.ngram_model import NgramModel
@@ -67,7 +67,7 @@ class Drafting:
     methods: Sequence[Method]
     networks: Mapping[str, Network] = field(default_factory=dict)
     acceptance: Acceptance = field(default_factory=Acceptance)
-    ngrams: NgramModel | None = None  # see UsesNgrams
+    ngram_model: NgramModel | None = None  # see UsesNgramModel
     network_seconds: float = field(default=0.0, init=False)  # of draft networks, in the last call of `trees`
 
     def new_text(self, noise: Noise = Noise(0), sampling: Sampling = Sampling()) -> DraftedText:  # noqa: B008 (frozen)
@@ -76,8 +76,8 @@ class Drafting:
         for method in self.methods:
             if (drafter := method.drafter(noise, sampling, match)) is not None:
                 set_max_unread(drafter, method, self.networks)
-                if isinstance(drafter, UsesNgrams):
-                    drafter.ngrams = self.ngrams
+                if isinstance(drafter, UsesNgramModel):
+                    drafter.ngram_model = self.ngram_model
                 drafters.append(drafter)
         return DraftedText(drafters, noise, sampling)
 
@@ -120,8 +120,7 @@ def ngram_model_of(
     `settings` are those of Transformers' AutoTokenizer. None with a warning where it does not load, as may be with
     tokenizers that the engine alone knows.
     """
-    takes_one = any(getattr(method, "ngrams", False) for method in methods)
-    if not takes_one or tokenizer is None or num_token_ids is None:
+    if not take_ngram_model(methods) or tokenizer is None or num_token_ids is None:
         return None
     from transformers import AutoTokenizer
 

@@ -50,7 +50,7 @@ class Lookup:
     max_ngram_size: int = 64  # longer repeats count like this length
     max_matches: int = 32  # latest occurrences that are used, of each n-gram
     num_draft_tokens: int = 31  # of a tree, at most
-    ngrams: bool = True  # fall back on an n-gram model of sample texts
+    ngram_model: bool = True  # fall back on an n-gram model of sample texts
     draft_models: dict[str, str] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class LookupDrafter:
     expected: int | None = None  # where a text begins that the new one is expected to repeat
     memory: AnswerMemory | None = None
     corpus: NgramCorpus | None = None
-    ngrams: NgramModel | None = None
+    ngram_model: NgramModel | None = None
 
     def add_reference(self, tokens: Sequence[int], expected: bool) -> None:
         """Copy from these tokens, too; with `expected` the new text probably begins as they do."""
@@ -83,7 +83,7 @@ class LookupDrafter:
         index, most = self.index, self.num_draft_tokens
         index.read(canvas.decided_prefix)
         expected = [(self.expected, index.max_ngram_size)] if last is None and self.expected is not None else []
-        offered: list[Drafts] = [*index.paths(expected, most, max_depth, self.ngrams)]
+        offered: list[Drafts] = [*index.paths(expected, most, max_depth, self.ngram_model)]
         if self.memory is not None or self.corpus is not None:
             text = index.tokens[max(index.start, len(index.tokens) - index.max_ngram_size) :]
             sources = (self.memory, MAX_REMEMBERED_MATCHES, REMEMBERED), (self.corpus, MAX_CORPUS_MATCHES, CORPUS)

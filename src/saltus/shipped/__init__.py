@@ -1,4 +1,4 @@
-"""Locate what comes with the package: drafters, heads and models."""
+"""Locate what comes with the package: drafters, heads, models and sample texts."""
 
 from pathlib import Path
 

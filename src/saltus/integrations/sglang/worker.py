@@ -51,11 +51,11 @@ def saltus_worker(ngram_worker: type[Any], context: Any) -> type[Any]:
                 log.warning("--speculative-ngram-external-corpus-path is not read by the algorithm SALTUS")
             made, given = make_methods("lookup"), self.server_args
             vocabulary = getattr(getattr(self.model_runner, "model_config", None), "vocab_size", None)
-            ngrams = ngram_model_of(
+            ngram_model = ngram_model_of(
                 made, getattr(given, "tokenizer_path", None), vocabulary, revision=getattr(given, "revision", None),
                 trust_remote_code=getattr(given, "trust_remote_code", False),
             )  # fmt: skip
-            self.drafting = Drafting(made, ngrams=ngrams)
+            self.drafting = Drafting(made, ngram_model=ngram_model)
             self.trees: list[PaddedTree] = []  # of the batch that is verified
             self.requests: Sequence[Any] = ()  # of the current batch
             self.sglang_sample = self.model_runner.sample

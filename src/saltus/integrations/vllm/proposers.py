@@ -42,11 +42,11 @@ class Proposer:
         made = make_methods(methods, options)
         model = vllm_config.model_config
         vocabulary = None if self.config is None else self.config.vocab_size
-        ngrams = ngram_model_of(
+        ngram_model = ngram_model_of(
             made, getattr(model, "tokenizer", None), vocabulary, revision=getattr(model, "tokenizer_revision", None),
             trust_remote_code=getattr(model, "trust_remote_code", False),
         )  # fmt: skip
-        self.drafting = Drafting(made, ngrams=ngrams)
+        self.drafting = Drafting(made, ngram_model=ngram_model)
         self.step_cost = StepCost()
         self.reader: HiddenStateReader | None = None
         self.texts: list[DraftedText] = []  # the most recently used last
