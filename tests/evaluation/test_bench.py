@@ -587,6 +587,7 @@ def test_bench_ends_with_1_where_a_method_s_text_is_another(asked, monkeypatch):
         (["--methods", "lookup", "--vary", "lookup.max_ngram_size=2,x"], "--vary lookup.max_ngram_size=x"),
         (["--methods", "lookup", "--option", "ptp.model=a"], "name it with --methods"),
         (["--methods", "lookup", "--option", "small_model.model=a"], "name it with --methods"),
+        (["--draft-model", "a", "--option", "small_model.model=b"], "give one of them"),
         (["--out", __file__], "is a file; give a folder"),
         (["--out", "/proc/nowhere"], "cannot be made"),
         (["--methods", "auto", "--option", "small_model.max_prompt=9"], "add --option small_model.model=MODEL"),
@@ -610,7 +611,7 @@ def test_the_quick_suite_comes_with_the_package(tiny_folder):
 
 
 def test_the_default_method_can_be_measured_with_a_draft_model(tiny_folder):
-    given = "--limit", 1, "-n", 4, "--methods", "auto", "--option", f"small_model.model={tiny_folder()}", "--json"
+    given = "--limit", 1, "-n", 4, "--methods", "auto", "--draft-model", str(tiny_folder()), "--json"
     assert "auto is small_model+lookup here" in saltus_("bench", "-m", tiny_folder(), *given).stderr
 
 

@@ -63,6 +63,7 @@ def run(
             help="A running server of OpenAI's protocol, such as vLLM's or llama.cpp's; may be repeated.",
         ),
     ] = None,
+    draft_model: o.DraftModel = None,
     option: o.Options = None,
     vary: Annotated[
         list[str] | None,
@@ -141,6 +142,8 @@ def run(
 
         saltus bench --suite humaneval --methods lookup -n 512 --out code
 
+        saltus bench -m LARGE --draft-model SMALL --methods auto,lookup
+
         saltus bench --suite prompts:FILE -t 0.8 --endpoint http://localhost:80
 
         saltus bench --methods lookup,ptp --vary ptp.model=drafter-a,drafter-b -t 0.8 --seeds 4 --out ablation
@@ -155,11 +158,12 @@ def run(
     from saltus.evaluation.benchmarks.suites import find_grader, find_suite, load_tasks
 
     names = _method_names(methods)
+    option = _with_draft_model(option or (), draft_model)
     find_suite(suite)
-    spec = _joined(names, [*(option or ()), *(vary or ())])
+    spec = _joined(names, [*option, *(vary or ())])
     varied = _varied(vary or (), spec)
-    variants = _variants(names, spec, varied, option or ())
-    opened_with = [*(option or ()), *(assignments[0] for assignments in varied.values())]
+    variants = _variants(names, spec, varied, option)
+    opened_with = [*option, *(assignments[0] for assignments in varied.values())]
     _validate_settings(
         names,
         spec,
@@ -199,7 +203,7 @@ def run(
         "max_draft_tokens": engine.decoder.max_draft_tokens,
         "adaptive": engine.decoder.adaptive,
         "raw": raw,
-        "options": option or [],
+        "options": option,
     }
     given = {
         "ngram_corpus": list(map(str, ngram_corpus or ())), "chat_template": model_options.chat_template,
@@ -236,6 +240,15 @@ def _method_names(methods: str) -> list[str]:
     """The names, each once, plain first."""
     given = [name.strip() for name in methods.split(",") if name.strip()]
     return list(dict.fromkeys(["plain", *given]))
+
+
+def _with_draft_model(option: Sequence[str], draft_model: str | None) -> list[str]:
+    """The assignments of --option with that of --draft-model. Errors: ValueError if they name two draft models."""
+    named = [] if draft_model is None else [f"small_model.model={draft_model}"]
+    given = [each for each in option if each.startswith("small_model.model=")]
+    if named and given and given != named:
+        raise ValueError(f"--draft-model is {draft_model}, but --option says {given[-1]}; give one of them")
+    return [*option, *(each for each in named if each not in given)]
 
 
 def _varied(vary: Sequence[str], spec: str) -> dict[str, list[str]]:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from saltus.core.canvas import Canvas
 from saltus.core.constraint import Constraint, constrained_branches
 from saltus.core.control.controller import Controller
 from saltus.core.distributions import DecodeGenerator, Step, TargetDistributions
-from saltus.core.forward import ForwardInputs, ForwardOutputs, GumbelMax
+from saltus.core.draft_calls import DraftCalls, DraftGenerator
+from saltus.core.forward import ForwardInputs, GumbelMax
 from saltus.core.noise import Noise
 from saltus.core.protocols import (
     Drafter,
@@ -22,37 +20,11 @@ from saltus.core.protocols import (
     StopCondition,
     UsesCandidates,
     UsesHiddenStates,
-    checked_draft_call,
     checked_drafts,
 )
 from saltus.core.rules import Rule, match
 from saltus.core.sampling import Sampling
 from saltus.core.tree import Drafts
-
-FORGET = 0.95  # of what a call of a draft model took is kept for each step without one
-MAX_DRAFT_CONTEXT = 12  # decided tokens: a draft call that reads more than these and the last step's reads a prompt,
-# or what was decided during a pause, and its time says nothing of what drafting costs
-
-DraftGenerator = Generator[ForwardInputs, ForwardOutputs, Sequence[Drafts]]
-
-
-@dataclass
-class _DraftCalls:
-    """What the calls of draft models in one step took."""
-
-    max_context: int  # tokens that a call reads which is no prefill
-    asked: bool = False  # a drafter that may be switched off was asked
-    seconds: float = 0.0
-    waited: float = 0.0  # seconds until their outputs came
-    read_prompt: bool = False
-    latest: float = 0.0  # seconds of the latest one; 0 if it read a prompt
-
-    def record(self, outputs: ForwardOutputs, waited: float) -> None:
-        read_prompt = outputs.context_tokens_read > self.max_context
-        self.latest = 0.0 if read_prompt else outputs.seconds
-        self.seconds += outputs.seconds
-        self.waited += waited
-        self.read_prompt |= read_prompt
 
 
 def speculate(
@@ -90,13 +62,14 @@ def speculate(
     )
     drafts_candidates = any(isinstance(drafter, UsesCandidates) for drafter in drafters)
     last: Step | None = None
-    draft_seconds = 0.0  # of a call of a draft model
+    draft_calls = DraftCalls(controller, vocab)
+    controller.draft_model.begin_text()
     while len(canvas.open_positions):
         # The distribution after the last accepted node decides one hole more than the tree is deep.
         max_depth = min(len(canvas.open_positions) - 1, controller.max_draft_tokens)
         drafted: list[Drafts] = []
         waiting: list[tuple[Drafter, DraftGenerator]] = []  # these call draft models, after all others have drafted
-        draft_calls = _DraftCalls(MAX_DRAFT_CONTEXT if last is None else max(MAX_DRAFT_CONTEXT, len(last.tokens) + 1))
+        draft_calls.begin_step(last)
         started = time.perf_counter()
         can_pay = controller.can_pay()
         should_draft = controller.should_draft() and can_pay
@@ -108,13 +81,7 @@ def speculate(
             else:
                 drafted += checked_drafts(drafter, drafts, vocab)
         for drafter, drafts in waiting if should_draft else ():
-            draft_calls.asked = True
-            if controller.first_draft_call_pays(drafted, max_depth, draft_seconds):
-                made = yield from _time_draft_calls(drafter, drafts, draft_calls, controller)
-                drafted += checked_drafts(drafter, made, vocab)
-                draft_seconds = draft_calls.latest or draft_seconds
-            else:
-                draft_seconds *= FORGET  # so that one call which was disturbed does not end them
+            drafted = yield from draft_calls.draft(drafter, drafts, drafted, max_depth)
         if constraint is not None and drafters and max_depth:
             drafted = [*constrained_branches(drafted, constraint, canvas.new_tokens.tolist(), max_depth)]
         offered = controller.offered_tree(drafted, max_depth)
@@ -150,29 +117,5 @@ def speculate(
         canvas = canvas.fill(last.tokens)
         on_step(last)
         if end is not None:
-            return
-
-
-def _time_draft_calls(
-    drafter: Drafter,
-    drafts: DraftGenerator,
-    calls: _DraftCalls,
-    controller: Controller,
-) -> Generator[ForwardInputs, ForwardOutputs, Sequence[Drafts]]:
-    """Pass on the forward passes of a drafter, and record them; returns its branches.
-
-    One that goes on gets no logits, and ends its branch, where a further call would not pay.
-    """
-    try:
-        inputs = next(drafts)
-        while True:
-            drafted = checked_draft_call(drafter, inputs).draft_probabilities
-            if drafted and not controller.draft_call_pays(math.prod(drafted), calls.latest, len(drafted)):
-                inputs = drafts.send(ForwardOutputs(torch.empty(0, 0)))
-                continue
-            started = time.perf_counter()
-            outputs = yield inputs
-            calls.record(outputs, time.perf_counter() - started)
-            inputs = drafts.send(outputs)
-    except StopIteration as end:
-        return end.value
+            break
+    controller.draft_model.end_text(canvas.num_decided)

@@ -25,7 +25,7 @@ class BatchController(Controller):
         self._together, self._latest = 0, self._fixed
         most = setup.max_draft_tokens
         most = most if max_draft_tokens is None else min(most, max_draft_tokens)
-        super().__init__(most, setup.chooses_sizes, setup.acceptance, setup.call_cost)
+        super().__init__(most, setup.chooses_sizes, setup.acceptance, setup.call_cost, draft_model=setup.draft_model)
 
     def _current(self) -> Controller:
         if self._fixed is not None:

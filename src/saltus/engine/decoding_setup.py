@@ -12,6 +12,7 @@ from saltus.core.canvas import Canvas
 from saltus.core.control.acceptance import Acceptance
 from saltus.core.control.call_cost import CallCost
 from saltus.core.control.controller import Controller
+from saltus.core.control.draft_model_record import DraftModelRecord
 from saltus.core.distributions import Step
 from saltus.core.forward import TARGET
 from saltus.core.noise import Noise
@@ -35,6 +36,7 @@ from saltus.methods.shared.ngram_corpus import NgramCorpus
 from saltus.methods.shared.ngram_model import NgramModel
 from saltus.models.protocols import ReadsHiddenStates
 
+DRAFT_MODEL = "small_model"  # the network that reads the text itself
 MAX_GROUPS = 16  # of requests, whose drafters keep what they learned
 
 
@@ -56,6 +58,7 @@ class DecodingSetup:
     # what drafters learned, by the request's group, the least recently used first, and by the method
     learned: OrderedDict[str, dict[type[Any], Any]] = field(default_factory=OrderedDict)
     translations: Mapping[str, VocabularyTranslation] = field(default_factory=dict)  # for draft models, by their names
+    draft_model: DraftModelRecord = field(default_factory=DraftModelRecord)  # of the one that reads the text itself
 
     def __post_init__(self) -> None:
         """Raise ValueError if a method needs an any-subset target and the target decodes left to right."""
@@ -65,6 +68,9 @@ class DecodingSetup:
                 "assd drafts by a model that fills holes anywhere, but this one writes from left to right; take another"
                 " model, such as stories, or the option assd.draft=bigram"
             )
+        if DRAFT_MODEL in self.networks:
+            sizes = [_num_bytes(self.networks[name]) for name in (DRAFT_MODEL, TARGET)]
+            self.draft_model.relative_size = sizes[0] / sizes[1] if all(sizes) else None
 
     def new_drafters(self, request: Request) -> list[Drafter]:
         """The methods' drafters for one request; some methods have none (plain)."""
@@ -132,6 +138,12 @@ class DecodingSetup:
         then by the batch's own calls.
         """
         return CallCost({rows: self.call_cost.seconds_for(rows * batch_size) for rows in CALIBRATION_ROWS})
+
+
+def _num_bytes(network: Network) -> int:
+    """Bytes of a network's weights; 0 if it does not tell."""
+    model = getattr(network, "model", None)
+    return 0 if model is None else sum(weight.nbytes for weight in model.parameters())
 
 
 def set_max_unread(drafter: Drafter, method: Method, networks: Mapping[str, Network]) -> None:

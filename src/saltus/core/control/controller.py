@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from saltus.core.control.acceptance import Acceptance
 from saltus.core.control.call_cost import CallCost
+from saltus.core.control.draft_model_record import FIRST_CALL_TOKENS, FIRST_STEPS, DraftModelRecord
 from saltus.core.control.drafting_switch import DraftingSwitch
 from saltus.core.distributions import Step
 from saltus.core.native_tree import best_size, grow_natively
@@ -17,8 +18,7 @@ from saltus.core.tree import Drafts, Tree, grow_tree
 # are few. So this is the limit of a large batch, and a text alone has another.
 MAX_DRAFT_COST, MAX_DRAFT_COST_ALONE = 0.55, 0.9
 CHEAP_DRAFT = 0.1  # of the same time: where a draft token takes less, no call is made without any to see what it takes
-# Tokens that the first call of a draft model in a step may bring: its own, and part of those of the calls after it.
-FIRST_CALL_TOKENS = 1.5
+PROMPT_ROWS = 32  # of a call in which a row costs about as much as in one that reads a prompt
 EMPTY_TREE = grow_tree((), 0, 0)
 
 
@@ -40,6 +40,7 @@ class Controller:
     call_cost: CallCost = field(default_factory=CallCost)
     # texts that are decoded together, one after another outside of calls; costs are by the rows of each
     batch_size: int = 1
+    draft_model: DraftModelRecord = field(default_factory=DraftModelRecord)  # of one that reads the text itself
     num_texts: int = field(init=False)  # that really are: as many as `batch_size`, or a few less
     drafting_switch: DraftingSwitch = field(init=False)
     num_steps: int = field(default=0, init=False)  # that were recorded, of all texts
@@ -61,7 +62,7 @@ class Controller:
         if not self.adaptive or not self.call_cost.seconds:
             return True
         row = self.call_cost.seconds_for(num_drafted + 2) - self.call_cost.seconds_for(num_drafted + 1)
-        return chance >= self.drafting_switch.with_drafts.rate * (seconds + row) / self.call_cost.seconds_for(1)
+        return chance >= self._tokens_in(seconds + row)
 
     def first_draft_call_pays(self, offered: Sequence[Drafts], max_depth: int, seconds: float) -> bool:
         """True if a draft model should be called in this step, given what drafters without one offer.
@@ -70,10 +71,56 @@ class Controller:
         """
         if not (self.adaptive and offered and seconds):
             return True
-        tree = self.offered_tree(offered, max_depth)
-        nodes = zip(tree.expected_tokens, tree.parents, strict=True)
-        known = sum(expected for expected, parent in nodes if parent < 0)  # the chance that one of them is next
-        return self.draft_call_pays(FIRST_CALL_TOKENS * max(1 - known, 0.0), seconds, 0)
+        unknown = _unknown(self.offered_tree(offered, max_depth))
+        return self.draft_call_pays(FIRST_CALL_TOKENS * unknown, seconds, 0)
+
+    def draft_model_saves(self, offered: Sequence[Drafts], max_depth: int, seconds: float) -> float:
+        """Tokens that calls of a draft model that reads the text bring in a step, less those decided in their time.
+
+        `offered` is what other drafters offer. `seconds` is what such calls took in a step before; 0: not known yet.
+        """
+        record, cost = self.draft_model, self.call_cost
+        if not (self.adaptive and cost.seconds):
+            return 0.0
+        seconds = seconds or record.step_seconds or (record.relative_size or 0.0) * cost.seconds_for(1)
+        unknown = _unknown(self.offered_tree(offered, max_depth))
+        return record.tokens_of_calls(unknown) - self._tokens_in(seconds)
+
+    def record_draft_calls(
+        self, before: Sequence[Drafts], after: Sequence[Drafts], max_depth: int, seconds: float
+    ) -> None:
+        """Record the calls of such a draft model in a step: what is drafted before and after them."""
+        if self.adaptive and self.call_cost.seconds:
+            trees = [self.offered_tree(drafts, max_depth) for drafts in (before, after)]
+            gain = self._tokens_saved_by(trees[1]) - self._tokens_saved_by(trees[0])
+            self.draft_model.record_calls(_unknown(trees[0]), gain, seconds)
+
+    def _tokens_saved_by(self, tree: Tree) -> float:
+        """Tokens that the next call is expected to decide with a tree, less those that are decided in its time."""
+        size = self.num_nodes(tree)
+        return sum(tree.expected_tokens[:size]) - self._tokens_in(self.call_cost.seconds_for(size + 1))
+
+    def _tokens_in(self, seconds: float) -> float:
+        """Tokens that are decided in so many seconds."""
+        return self.drafting_switch.with_drafts.rate * seconds / self.call_cost.seconds_for(1)
+
+    def reading_pays(self, num_unread: int, num_open: int, drafts_alone: bool) -> bool:
+        """True if a draft model should read `num_unread` tokens of a text, of which `num_open` are still to be decided.
+
+        All texts of a batch wait for it. Unless it drafts alone, the first steps show what others leave to it.
+        """
+        record, cost = self.draft_model, self.call_cost
+        if not self.adaptive or not cost.seconds:
+            return True
+        token_seconds = record.token_seconds
+        if not token_seconds:
+            if record.relative_size is None:
+                return True
+            token_seconds = record.relative_size * cost.seconds_for(PROMPT_ROWS) / PROMPT_ROWS
+        if record.steps < FIRST_STEPS and not drafts_alone:
+            return False
+        num_waiting = self.drafting_switch.batch_size
+        return record.tokens_saved(num_open) >= num_waiting * self._tokens_in(num_unread * token_seconds)
 
     def needs_hidden_states(self, max_unread: int) -> bool:
         """False while draft models are off for so many steps that they never read this call's hidden states.
@@ -208,6 +255,12 @@ def _tokens_of(tree: Tree, step: Step) -> float:
     if any(tree.payoff_sources[:num_verified]):
         return decided
     return (decided + 1 + sum(tree.expected_tokens[:num_verified])) / 2
+
+
+def _unknown(tree: Tree) -> float:
+    """The chance that no node of a tree is the next token."""
+    nodes = zip(tree.expected_tokens, tree.parents, strict=True)
+    return max(1.0 - sum(expected for expected, parent in nodes if parent < 0), 0.0)
 
 
 def _same_drafter(source: str, other: str) -> bool:

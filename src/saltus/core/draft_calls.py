@@ -1,0 +1,118 @@
+"""Call draft models in the steps of one text in which their calls may pay, and record what they take and bring."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from saltus.core.control.controller import Controller
+from saltus.core.distributions import Step
+from saltus.core.forward import TARGET, ForwardInputs, ForwardOutputs
+from saltus.core.protocols import Drafter, UsesHiddenStates, checked_draft_call, checked_drafts
+from saltus.core.tree import Drafts
+
+FORGET = 0.95  # of what a call of a draft model took is kept for each step without one
+MAX_DRAFT_CONTEXT = 12  # decided tokens: a draft call that reads more than these and the last step's reads a prompt,
+# or what was decided during a pause, and its time says nothing of what drafting costs
+
+DraftGenerator = Generator[ForwardInputs, ForwardOutputs, Sequence[Drafts]]
+
+
+@dataclass
+class DraftCalls:
+    """The calls of draft models for one text, and those of the present step."""
+
+    controller: Controller
+    vocab: int | None  # the number of tokens that the target can read
+    seconds_before: float = 0.0  # that calls took before, less after steps without a call
+    num_read: int = 0  # decided tokens that the draft model has read
+    last: Step | None = None  # the step before
+    # of the present step:
+    asked: bool = False  # a drafter that may be switched off was asked
+    seconds: float = 0.0
+    waited: float = 0.0  # seconds until their outputs came
+    read_prompt: bool = False
+    latest: float = 0.0  # seconds of the latest one; 0 if it read a prompt
+
+    def begin_step(self, last: Step | None) -> None:
+        self.asked, self.seconds, self.waited, self.read_prompt, self.latest = False, 0.0, 0.0, False, 0.0
+        self.last = last
+
+    def draft(
+        self, drafter: Drafter, drafts: DraftGenerator, drafted: list[Drafts], max_depth: int
+    ) -> Generator[ForwardInputs, ForwardOutputs, list[Drafts]]:
+        """What was drafted in this step, and what a drafter adds by calls; nothing where a call cannot pay."""
+        self.asked = True
+        controller, started, waited = self.controller, time.perf_counter(), self.waited
+        if reads_text := not isinstance(drafter, UsesHiddenStates):
+            saved = controller.draft_model_saves(drafted, max_depth, 0.0)
+            controller.draft_model.record_step(self._tokens_of_last(), saved)
+            self.seconds_before = self.seconds_before or controller.draft_model.step_seconds
+            pays = not drafted or controller.draft_model_saves(drafted, max_depth, self.seconds_before) >= 0
+        else:
+            pays = controller.first_draft_call_pays(drafted, max_depth, self.seconds_before)
+        if not pays:
+            self.seconds_before *= FORGET  # so that one call which was disturbed does not end them
+            return drafted
+        made = yield from self._time(drafter, drafts, reads_text, not drafted)
+        with_made = [*drafted, *checked_drafts(drafter, made, self.vocab)]
+        self.seconds_before = self.latest or self.seconds_before
+        if reads_text and self.seconds and not self.read_prompt:
+            seconds = self.seconds + time.perf_counter() - started - (self.waited - waited)
+            controller.record_draft_calls(drafted, with_made, max_depth, seconds)
+            self.seconds_before = controller.draft_model.step_seconds
+        return with_made
+
+    def _tokens_of_last(self) -> int:
+        return len(self.last.tokens) if self.last is not None else 0
+
+    def _time(
+        self, drafter: Drafter, drafts: DraftGenerator, reads_text: bool, drafts_alone: bool
+    ) -> Generator[ForwardInputs, ForwardOutputs, Sequence[Drafts]]:
+        """Pass on the forward passes of a drafter, and record them; returns its branches.
+
+        It makes none where it would have to read a prompt first, and that cannot pay. One that goes on gets no logits,
+        and ends its branch, where a further call would not pay.
+        """
+        try:
+            inputs = checked_draft_call(drafter, next(drafts))
+            num_decided = len(inputs.canvas.decided_prefix)
+            if reads_text and inputs.network_name != TARGET and not self._may_read(inputs, num_decided, drafts_alone):
+                drafts.close()
+                return ()
+            while True:
+                known = checked_draft_call(drafter, inputs).draft_probabilities
+                if known and not self.controller.draft_call_pays(math.prod(known), self.latest, len(known)):
+                    inputs = drafts.send(ForwardOutputs(torch.empty(0, 0)))
+                    continue
+                started = time.perf_counter()
+                outputs = yield inputs
+                self._record(outputs, time.perf_counter() - started)
+                self.num_read = num_decided
+                inputs = drafts.send(outputs)
+        except StopIteration as end:
+            return end.value
+
+    @property
+    def _max_context(self) -> int:
+        """Tokens that a call reads which is no prefill."""
+        return max(MAX_DRAFT_CONTEXT, self._tokens_of_last() + 1)
+
+    def _may_read(self, inputs: ForwardInputs, num_decided: int, drafts_alone: bool) -> bool:
+        """True if a draft model has read all but the latest tokens, or if it pays to read what it has not."""
+        num_unread, num_open = num_decided - self.num_read, len(inputs.canvas.open_positions)
+        return num_unread <= self._max_context or self.controller.reading_pays(num_unread, num_open, drafts_alone)
+
+    def _record(self, outputs: ForwardOutputs, waited: float) -> None:
+        num_read = outputs.context_tokens_read
+        read_prompt = num_read > self._max_context
+        if read_prompt:
+            self.controller.draft_model.record_prompt(num_read, outputs.seconds)
+        self.latest = 0.0 if read_prompt else outputs.seconds
+        self.seconds += outputs.seconds
+        self.waited += waited
+        self.read_prompt |= read_prompt
