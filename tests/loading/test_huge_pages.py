@@ -1,6 +1,7 @@
 """Weights in memory of large pages: the same numbers, tied as before, and left alone where that is not possible."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_model
 from saltus.kernels import native
 from saltus.kernels.packed_weight import PackedWeight
 from saltus.loading import huge_pages
-from saltus.loading.huge_pages import place_in_huge_pages
+from saltus.loading.huge_pages import HUGE_PAGE, HugePages, place_in_huge_pages
 from tiny_models import tiny_llama
 
 mmap_only = pytest.mark.skipif(not hasattr(huge_pages.mmap, "MADV_HUGEPAGE"), reason="the system has no huge pages")
@@ -52,6 +53,36 @@ def test_packed_weights_move_too():
     assert place_in_huge_pages(layer)
     assert layer.weight.rows.data_ptr() != address
     assert torch.equal(layer.weight.dequantize(), values)
+
+
+@mmap_only
+def test_weights_that_are_made_in_huge_pages_stay_there():
+    first, second = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+    model: Any = torch.nn.Sequential(first, second)
+    model.huge_pages = memory = HugePages()
+    made = [memory.zeros(size) for size in (4 * 4 * 8, 3, huge_pages.CHUNK, 64)]
+    assert made[0].data_ptr() % HUGE_PAGE == 0
+    assert all(not bytes.any() for bytes in made)
+    for value, each in enumerate(made, 1):
+        each.fill_(value)
+    assert [each.unique().tolist() for each in made] == [[1], [2], [3], [4]], "none overlaps another"
+    first.weight.data = made[0].view(torch.float32).view(8, 4)
+    other, bias = second.weight.data_ptr(), first.bias.data_ptr()
+    assert place_in_huge_pages(model)
+    assert first.weight.data_ptr() == made[0].data_ptr()
+    assert other != second.weight.data_ptr(), "the others move"
+    assert bias != first.bias.data_ptr()
+
+
+def test_without_huge_pages_memory_is_zeros_all_the_same(monkeypatch: pytest.MonkeyPatch):
+    memory = HugePages()
+    monkeypatch.setenv("SALTUS_HUGE_PAGES", "0")
+    assert memory.zeros(9).tolist() == [0] * 9
+    monkeypatch.delenv("SALTUS_HUGE_PAGES")
+    monkeypatch.delattr(huge_pages.mmap, "MADV_HUGEPAGE", raising=False)
+    made = memory.zeros(9)
+    assert made.tolist() == [0] * 9
+    assert made not in memory
 
 
 @pytest.mark.parametrize("why", ["switched off", "no memory", "too small", "no such pages"])

@@ -89,17 +89,23 @@ class PackedWeight(Tensor):
         return packed
 
     @classmethod
-    def from_blocks(cls, blocks: Tensor, format: GGMLQuantizationType, arithmetic: Arithmetic = "bf16") -> PackedWeight:
+    def from_blocks(
+        cls,
+        blocks: Tensor,
+        format: GGMLQuantizationType,
+        arithmetic: Arithmetic = "bf16",
+        new_memory: Callable[[int], Tensor] | None = None,
+    ) -> PackedWeight:
         """The matrix of the blocks of a GGUF file [out, bytes of a row], or the stack of [matrices, out, bytes of one].
 
-        What is neither recoded nor rearranged shares their memory. F16 holds no integers: its arithmetic is always
-        "bf16".
+        What is neither recoded nor rearranged shares their memory; what is interleaved lies in `new_memory`, zeros
+        of a number of bytes. F16 holds no integers: its arithmetic is always "bf16".
         """
         weights, size = GGML_QUANT_SIZES[format]
         shape = (*blocks.shape[:-1], blocks.shape[-1] // size * weights)
         if format in RECODED_FORMATS:
             blocks = recode_blocks(blocks, format)
-        return cls._of_shape(blocks, format, shape, arithmetic)
+        return cls._of_shape(blocks, format, shape, arithmetic, new_memory)
 
     @classmethod
     def from_four_bit_floats(
@@ -130,10 +136,15 @@ class PackedWeight(Tensor):
 
     @classmethod
     def _of_shape(
-        cls, blocks: Tensor, format: GGMLQuantizationType, shape: tuple[int, ...], arithmetic: Arithmetic
+        cls,
+        blocks: Tensor,
+        format: GGMLQuantizationType,
+        shape: tuple[int, ...],
+        arithmetic: Arithmetic,
+        new_memory: Callable[[int], Tensor] | None = None,
     ) -> PackedWeight:
         if arithmetic == "int8" and format is not Q.F16:
-            return cls(interleave_blocks(blocks, format), format, shape, "int8")
+            return cls(interleave_blocks(blocks, format, new_memory), format, shape, "int8")
         return cls(rearrange_blocks(blocks.flatten(0, -2), format), format, shape, "bf16")
 
     def __repr__(self, **_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -300,7 +311,9 @@ def _codebook(format: GGMLQuantizationType) -> np.ndarray:
     return np.unique(grid, return_inverse=True)[1].reshape(grid.shape[-2:]).astype(np.uint8)
 
 
-def interleave_blocks(blocks: Tensor, format: GGMLQuantizationType) -> Tensor:
+def interleave_blocks(
+    blocks: Tensor, format: GGMLQuantizationType, new_memory: Callable[[int], Tensor] | None = None
+) -> Tensor:
     """The blocks of a GGUF file as integer_weights.h describes: [groups, bytes of a group].
 
     `blocks` are those of a matrix [out, bytes of a row] or of a stack [matrices, out, bytes of a row], each of whose
@@ -313,8 +326,9 @@ def interleave_blocks(blocks: Tensor, format: GGMLQuantizationType) -> Tensor:
     outs, inputs = blocks.shape[-2], blocks.shape[-1] // size * weights
     stack = blocks.contiguous().view(-1, outs, blocks.shape[-1])
     matrix = packed_bytes(int(format) + INTERLEAVED, outs, inputs)
-    out = torch.zeros(len(stack), matrix, dtype=torch.uint8)
-    for from_matrix, to in zip(stack, out, strict=True):
+    size = len(stack) * matrix
+    out = torch.zeros(size, dtype=torch.uint8) if new_memory is None else new_memory(size)
+    for from_matrix, to in zip(stack, out.view(len(stack), matrix), strict=True):
         interleaving = structs.Interleaving(
             blocks=from_matrix.data_ptr(), out=to.data_ptr(), format=int(format), outs=outs, inputs=inputs
         )

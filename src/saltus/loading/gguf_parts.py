@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -88,8 +88,9 @@ def read_weight(
     is_stack_transposed: bool = False,
     packed: bool = True,
     arithmetic: Arithmetic = "bf16",
+    new_memory: Callable[[int], Tensor] | None = None,
 ) -> Tensor:
-    """A weight as numbers of `shape`, or as the file's blocks; rows are in Transformers' order.
+    """A weight as numbers of `shape`, or as the file's blocks, in `new_memory`; rows are in Transformers' order.
 
     Matrices of experts are stacks of three dimensions; a packed one is [experts, out, in], also where the parameter is
     not. Errors: SourceError for a packed stack whose parts have several formats.
@@ -103,7 +104,7 @@ def read_weight(
     if stays_packed and formats <= {*PACKED_FORMATS}:
         if len(formats) == 1:
             blocks = torch.from_numpy(_joined(rows, -2, alternating))
-            return PackedWeight.from_blocks(blocks, GGMLQuantizationType(parts[0].format), arithmetic)
+            return PackedWeight.from_blocks(blocks, GGMLQuantizationType(parts[0].format), arithmetic, new_memory)
         if len(parts[0].shape) == 3:
             names = " and ".join(GGMLQuantizationType(part.format).name for part in parts)
             raise SourceError(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import mmap
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from saltus.kernels import native
@@ -18,6 +20,7 @@ from saltus.loading.fetching import SourceError, first_line
 from saltus.loading.gguf_files import ROPE_FACTORS
 from saltus.loading.gguf_index import GgufTensor, read_gguf_index
 from saltus.loading.gguf_parts import check_end, check_part, check_parts, map_file, part_bytes, read_weight
+from saltus.loading.huge_pages import HugePages
 from saltus.loading.model_folders import list_causal_class
 from saltus.models.packed_decoder import (
     LLAMA_TYPES,
@@ -66,15 +69,23 @@ def load_gguf_model(
         model = _transformers_model(folder, dtype)
     _check_complete(model, tensors, files, [len(content) for content in contents])
     exact = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    for name, parts in tensors.items():
+    model.huge_pages = HugePages()
+
+    def read(name: str) -> tuple[Any, str, Tensor]:
         path, _, attribute = name.rpartition(".")
         module = model.get_submodule(path)
         shape, is_transposed = getattr(module, attribute).shape, has_transposed_stacks(module)
-        weight = read_weight(name, parts, contents, tuple(shape), is_transposed, packed, arithmetic)
+        weight = read_weight(
+            name, tensors[name], contents, tuple(shape), is_transposed, packed, arithmetic, model.huge_pages.zeros
+        )
         if not isinstance(weight, PackedWeight):
             weight = weight if any(each in name for each in exact) else weight.to(torch.bfloat16).to(dtype)
-        is_plain = isinstance(weight, PackedWeight) or attribute in module._buffers
-        setattr(module, attribute, weight if is_plain else Parameter(weight, requires_grad=False))
+        return module, attribute, weight
+
+    with ThreadPoolExecutor(native.allowed_processors()) as threads:  # most of it is done by compiled code
+        for module, attribute, weight in threads.map(read, tensors):
+            is_plain = isinstance(weight, PackedWeight) or attribute in module._buffers
+            setattr(module, attribute, weight if is_plain else Parameter(weight, requires_grad=False))
     if not isinstance(model, PackedDecoder):
         model.set_experts_implementation(experts_implementation(model))
     if config.tie_word_embeddings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,50 @@ from saltus.kernels.packed_weight import PackedWeight
 HUGE_PAGE = 2 << 20  # bytes
 LEAST_BYTES = 4 * HUGE_PAGE  # of a model whose weights are moved
 ALIGNMENT = 256  # bytes
+CHUNK = 32 * HUGE_PAGE  # that memory for weights is asked for in
 MEMORY_INFO = Path("/proc/meminfo")
 
 
+class HugePages:
+    """Memory in huge pages, for weights that are made one after the other; several threads may take from it."""
+
+    def __init__(self) -> None:
+        self._addresses: list[range] = []
+        self._chunk: mmap.mmap | None = None
+        self._begin = self._end = 0  # of what is left of the chunk
+        self._lock = threading.Lock()
+
+    def zeros(self, size: int) -> Tensor:
+        """Bytes that are 0, uint8 [size], in a storage of their own."""
+        if not size or os.environ.get("SALTUS_HUGE_PAGES", "1") == "0":
+            return torch.zeros(size, dtype=torch.uint8)
+        with self._lock:
+            if self._chunk is None or self._begin + size > self._end:
+                self._chunk = _huge_memory(max(size, CHUNK) + HUGE_PAGE)
+                if self._chunk is None:
+                    return torch.zeros(size, dtype=torch.uint8)
+                self._begin, self._end = _first_huge_page(self._chunk), len(self._chunk)
+                self._addresses.append(range(_address(self._chunk), _address(self._chunk) + self._end))
+            taken = torch.frombuffer(self._chunk, dtype=torch.uint8, count=size, offset=self._begin)
+            self._begin += _padded(size)
+            return taken
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return any(tensor.data_ptr() in addresses for addresses in self._addresses)
+
+
 def place_in_huge_pages(model: Any) -> bool:
-    """Move all weights of a module that lie on the CPU; True if they were moved.
+    """Move all weights of a module that lie on the CPU, and not yet in its `huge_pages`; True if they were moved.
 
     The processor then translates 512 times fewer addresses. Linux gives such pages on request (transparent huge pages,
     "madvise"). Where there are none, or memory is short, or SALTUS_HUGE_PAGES=0, weights stay where they are. Weights
     keep their values and identities; tied ones stay tied.
     """
     places: dict[tuple[int, torch.Size], list[Any]] = {}  # the parameters by their addresses: tied ones share one
-    total = 0
+    total, already = 0, getattr(model, "huge_pages", None) or HugePages()
     for parameter in model.parameters():
         tensor = _numbers(parameter)
-        if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel():
+        if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel() and tensor not in already:
             place = tensor.data_ptr(), tensor.shape
             total += 0 if place in places else _padded(tensor.nbytes)
             places.setdefault(place, []).append(parameter)
@@ -38,7 +68,7 @@ def place_in_huge_pages(model: Any) -> bool:
     memory = _huge_memory(total + HUGE_PAGE)
     if memory is None:
         return False
-    offset = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE
+    offset = _first_huge_page(memory)
     for parameters in places.values():  # one after the other, so that the old memory can be given back
         tensor = _numbers(parameters[0])
         # a storage of its own: tensors that share one cannot be saved apart
@@ -72,6 +102,15 @@ def _huge_memory(size: int) -> mmap.mmap | None:
     except OSError:
         return None
     return memory
+
+
+def _address(memory: mmap.mmap) -> int:
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+
+
+def _first_huge_page(memory: mmap.mmap) -> int:
+    """Where it begins in this memory."""
+    return -_address(memory) % HUGE_PAGE
 
 
 def available_bytes() -> float:
