@@ -383,6 +383,24 @@ def test_what_cannot_be_captured_goes_on_without_graphs(replayed, monkeypatch, c
     assert caplog.text.count("cannot be captured") == 1
 
 
+def test_a_capture_that_runs_out_of_memory_says_so_and_leaves_the_graphs_on(replayed, monkeypatch):
+    """Then the end of the capture fails, too, with an error that names no memory."""
+    network, _ = replayed
+
+    @contextmanager
+    def full(*_, **__):
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", full)
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        read(network, text(40))
+    assert network.fixed_shape_runner.use_cuda_graphs
+
+
 @pytest.mark.gpu
 @each_dtype
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2", "GPT2"])

@@ -6,3 +6,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # PyTorch on CPUs
+
+
+def out_of_memory_behind(error: BaseException | None) -> BaseException | None:
+    """The allocation that failed before an error, if one did: what cleans up after it may fail in turn."""
+    while error is not None and not is_out_of_memory(error):
+        error = error.__cause__ or error.__context__
+    return error

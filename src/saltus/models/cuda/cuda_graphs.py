@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from saltus.core.out_of_memory import out_of_memory_behind
 from saltus.models.cuda.kernel_support import has_kernels
 
 Outputs = TypeVar("Outputs")
@@ -59,9 +60,9 @@ class GraphCapture:
         """The same; None, after a warning, for what cannot be captured. Errors: out of memory."""
         try:
             return self.capture(run)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if (no_memory := out_of_memory_behind(error)) is not None:  # the end of its capture fails, too
+                raise no_memory from None
             log.warning("calls cannot be captured as CUDA graphs and run without them: %s", str(error).splitlines()[0])
             return None
 
