@@ -94,7 +94,7 @@ def tokens_of_text(tokenizer: Any, text: str, add_special_tokens: bool = True, p
     """The tokens of a text that is a prompt as it stands; without `parse_special` no word of it is a control token."""
     require_unicode(text, "the text")
     control = None if parse_special else control_tokens(tokenizer, "")
-    if control is None:
+    if control is None or next(control.spans(text), None) is None:  # an encoder takes up to a second to make
         tokens = list(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids)
     else:
         begin = begin_tokens(tokenizer) if add_special_tokens else []
