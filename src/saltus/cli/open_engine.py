@@ -37,6 +37,8 @@ def open_with_options(
         "ngram_corpus": methods.ngram_corpus or (), **settings
     }  # fmt: skip
     engine = open_engine(method=method, options=options, **loading)
+    if engine.method != "plain" and (setup := engine.decoder.setup(engine.method)).chooses_sizes:
+        setup.time_calls()  # now, not while the first text is written
     if methods.ngram_corpus and "lookup" not in engine.method.split("+"):
         raise ValueError(f"--ngram-corpus is for lookup, but the method is {engine.method}; take --method lookup")
     unread = [name for name in READ_WHEN_SAMPLING if chosen[name] != getattr(SamplingOptions, name)]

@@ -126,12 +126,16 @@ class DecodingSetup:
         """
         if not self.chooses_sizes:
             return Controller(self.max_draft_tokens, adaptive=False)
-        if not self.call_cost.seconds:
-            self.call_cost.seconds.update(call_seconds(self.networks[TARGET]))
+        self.time_calls()
         if batch_size not in self.controllers:
             costs = self.call_cost if batch_size == 1 else self._costs_of_batch(batch_size)
             self.controllers[batch_size] = Controller(self.max_draft_tokens, True, self.acceptance, costs, batch_size)
         return self.controllers[batch_size]
+
+    def time_calls(self) -> None:
+        """Time calls of the target by their rows, unless that is done; a text that drafts does so at its beginning."""
+        if not self.call_cost.seconds:
+            self.call_cost.seconds.update(call_seconds(self.networks[TARGET]))
 
     def _costs_of_batch(self, batch_size: int) -> CallCost:
         """Costs by the rows of each text, so batch_size times the rows: at first those that are known of fewer texts,
