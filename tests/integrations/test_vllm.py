@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from saltus import vllm
+from saltus.core.tree import Branch
 from saltus.integrations import drafted_texts
 from saltus.integrations.drafted_texts import Drafting
 from saltus.integrations.vllm import proposers
@@ -200,6 +201,18 @@ def propose(proposer, *texts: list[int], decided: tuple[int, ...] = ()) -> list[
 
 def test_a_repeat_in_the_text_is_drafted():
     assert propose(vllm.Lookup(configuration()), [3, 4, 5, 6, 7, 8, 9, 3, 4, 5])[0][:3] == [6, 7, 8]
+
+
+def test_draft_tokens_are_in_the_vocabulary_also_behind_those_of_images():
+    config = configuration()
+    config.model_config.hf_text_config = SimpleNamespace(vocab_size=50)
+    proposer = vllm.Lookup(config)
+    assert propose(proposer, [3, 4, 5, 6, 90, 90, 9, 3, 4, 5])[0][:4] == [6, 0, 0, 9]
+    (text,) = proposer.texts
+    assert text.tokens[4] == 90
+    text.drafters = [lambda canvas, last, max_depth: [Branch((50,), (0.5,), "stray")]]
+    with pytest.raises(ValueError, match="the model's vocabulary has 50, so give ids below that"):
+        propose(proposer, [3, 4, 5, 6, 90, 90, 9, 3, 4, 5, 6])
 
 
 def test_a_text_in_the_middle_of_its_prompt_gets_no_drafts():

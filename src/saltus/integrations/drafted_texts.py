@@ -68,6 +68,7 @@ class Drafting:
     networks: Mapping[str, Network] = field(default_factory=dict)
     acceptance: Acceptance = field(default_factory=Acceptance)
     ngram_model: NgramModel | None = None  # see UsesNgramModel
+    num_token_ids: int | None = None  # of the target's vocabulary, where the engine says it
     network_seconds: float = field(default=0.0, init=False)  # of draft networks, in the last call of `trees`
 
     def new_text(self, noise: Noise = Noise(0), sampling: Sampling = Sampling()) -> DraftedText:  # noqa: B008 (frozen)
@@ -93,13 +94,13 @@ class Drafting:
             new = request.tokens[len(text.tokens) :].tolist()
             if len(text.tokens):
                 self.acceptance.record_tree(text.offered, new)
-            canvas = continuation(request.tokens, request.max_depth + 1)
+            canvas = continuation(self._known(request.tokens), request.max_depth + 1)
             for drafter in text.drafters if request.max_depth > 0 else ():
                 drafts = _drafts(drafter, canvas, request, len(new))
                 if not isinstance(drafts, Generator):
-                    text_branches += checked_drafts(drafter, drafts)
+                    text_branches += checked_drafts(drafter, drafts, self.num_token_ids)
                 elif use_networks:
-                    generators.append(SequenceState(_collected(drafter, drafts, text_branches), text.kv_caches))
+                    generators.append(SequenceState(self._collected(drafter, drafts, text_branches), text.kv_caches))
             text.tokens = request.tokens.copy()
             branches.append(text_branches)
         started, num_drafting = time.perf_counter(), len(generators)
@@ -110,6 +111,15 @@ class Drafting:
         for request, text_branches in zip(requests, branches, strict=True):
             request.text.offered = grow_tree(text_branches, TREE_NODES, request.max_depth, calibrate)
         return [request.text.offered for request in requests]
+
+    def _known(self, tokens: np.ndarray) -> np.ndarray:
+        """The tokens without ids that the vocabulary lacks, which stand for images: a copy of them is no draft."""
+        size = self.num_token_ids
+        return tokens if size is None else np.where((tokens >= 0) & (tokens < size), tokens, 0)
+
+    def _collected(self, drafter: Drafter, drafts: Any, branches: list[Drafts]) -> DecodeGenerator:
+        """Run a drafter's calls and add its branches to the list."""
+        branches += checked_drafts(drafter, (yield from drafts), self.num_token_ids)
 
 
 def ngram_model_of(
@@ -144,8 +154,3 @@ def _drafts(drafter: Drafter, canvas: Canvas, request: DraftRequest, num_new: in
     distributions = TargetDistributions(inputs, outputs, request.text.sampling, request.text.noise)
     step = Step(canvas, inputs, outputs, distributions, request.tokens[len(request.tokens) - num_new :], -1)
     return drafter(canvas, step, request.max_depth)
-
-
-def _collected(drafter: Drafter, drafts: Any, branches: list[Drafts]) -> DecodeGenerator:
-    """Run a drafter's calls and add its branches to the list."""
-    branches += checked_drafts(drafter, (yield from drafts))

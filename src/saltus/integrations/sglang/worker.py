@@ -55,7 +55,7 @@ def saltus_worker(ngram_worker: type[Any], context: Any) -> type[Any]:
                 made, getattr(given, "tokenizer_path", None), vocabulary, revision=getattr(given, "revision", None),
                 trust_remote_code=getattr(given, "trust_remote_code", False),
             )  # fmt: skip
-            self.drafting = Drafting(made, ngram_model=ngram_model)
+            self.drafting = Drafting(made, ngram_model=ngram_model, num_token_ids=vocabulary)
             self.trees: list[PaddedTree] = []  # of the batch that is verified
             self.requests: Sequence[Any] = ()  # of the current batch
             self.sglang_sample = self.model_runner.sample

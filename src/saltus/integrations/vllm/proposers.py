@@ -46,7 +46,7 @@ class Proposer:
             made, getattr(model, "tokenizer", None), vocabulary, revision=getattr(model, "tokenizer_revision", None),
             trust_remote_code=getattr(model, "trust_remote_code", False),
         )  # fmt: skip
-        self.drafting = Drafting(made, ngram_model=ngram_model)
+        self.drafting = Drafting(made, ngram_model=ngram_model, num_token_ids=vocabulary)
         self.step_cost = StepCost()
         self.reader: HiddenStateReader | None = None
         self.texts: list[DraftedText] = []  # the most recently used last
