@@ -2,6 +2,7 @@
 
 # ruff: noqa: F811  fixtures
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -10,15 +11,18 @@ from urllib.parse import urljoin
 import httpx
 import openai
 import pytest
+from pydantic import ValidationError
 
 from saltus.server.events import event_text
 from saltus.server.infill import InfillRequest
-from saltus.server.messages_request import MessagesRequest
+from saltus.server.messages_request import MessagesRequest, ToolChoice
 from saltus.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     ResponsesRequest,
+    Speculative,
+    StreamOptions,
     TokenizeRequest,
 )
 from tiny_server import JSON, MESSAGES, PROMPT, alone, client, engine, server  # noqa: F401
@@ -129,6 +133,39 @@ def test_with_another_value_it_is_refused(server, route, field):
     name = {CHAT: "messages", COMPLETION: "prompt", RESPONSE: "input"}[route]
     answer = httpx.post(server[1] + route, json={name: given[name], **field})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(field)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "needed"),
+    [
+        (ChatCompletionRequest, {"messages": MESSAGES}), (CompletionRequest, {"prompt": PROMPT}),
+        (ResponsesRequest, {"input": PROMPT}), (MessagesRequest, {"messages": MESSAGES, "max_tokens": 4}),
+        (InfillRequest, {}), (TokenizeRequest, {}), (StreamOptions, {}), (Speculative, {}),
+        (ToolChoice, {"type": "auto"}),
+    ],
+)  # fmt: skip
+def test_no_value_of_another_type_is_converted(kind, needed):
+    for name in kind.model_fields:
+        for value in ("1", "false", True, 1):
+            with contextlib.suppress(ValidationError):
+                made = kind.model_validate({**needed, name: value})
+                assert type(getattr(made, name)) in (type(value), float if type(value) is int else None), name
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"stream": "false"}, "stream: Input should be true or false, not a text; leave out the quotes"),
+        ({"n": True}, "n: Input should be a number, not true or false"),
+        ({"speculative": 0}, "speculative: Input should be true or false, not a number"),
+        ({"stream_options": {"include_usage": "true"}},
+         "stream_options.include_usage: Input should be true or false, not a text; leave out the quotes"),
+    ],
+)  # fmt: skip
+def test_the_field_of_a_wrong_type_is_named(server, field, message):
+    error = httpx.post(server[1] + CHAT, json={"messages": MESSAGES, **field}).json()["error"]
+    assert error["message"] == message
+    assert error["param"] == message.split(":")[0]
 
 
 def test_a_long_wrong_value_is_not_repeated_whole(server):

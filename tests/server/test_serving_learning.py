@@ -19,6 +19,7 @@ from saltus.methods.ptp.files import load_drafter
 from saltus.methods.ptp.training.online import Evaluation, LearningProgress, LearningSettings
 from saltus.server.learned_drafters import LearnedDrafters
 from saltus.server.learning import Learner, LearningPlan, group_of
+from saltus.server.learning_log import LearningLog
 from saltus.server.served_request import Limits
 from tiny_models import TEMPLATE
 from tiny_server import PROMPT, alone, serving
@@ -51,6 +52,8 @@ def metric(url: str, name: str) -> float:
 def test_texts_are_the_same_before_during_and_after_a_replacement(drafting, caplog, monkeypatch):
     """Drafters pass their evaluations here, so that drafters are replaced while texts are decoded."""
     monkeypatch.setattr("saltus.server.learning.get_context", lambda method: forked_workers())
+    monkeypatch.setattr("saltus.server.learning.LOG_SECONDS", 0.01)
+    monkeypatch.setattr("saltus.server.learning_log.LOG_SECONDS", 0.01)
     monkeypatch.setattr("saltus.server.learning.NICENESS", os.nice(0))  # other tests have the cores for minutes
     caplog.set_level(logging.INFO, logger="saltus.server")
     settings = {"raw": True, "temperature": 0.7, "max_new_tokens": 32}
@@ -85,6 +88,7 @@ def test_texts_are_the_same_before_during_and_after_a_replacement(drafting, capl
     lines = [json.loads(one.message) for one in caplog.records if "drafter_replaced" in one.message]
     assert len(lines) >= 2
     assert {"texts", "tokens_per_call"} <= set(lines[0])
+    assert any('"event": "learning"' in one.message for one in caplog.records)
     kept = learner.drafters.latest()
     assert [folder.name for folder in kept.parent.glob("[0-9]*")] == [kept.name]
     again = load_drafter(kept, drafting.network.model, "tiny").state_dict()
@@ -189,6 +193,24 @@ def test_training_that_does_not_help_gets_less_time(drafting):
         shares.append(learner.share)
     assert shares == pytest.approx([0.08, 0.04, 0.02, 0.02, 0.16, 0.08])
     learner.close()
+
+
+def test_the_log_says_now_and_then_how_far_it_is(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="saltus.server")
+    now = 0.0
+    monkeypatch.setattr("saltus.server.learning_log.time.monotonic", lambda: now)
+    written = LearningLog(24, written=0.0)
+    for seconds in range(0, 121, 20):
+        now = float(seconds)
+        evaluation = Evaluation(2.0, 1.96, False) if seconds == 80 else None
+        written.record(LearningProgress(3, evaluation, None, texts=seconds, unevaluated=seconds % 24))
+    lines = [json.loads(record.message) for record in caplog.records]
+    shared = {"event": "learning", "needed": 24}
+    assert lines == [
+        {**shared, "texts": 60, "texts_for_evaluation": 12, "steps": 12, "evaluations": 0, "tokens_per_call": None},
+        {**shared, "texts": 120, "texts_for_evaluation": 0, "steps": 21, "evaluations": 1,
+         "tokens_per_call": {"before": 2.0, "after": 1.96}},
+    ]  # fmt: skip
 
 
 def command(*options: str) -> str:

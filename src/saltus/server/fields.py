@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, TypeVar
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Literal, LiteralString, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -11,19 +13,20 @@ from pydantic import (
     ConfigDict,
     Field,
     Strict,
-    field_validator,
+    ValidationError,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from saltus.engine.encoding import require_unicode
 from saltus.server.neutral_fields import without_neutral_fields
 
 MAX_FIELDS = 256  # of an object
 
-NUMBERS = {int, float, int | None, float | None}  # types of fields
+NUMBERS = {int, float}  # types of fields
+SCALARS = {*NUMBERS, bool, str}
 
-Integer = Annotated[int, Strict()]  # of a list or an object; fields are checked in `NumberFields`
+Integer = Annotated[int, Strict()]  # of a list or an object; fields are checked in `Fields`
 Number = Annotated[float, Strict()]  # integers, too
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(fail_fast=True)]  # a million wrong items are one error, not a million
@@ -46,18 +49,29 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_valid_json)]
 
 
 class Fields(BaseModel):
-    """A JSON object that rejects unknown fields but for neutral ones, and texts that are not Unicode."""
+    """A JSON object that rejects unknown fields but for neutral ones, and texts that are not Unicode.
+
+    Numbers, texts and truth values are not taken for each other, as OpenAI's server does not; 2.0 is an integer.
+    """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     @model_validator(mode="before")
     @classmethod
-    def _of_few_names(cls, given: Any) -> Any:
+    def _read(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
         if len(given) > MAX_FIELDS:  # each unknown one would be an error of its own
             raise ValueError(f"an object has {len(given):,} fields, but at most {MAX_FIELDS} are read; leave some out")
-        return without_neutral_fields(given, cls.model_fields)
+        matters = without_neutral_fields(given, cls.model_fields)
+        errors = [
+            InitErrorDetails(type=PydanticCustomError("type_of_value", fault), loc=(name,), input=value)
+            for name, value in matters.items()
+            if name in cls.model_fields and (fault := _scalar_fault(value, _scalars_of(cls, name)))
+        ]
+        if errors:
+            raise ValidationError.from_exception_data(cls.__name__, errors)
+        return matters
 
     @model_validator(mode="after")
     def _is_unicode(self) -> Fields:
@@ -69,12 +83,31 @@ class Fields(BaseModel):
         return self
 
 
-class NumberFields(Fields):
-    """A JSON object with numbers among its fields: they may not be texts, as OpenAI's server refuses them, too."""
+@cache
+def _scalars_of(kind: type[Fields], name: str) -> frozenset[type]:
+    """The types of single values that a field takes."""
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _without_quotes(cls, given: Any, info: Any) -> Any:
-        if isinstance(given, str) and cls.model_fields[info.field_name].annotation in NUMBERS:
-            raise PydanticCustomError("number_in_quotes", "Input should be a number, not a text; leave out the quotes")
-        return given
+    def types_in(annotation: Any) -> set[type]:
+        origin = get_origin(annotation)
+        if origin is Literal:
+            return set(map(type, get_args(annotation)))
+        if origin is Annotated:
+            return types_in(get_args(annotation)[0])
+        if origin in (Union, UnionType):
+            return set().union(*map(types_in, get_args(annotation)))
+        return {annotation} & SCALARS if isinstance(annotation, type) else set()
+
+    return frozenset(types_in(kind.model_fields[name].annotation))
+
+
+def _scalar_fault(given: Any, taken: frozenset[type]) -> LiteralString:
+    """What is wrong with a value that Pydantic would convert; empty if nothing is."""
+    if type(given) not in SCALARS or not taken or (isinstance(given, str) and str in taken):
+        return ""
+    takes_numbers, takes_truth = bool(taken & NUMBERS), bool in taken
+    if isinstance(given, str):
+        what = "a number" if takes_numbers else "true or false"
+        return f"Input should be {what}, not a text; leave out the quotes"
+    if isinstance(given, bool):
+        return "Input should be a number, not true or false" if takes_numbers and not takes_truth else ""
+    return "Input should be true or false, not a number" if takes_truth and not takes_numbers else ""

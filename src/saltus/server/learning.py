@@ -42,6 +42,7 @@ from saltus.models.output_layer import logit_scaling
 from saltus.server.allocator import MEGABYTE, return_freed_buffers
 from saltus.server.engine_thread import EngineThread
 from saltus.server.learned_drafters import LearnedDrafters
+from saltus.server.learning_log import LOG_SECONDS, LearningLog, tokens_per_call
 from saltus.server.metrics import ServerMetrics
 from saltus.server.served_request import ServedRequest
 from saltus.server.text_states import TextStates
@@ -113,6 +114,7 @@ class Learner:
         self._load_latest()
         self.waiting: deque[RecentText] = deque(maxlen=MAX_WAITING)
         self.states: WeakKeyDictionary[ServedRequest, TextStates] = WeakKeyDictionary()  # of running texts
+        self.progress_log = LearningLog(plan.settings.evaluation_texts)
         self.on_progress: Callable[[LearningProgress], None] = lambda progress: None
         self.closed, self.wake = False, threading.Event()
         self.between_pieces = threading.Event()  # the process has nothing to do
@@ -212,7 +214,7 @@ class Learner:
     def _run(self) -> None:
         idle = False
         try:
-            self.connection.recv()  # "ready"
+            self._receive()  # "ready"
             while not self.closed:
                 while self.waiting:
                     self.connection.send(self.waiting.popleft())
@@ -224,7 +226,7 @@ class Learner:
                     continue
                 self.between_pieces.clear()
                 self.connection.send("advance")
-                progress: LearningProgress = self.connection.recv()
+                progress: LearningProgress = self._receive()
                 self.between_pieces.set()
                 idle = progress.idle
                 self._take(progress)
@@ -241,6 +243,12 @@ class Learner:
             self.waiting.clear()
             self.process.kill()
 
+    def _receive(self) -> Any:
+        """What the process sends, which may take minutes beside busy texts."""
+        while not self.connection.poll(LOG_SECONDS):
+            self.progress_log.write()
+        return self.connection.recv()
+
     def _take(self, progress: LearningProgress) -> None:
         """Put a drafter in place that has passed its evaluation, and count what was done.
 
@@ -250,10 +258,7 @@ class Learner:
             least = LEAST_SHARE * self.plan.share
             self.share = self.plan.share if progress.evaluation.passed else max(self.share / 2, least)
         if progress.drafter is not None and progress.evaluation is not None:
-            evaluation = {
-                "before": round(progress.evaluation.served, 3),
-                "after": round(progress.evaluation.trained, 3),
-            }
+            evaluation = tokens_per_call(progress.evaluation)
             started = time.monotonic()
             network = self._save(progress.drafter, {"tokens_per_call": evaluation, "texts": progress.texts})
             self.engine_thread.replace_draft_network(DRAFTER, network)
@@ -265,6 +270,7 @@ class Learner:
                 "seconds": seconds,
             }
             log.info(json.dumps(line))
+        self.progress_log.record(progress)
         self.on_progress(progress)
 
     def _save(self, weights: DrafterWeights, learned: dict[str, Any]) -> Network:

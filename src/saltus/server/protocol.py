@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from saltus.engine.decoder import MAX_DRAFT_TOKENS
-from saltus.server.fields import Fields, Integer, Items, JsonObject, Number, NumberFields
+from saltus.server.fields import Fields, Integer, Items, JsonObject, Number
 from saltus.server.structured import (
     MAX_TOOLS,
     AllowedTools,
@@ -84,7 +84,7 @@ class StreamOptions(Fields):
     continuous_usage_stats: bool = False
 
 
-class Speculative(NumberFields):
+class Speculative(Fields):
     """How a text is drafted; it cannot change the text."""
 
     method: str | None = Field(None, max_length=MAX_METHOD_LENGTH)
@@ -92,7 +92,7 @@ class Speculative(NumberFields):
     max_draft_tokens: int | None = Field(None, ge=0, le=MAX_DRAFT_TOKENS)
 
 
-class SamplingFields(NumberFields):
+class SamplingFields(Fields):
     """What all requests of texts have in common. A field that is null counts as not given: clients write it so."""
 
     model: str | None = None

@@ -67,6 +67,7 @@ class LearningProgress:
     drafter: DrafterWeights | None = None  # that passed the evaluation
     texts: int = 0  # that were trained on or evaluated, in all
     idle: bool = False  # there is nothing to do until more texts come
+    unevaluated: int = 0  # texts that wait for the next evaluation
 
 
 class TargetEmbeddings(nn.Module):
@@ -127,7 +128,7 @@ class OnlineDrafterTraining:
         """Do the next small piece of work: a step, or a part of an evaluation."""
         before = self.steps
         evaluation, drafter, idle = next(self.work)
-        return LearningProgress(self.steps - before, evaluation, drafter, self.num_texts, idle)
+        return LearningProgress(self.steps - before, evaluation, drafter, self.num_texts, idle, len(self.pool))
 
     def _work(self) -> Iterator[tuple[Evaluation | None, DrafterWeights | None, bool]]:
         while True:
