@@ -20,10 +20,12 @@ from saltus.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    ResponsesRequest,
     Speculative,
     StreamOptions,
     TokenizeRequest,
+)
+from saltus.server.responses_request import (
+    ResponsesRequest,
 )
 from tiny_server import JSON, MESSAGES, PROMPT, alone, client, engine, server  # noqa: F401
 

@@ -12,8 +12,10 @@ import torch
 from tokenizers import AddedToken
 
 import saltus
-from saltus.server.protocol import ResponsesRequest
 from saltus.server.responses import response_messages
+from saltus.server.responses_request import (
+    ResponsesRequest,
+)
 from tiny_models import byte_tokenizer, tiny_llama
 from tiny_server import MESSAGES, client, server  # noqa: F401
 

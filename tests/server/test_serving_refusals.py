@@ -17,6 +17,17 @@ from tiny_server import JSON, MESSAGES, PROMPT, alone, client, engine, server, s
 TOOLS = [{"type": "function", "function": {"name": "a"}}]
 
 
+def test_a_base_url_with_or_without_v1_is_named_where_it_is_wrong(server):
+    for path, words in (
+        ("/chat/completions", "/v1/chat/completions is meant; end the client's base URL with /v1"),
+        ("/v1/v1/messages", "/v1/messages is meant; leave /v1 out of the client's base URL"),
+        ("/v1/embeddings", "/openapi.json lists what there is"),
+    ):
+        answer = httpx.post(server[1] + path, json={})
+        assert answer.status_code == 404
+        assert answer.json()["error"]["message"] == f"there is no {path}; {words}"
+
+
 @pytest.mark.parametrize(
     ("changed", "field"),
     [

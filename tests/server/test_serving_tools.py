@@ -19,6 +19,8 @@ from transformers import AutoTokenizer
 
 import saltus
 from saltus.engine.json_schemas import OPTIONS, followed_schema
+from saltus.server.responses import response_messages
+from saltus.server.responses_request import ResponsesRequest
 from tiny_models import TEMPLATE
 from tiny_server import JSON, MESSAGES, client, server, serving  # noqa: F401
 
@@ -200,6 +202,72 @@ def test_tools_as_other_clients_describe_them(server, template):
         ("responses", {"input": "a", "max_output_tokens": 2, "tools": flat}),
     ):
         assert httpx.post(f"{server[1]}/v1/{route}", timeout=100, json=body).status_code == 200
+
+
+FUNCTION = {"type": "function", "name": "read", "strict": False, "parameters": {"type": "object", "properties": {},
+            "additionalProperties": False}}  # fmt: skip
+CUSTOM = {"type": "custom", "name": "patch", "description": "Edit files.",
+          "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}}  # fmt: skip
+NAMESPACE = {"type": "namespace", "name": "mcp__files", "description": "My files.",
+             "tools": [FUNCTION, CUSTOM]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "item"),
+    [
+        ("read", {"type": "function_call", "name": "read", "arguments": "{}"}),
+        ("mcp__files__read", {"type": "function_call", "name": "read", "namespace": "mcp__files", "arguments": "{}"}),
+        ("patch", {"type": "custom_tool_call", "name": "patch", "input": ""}),
+    ],
+)
+def test_the_tools_of_agents_that_speak_responses(client, engine, name, item):
+    """As Codex offers them; what OpenAI's servers run is left out."""
+    (quote,) = engine.tokenizer.encode('"', add_special_tokens=False)
+    asked = {
+        "model": "tiny", "input": "a", "max_output_tokens": 200, "tool_choice": {"type": "function", "name": name},
+        "tools": [FUNCTION, CUSTOM, NAMESPACE, {"type": "web_search", "external_web_access": False}],
+        "extra_body": {"logit_bias": {quote: 50}, "seed": 1, "client_metadata": {"x": "y"}},
+    }  # fmt: skip
+    response = client.responses.create(**asked)
+    (call,) = response.output
+    assert item.items() <= call.to_dict().items()
+    assert [tool.type for tool in response.tools] == ["function", "custom", "namespace"]
+    events = list(client.responses.create(**asked, stream=True))
+    (done,) = [event for event in events if event.type.endswith(("input.done", "arguments.done"))]
+    assert done.to_dict().items() >= {field: item[field] for field in item.keys() & {"input", "arguments"}}.items()
+    earlier = [
+        {"role": "user", "content": "a"}, {"type": "web_search_call", "status": "completed", "action": {"type": "x"}},
+        {"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}, call.to_dict(),
+        {"type": call.type + "_output", "call_id": call.call_id, "output": "b"},
+    ]  # fmt: skip
+    assert client.responses.create(**asked | {"input": earlier}).status == "completed"
+
+
+def test_the_model_reads_what_agents_say_of_their_tools():
+    body = ResponsesRequest.model_validate({"input": "a", "tools": [NAMESPACE, CUSTOM]})
+    functions = {tool.function.name: tool.function for tool in body.tool_fields().tools}
+    assert [*functions] == ["mcp__files__read", "mcp__files__patch", "patch"]
+    assert functions["mcp__files__read"].description == "My files."
+    assert functions["patch"].description == 'Edit files.\nThe input follows this lark grammar:\nstart: "a"'
+    call = {"type": "custom_tool_call", "call_id": "1", "namespace": "mcp__files", "name": "patch", "input": 'a "b"'}
+    (message,) = response_messages(ResponsesRequest.model_validate({"input": [call]}))
+    function = message["tool_calls"][0]["function"]
+    assert (function["name"], json.loads(function["arguments"])) == ("mcp__files__patch", {"input": 'a "b"'})
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"tools": [{"type": "mcp"}]}, "tools.0.type: 'mcp' is unknown; choose from 'function', 'custom'"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice is required, but there are no"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id: nothing is stored here between requests"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input: nothing is stored here between requests"),
+    ],
+)  # fmt: skip
+def test_what_this_server_cannot_do_for_agents_is_refused(server, body, message):
+    answer = httpx.post(f"{server[1]}/v1/responses", json={"input": "a", **body})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(message)
 
 
 @pytest.mark.parametrize("calls", [[{"id": "x"}], [5], "x", {}, [{"id": 1, "function": {"name": "a"}}]])

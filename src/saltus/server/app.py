@@ -27,8 +27,10 @@ from saltus.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    ResponsesRequest,
     TokenizeRequest,
+)
+from saltus.server.responses_request import (
+    ResponsesRequest,
 )
 from saltus.server.service import Service
 
@@ -86,7 +88,7 @@ def make_app(
         made = prepare_for(request)(lambda: JSONResponse(make(body)))
         return await _unless_gone(request, made) or Response(status_code=GONE)
 
-    @app.get("/", include_in_schema=False)
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def page() -> Response:
         return FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)
 
@@ -136,11 +138,12 @@ def make_app(
         return model_card()
 
     def model_card() -> dict[str, Any]:
+        context = service.engine.target.context_length
         return {
             "id": service.name, "object": "model", "created": service.started, "owned_by": "saltus",
             "type": "model", "display_name": service.name, "lifecycle": "active",  # Anthropic's
             "created_at": datetime.fromtimestamp(service.started, UTC).isoformat(),
-            "max_model_len": service.engine.target.context_length,
+            "max_model_len": context, "max_input_tokens": context, "max_tokens": context,
             "fill_in_the_middle": find_fim_format(service.engine.tokenizer) is not None,
             "several_holes": service.engine.network.any_subset,
         }  # fmt: skip

@@ -109,7 +109,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = str(error.detail)
     if message == "Not Found":
-        message = f"there is no {request.url.path}; /openapi.json lists what there is"
+        message = f"there is no {request.url.path}; {_what_there_is(request)}"
     elif message == "Method Not Allowed":
         allowed = (error.headers or {}).get("Allow", "another method")
         message = f"{request.url.path} is not for {request.method}; use {allowed}"
@@ -118,6 +118,18 @@ async def _http_error(request: Request, error: Exception) -> Response:
         if "digits" in str(error.__cause__):  # Python reads no longer ones
             message = f"a number in the body has more than {sys.get_int_max_str_digits():,} digits; shorten it"
     return error_response(ApiError(error.status_code, message, headers=error.headers), request.url.path)
+
+
+def _what_there_is(request: Request) -> str:
+    """A route that was probably meant: clients differ in whether their base URL ends with /v1."""
+    path = request.url.path
+    routes = {getattr(route, "path", "") for route in request.app.routes}
+    bare = path.removeprefix("/v1")
+    meant = next((f"/v1{name}" for name in (bare, bare.removeprefix("/v1")) if f"/v1{name}" in routes), None)
+    if meant is None:
+        return "/openapi.json lists what there is"
+    cure = "leave /v1 out of the client's base URL" if bare != path else "end the client's base URL with /v1"
+    return f"{meant} is meant; {cure}"
 
 
 async def _too_deep(request: Request, error: Exception) -> Response:

@@ -21,7 +21,7 @@ IGNORED = frozenset({
     # OpenAI: who asks, what is stored, and hints
     "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "prompt_cache_options", "prompt_cache_breakpoint", "phase", "verbosity", "summary", "generate_summary",
-    "stream_options", "include_obfuscation", "annotations",
+    "stream_options", "include_obfuscation", "annotations", "client_metadata", "max_tool_calls",
     # Anthropic's hint, which agents send to any server
     "cache_control",
 })  # fmt: skip
@@ -35,7 +35,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,), "echo": (False,), "detokenize": (True,), "bad_words": ([],),
     "logits_processors": ([],), "return_tokens_as_token_ids": (False,), "return_token_ids": (False,),
     "truncate_prompt_tokens": (0, -1), "documents": ([],), "mm_processor_kwargs": ({},),
+    "vllm_xargs": ({},),
+    # SGLang
+    "separate_reasoning": (True,), "stream_reasoning": (True,), "no_stop_trim": (False,),
+    "return_hidden_states": (False,), "min_new_tokens": (0,),
     # OpenAI
+    "function_call": ("none", "auto"),
     "modalities": (["text"],), "functions": ([],), "web_search_options": ({},), "top_logprobs": (0,),
     "background": (False,),
 }  # fmt: skip

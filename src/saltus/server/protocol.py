@@ -11,17 +11,9 @@ from saltus.engine.decoder import MAX_DRAFT_TOKENS
 from saltus.server.fields import Fields, Integer, Items, JsonObject, Number
 from saltus.server.structured import (
     MAX_TOOLS,
-    AllowedTools,
-    FlatJsonSchemaFormat,
-    Function,
-    FunctionName,
     GrammarFields,
-    JsonObjectFormat,
-    NamedTool,
-    TextFormat,
     Tool,
     ToolFields,
-    ToolSubset,
 )
 
 MAX_CHOICES = 128
@@ -29,7 +21,6 @@ MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 RANDOM_SEED = -1  # of vLLM and llama.cpp
 NO_LIMIT = -1  # of new tokens, in llama.cpp and others
 MAX_TOP_LOGPROBS = 20
-LOGPROBS = "message.output_text.logprobs"  # what a response includes
 MAX_STOPS, MAX_STOP_LENGTH = 64, 256  # stop strings, and characters of each
 MAX_STOP_TOKENS = 1024
 MAX_METHOD_LENGTH = 256  # characters of methods joined by +
@@ -260,138 +251,3 @@ class DetokenizeRequest(Fields):
 
     model: str | None = None
     tokens: TokenIds
-
-
-class ResponseContentPart(ContentPart):
-    """A piece of a message in a response's input, or of an earlier answer."""
-
-    logprobs: list[Any] | None = None
-
-
-class ResponseMessage(Fields):
-    """A message in a response's input, or an earlier answer."""
-
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | Items[ResponseContentPart]
-    id: str | None = None
-    status: str | None = None
-
-
-class ResponseCall(Fields):
-    """An earlier call of a function."""
-
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str
-    id: str | None = None
-    status: str | None = None
-
-
-class ResponseCallOutput(Fields):
-    """What a call has returned."""
-
-    type: Literal["function_call_output"]
-    call_id: str
-    output: str | Items[ResponseContentPart]
-    id: str | None = None
-    status: str | None = None
-
-
-class ResponseReasoningText(Fields):
-    """A piece of earlier reasoning."""
-
-    type: Literal["reasoning_text", "summary_text"]
-    text: str
-
-
-class ResponseReasoning(Fields):
-    """The reasoning before an earlier answer."""
-
-    type: Literal["reasoning"]
-    summary: Items[ResponseReasoningText] = Field(default_factory=list)
-    content: Items[ResponseReasoningText] | None = None
-    id: str | None = None
-    status: str | None = None
-
-
-class ReasoningSettings(Fields):
-    """How much a model thinks before it answers."""
-
-    effort: ReasoningEffort | None = None
-
-
-class ResponseText(Fields):
-    """The form of a response's text."""
-
-    format: TextFormat | JsonObjectFormat | FlatJsonSchemaFormat | None = Field(None, discriminator="type")
-
-
-class ResponseTool(Function):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-
-
-class ResponseNamedTool(Fields):
-    """The function that must be called."""
-
-    type: Literal["function"]
-    name: str
-
-    def as_in_chat(self) -> NamedTool:
-        """The same in the form of chat completions."""
-        return NamedTool(function=FunctionName(name=self.name))
-
-
-class ResponseAllowedTools(Fields):
-    """Those of the tools that may be called."""
-
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: Items[ResponseNamedTool] = Field(max_length=MAX_TOOLS)
-
-
-class ResponsesRequest(SamplingFields, ChatFields):
-    """POST /v1/responses. Nothing is stored: the whole conversation is in `input`."""
-
-    input: Annotated[
-        str | Items[ResponseCall | ResponseCallOutput | ResponseReasoning | ResponseMessage],
-        BeforeValidator(of_few_items),
-    ] = Field(min_length=1)
-    instructions: str | None = None
-    max_output_tokens: NewTokens = Field(None, ge=1)
-    text: ResponseText | None = None
-    tools: Items[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | ResponseNamedTool | ResponseAllowedTools | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning: ReasoningSettings | None = None
-    truncation: Literal["auto", "disabled"] | None = None  # auto: as disabled, and an input that is too long an error
-    include: Items[str] | None = None  # log-probabilities; others are ignored
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    metadata: JsonObject | None = None  # repeated in the answer
-
-    @property
-    def logprobs(self) -> bool:
-        """Whether log-probabilities are asked for."""
-        return LOGPROBS in (self.include or ())
-
-    @model_validator(mode="after")
-    def _check(self) -> ResponsesRequest:
-        self.tool_fields()
-        return self
-
-    def tool_fields(self) -> ToolFields:
-        """The tools as chat completions describe them. Errors: ValueError."""
-        tools = [
-            Tool(function=Function(**tool.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)))
-            for tool in self.tools or ()
-        ]
-        choice: Any = self.tool_choice
-        if isinstance(choice, ResponseNamedTool):
-            choice = choice.as_in_chat()
-        elif isinstance(choice, ResponseAllowedTools):
-            allowed = ToolSubset(mode=choice.mode, tools=[tool.as_in_chat() for tool in choice.tools])
-            choice = AllowedTools(type="allowed_tools", allowed_tools=allowed)
-        return ToolFields.checked(tools, choice, self.parallel_tool_calls)

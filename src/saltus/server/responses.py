@@ -13,9 +13,12 @@ from saltus.engine.tool_calls import ToolCall
 from saltus.server.answers import Answer, Backend, Choice
 from saltus.server.errors import ApiError
 from saltus.server.events import KEEP_ALIVE, event_text
-from saltus.server.protocol import (
+from saltus.server.response_tools import HostedTool, ResponseTool, tool_origins
+from saltus.server.responses_request import (
     ResponseCall,
     ResponseCallOutput,
+    ResponseCustomCall,
+    ResponseHostedCall,
     ResponseMessage,
     ResponseReasoning,
     ResponsesRequest,
@@ -37,6 +40,8 @@ def response_messages(body: ResponsesRequest) -> list[dict[str, Any]]:
         return [*messages, {"role": "user", "content": body.input}]
     thoughts: list[str] = []  # before the next message
     for item in body.input:
+        if isinstance(item, ResponseHostedCall):
+            continue
         if isinstance(item, ResponseReasoning):
             thoughts.append("".join(part.text for part in item.content or item.summary))
             continue
@@ -50,11 +55,10 @@ def response_messages(body: ResponsesRequest) -> list[dict[str, Any]]:
     return messages
 
 
-def _message(item: ResponseCall | ResponseCallOutput | ResponseMessage) -> dict[str, Any]:
+def _message(item: ResponseCall | ResponseCustomCall | ResponseCallOutput | ResponseMessage) -> dict[str, Any]:
     """A message that is an item of the input."""
-    if isinstance(item, ResponseCall):
-        function = {"name": item.name, "arguments": item.arguments}
-        call = {"id": item.call_id, "type": "function", "function": function}
+    if isinstance(item, ResponseCall | ResponseCustomCall):
+        call = {"id": item.call_id, "type": "function", "function": item.function}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     if isinstance(item, ResponseCallOutput):
         return {"role": "tool", "tool_call_id": item.call_id, "content": joined_text(item.output)}
@@ -92,6 +96,7 @@ class ResponseAnswer(Answer):
     ) -> None:
         super().__init__(backend, requests, method, body)
         prompt = requests[0].request.prompt
+        self.tools = tool_origins(body.tools or ())
         self.reader, self.counter = tools.reader(), ReasoningCounter(reasoning, prompt)
         self.reasoning_reader = reasoning and reasoning.reader(prompt)
         self.items: list[dict[str, Any]] = []  # of the output
@@ -212,16 +217,17 @@ class ResponseAnswer(Answer):
 
     def _add_call(self, call: ToolCall) -> Iterator[tuple[str, dict[str, Any]]]:
         self.entries = []
+        tool = self.tools[call.name]
         item = {
-            "id": self._item_id("fc"), "type": "function_call", "call_id": self._item_id("call"), "name": call.name,
-            "arguments": call.arguments, "status": "completed",
+            "id": self._item_id("ctc" if tool.takes_text else "fc"), "call_id": self._item_id("call"),
+            **tool.call_item(call.arguments), "status": "completed",
         }  # fmt: skip
-        place = {"item_id": item["id"], "output_index": len(self.items)}
+        place, given = {"item_id": item["id"], "output_index": len(self.items)}, item[tool.field]
         self.items.append(item)
-        added = {**item, "arguments": "", "status": "in_progress"}
+        added = {**item, tool.field: "", "status": "in_progress"}
         yield "output_item.added", {"output_index": place["output_index"], "item": added}
-        yield "function_call_arguments.delta", {**place, "delta": call.arguments}
-        yield "function_call_arguments.done", {**place, "name": call.name, "arguments": call.arguments}
+        yield f"{tool.events}.delta", {**place, "delta": given}
+        yield f"{tool.events}.done", {**place, "name": tool.name, tool.field: given}
         yield "output_item.done", {"output_index": place["output_index"], "item": item}
 
     def _item_id(self, kind: str) -> str:
@@ -256,7 +262,7 @@ class ResponseAnswer(Answer):
             "temperature": body.temperature,
             "text": {"format": _dumped(body.text.format) if body.text and body.text.format else {"type": "text"}},
             "tool_choice": _dumped(body.tool_choice) or "auto",
-            "tools": [{"parameters": {}, "strict": True, **_dumped(tool)} for tool in body.tools or ()],
+            "tools": [_described(tool) for tool in body.tools or () if not isinstance(tool, HostedTool)],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
             "truncation": body.truncation or "disabled",
@@ -286,3 +292,8 @@ class ResponseAnswer(Answer):
 def _dumped(given: BaseModel | str | None) -> Any:
     """A part of the request as it was given."""
     return given.model_dump(by_alias=True, exclude_none=True) if isinstance(given, BaseModel) else given
+
+
+def _described(tool: BaseModel) -> dict[str, Any]:
+    """A tool as it was given, and what a function has by default."""
+    return {**({"parameters": {}, "strict": True} if isinstance(tool, ResponseTool) else {}), **_dumped(tool)}

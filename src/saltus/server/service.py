@@ -26,12 +26,14 @@ from saltus.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    ResponsesRequest,
     Speculative,
     TokenizeRequest,
     template_variables,
 )
 from saltus.server.responses import ResponseAnswer, response_messages
+from saltus.server.responses_request import (
+    ResponsesRequest,
+)
 from saltus.server.served_request import Limits
 from saltus.server.structured import Tools, checked_grammar, format_grammar
 from saltus.server.translation import (

@@ -17,16 +17,18 @@ from saltus.engine.text_bounds import PromptTooLongError
 from saltus.methods import make_methods, require_draft_models
 from saltus.server.errors import CONTEXT_EXCEEDED, ApiError
 from saltus.server.protocol import (
-    LOGPROBS,
     MAX_SEED,
     RANDOM_SEED,
     ChatCompletionRequest,
     CompletionRequest,
     ContentPart,
     Message,
-    ResponsesRequest,
     SamplingFields,
     Speculative,
+)
+from saltus.server.responses_request import (
+    LOGPROBS,
+    ResponsesRequest,
 )
 
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
