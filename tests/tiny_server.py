@@ -32,10 +32,10 @@ def unused_port() -> int:
 
 
 @contextmanager
-def serving(engine, limits=None, ngram_cache_bytes=0, learner=None, name="tiny", **settings):
+def serving(engine, limits=None, ngram_cache_bytes=0, learner=None, name="tiny", certificate=None, **settings):
     """A service, and the address that it listens on."""
     service = Service(engine, name, limits or Limits(), ngram_cache_bytes, learner)
-    server = uvicorn.Server(server_config(make_app(service, **settings)))
+    server = uvicorn.Server(server_config(make_app(service, **settings), certificate=certificate))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -4,7 +4,9 @@
 
 import logging
 import os
+import shutil
 import socket
+import subprocess
 from types import SimpleNamespace
 
 import httpx
@@ -13,8 +15,8 @@ import uvicorn
 from test_serving_faults import eventually, post, read
 
 from saltus.server import connections
-from saltus.server.connections import LimitedConnection, server_config
-from saltus.server.hosts import allowed_hosts, is_allowed
+from saltus.server.connections import Certificate, LimitedConnection, server_config
+from saltus.server.hosts import allowed_hosts, checked_origins, is_allowed
 from saltus.server.log_lines import LogLines
 from tiny_server import JSON, PROMPT, engine, server, serving  # noqa: F401
 
@@ -199,3 +201,32 @@ def test_the_system_is_asked_for_enough_connections_and_few_are_shared(monkeypat
     assert config.limit_concurrency == limit + connections.BACKLOG
     assert limits[0] == max(soft, min(hard, 768))
     assert any("ulimit -n 768" in message for message in caplog.messages) == (hard < 768)
+
+
+def test_pages_of_the_sites_that_are_named_may_use_the_server(engine):
+    with serving(engine, api_keys=("secret",), origins=["https://chat.example"]) as (_, url):
+        asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        for origin, allowed in (("https://chat.example", "https://chat.example"), ("https://other.example", None)):
+            preflight = httpx.options(f"{url}/v1/models", headers={"Origin": origin, **asks})
+            answers = [httpx.get(f"{url}/v1/models", headers={"Origin": origin, **key})
+                       for key in ({}, {"Authorization": "Bearer secret"})]  # fmt: skip
+            assert [answer.status_code for answer in answers] == [401, 200]
+            found = [one.headers.get("access-control-allow-origin") for one in (preflight, *answers)]
+            assert found == [allowed] * 3
+    assert checked_origins(["*", "http://localhost:3000"]) == ("*", "http://localhost:3000")
+    for wrong in ("chat.example", "https://chat.example/", ""):
+        with pytest.raises(ValueError, match="--allowed-origin"):
+            checked_origins([wrong])
+
+
+def test_a_certificate_makes_it_https(engine, tmp_path):
+    files = [str(tmp_path / name) for name in ("certificate.pem", "key.pem")]
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl")
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=localhost -days 2"
+    subprocess.run([*command.split(), "-out", files[0], "-keyout", files[1]], check=True, capture_output=True)
+    with serving(engine, certificate=Certificate(*files)) as (_, url):
+        assert httpx.get(url.replace("http:", "https:") + "/health", verify=False).status_code == 200
+    for wrong in ((files[0],), ("missing.pem",), (files[1], files[0])):
+        with pytest.raises(ValueError, match="--ssl-certfile and --ssl-keyfile are no certificate"):
+            Certificate(*wrong)

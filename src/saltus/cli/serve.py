@@ -52,6 +52,22 @@ def serve(
             help="Another name of this server in requests, where there is no key; may be repeated. *: any.",
         ),
     ] = None,
+    allowed_origin: Annotated[
+        list[str] | None,
+        _server_option(
+            "--allowed-origin",
+            metavar="ORIGIN",
+            help="Another site whose pages may use this server, such as https://chat.example; may be repeated."
+            " *: any (CORS).",
+        ),
+    ] = None,
+    ssl_certfile: Annotated[
+        str | None, _server_option("--ssl-certfile", metavar="FILE", help="Speak HTTPS with this certificate (PEM).")
+    ] = None,
+    ssl_keyfile: Annotated[
+        str | None,
+        _server_option("--ssl-keyfile", metavar="FILE", help="The certificate's key, unless it is in the same file."),
+    ] = None,
     served_model_name: Annotated[
         str | None,
         _server_option("--served-model-name", metavar="NAME", help="The model's name in requests. Default: --model."),
@@ -141,9 +157,9 @@ def serve(
     """
     try:
         from saltus.server.app import make_app
-        from saltus.server.connections import Server, server_config
+        from saltus.server.connections import Certificate, Server, server_config
         from saltus.server.guard import checked_keys
-        from saltus.server.hosts import allowed_hosts
+        from saltus.server.hosts import allowed_hosts, checked_origins
         from saltus.server.served_request import Limits
     except ImportError as error:
         raise ValueError(
@@ -168,13 +184,19 @@ def serve(
 
         share = LEARN_SHARE if learn_share is None else learn_share
         plan = LearningPlan(share, group_of(keys, learn_across_keys), learn_reset)
+    origins = checked_origins(allowed_origin or ())
+    if ssl_certfile is None and ssl_keyfile is not None:
+        raise ValueError("--ssl-keyfile needs --ssl-certfile")
+    if ssl_certfile is not None and ray:
+        raise ValueError("--ssl-certfile is for a single server; leave out --ray, or put a proxy before it")
+    certificate = None if ssl_certfile is None else Certificate(ssl_certfile, ssl_keyfile)
     name = served_model_name or model_options.model
     new_service = partial(
         _new_service, model_options, method_options, name, limits, max_model_len, ngram_cache_bytes, plan
     )
 
     def app(service: Any) -> Any:
-        return make_app(service, keys, log_requests, allowed_hosts(host, allowed_host or ()))
+        return make_app(service, keys, log_requests, allowed_hosts(host, allowed_host or ()), origins)
 
     _check_address(host, port, held_by_ray=ray)  # before a model is loaded
     if ray:
@@ -191,8 +213,8 @@ def serve(
     service = new_service()
     what = f"{model_options.model} with {service.engine.method}"
     server = Server(
-        server_config(app(service), host, port, limits.max_texts, shutdown_timeout),
-        lambda own_port: print_note(f"{what} on http://{host}:{own_port}/v1"),
+        server_config(app(service), host, port, limits.max_texts, shutdown_timeout, certificate),
+        lambda own_port: print_note(f"{what} on http{'s' if certificate else ''}://{host}:{own_port}/v1"),
     )
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn sends itself the signal again when it has stopped
         server.run()

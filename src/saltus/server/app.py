@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 import saltus
 from saltus.engine.fim_formats import find_fim_format
@@ -49,12 +50,16 @@ PAGE_HEADERS = {
 
 
 def make_app(
-    service: Service, api_keys: Sequence[str] = (), log_requests: bool = False, hosts: Collection[str] = (ANY_HOST,)
+    service: Service,
+    api_keys: Sequence[str] = (),
+    log_requests: bool = False,
+    hosts: Collection[str] = (ANY_HOST,),
+    origins: Sequence[str] = (),
 ) -> FastAPI:
     """The app of a service. With `api_keys` requests need one of them; with `log_requests` bodies are in the log.
 
-    `hosts` are names of the server, besides localhost and addresses; the command `saltus serve` gives them. Errors:
-    ValueError for an empty key.
+    `hosts` are names of the server, besides localhost and addresses; the command `saltus serve` gives them. `origins`
+    are other sites whose pages may use the server. Errors: ValueError for an empty key.
     """
     keys = checked_keys(api_keys)
 
@@ -66,6 +71,11 @@ def make_app(
 
     app = FastAPI(title="Saltus", version=saltus.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, api_keys=keys, log_bodies=log_requests, hosts=hosts)  # pyright: ignore[reportArgumentType]
+    if origins:  # around the guard: a browser asks without a key whether a page may send one
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )  # pyright: ignore[reportArgumentType]  # fmt: skip
     add_error_answers(app)
 
     def prepare_for(request: Request) -> Prepare:

@@ -7,7 +7,9 @@ import logging
 import math
 import signal
 import socket
+import ssl
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -25,8 +27,29 @@ CHECK_SECONDS = 15.0  # a connection that is found waiting twice in a row is clo
 CHECK_SECONDS_AT_THE_END = 2.0  # when the server has been told to stop
 
 
+@dataclass(frozen=True)
+class Certificate:
+    """Files in PEM, with which the server speaks HTTPS."""
+
+    certificate: str
+    key: str | None = None  # None: in the same file
+
+    def __post_init__(self) -> None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate, self.key, password=lambda: "")
+        except OSError as error:
+            raise ValueError(
+                f"--ssl-certfile and --ssl-keyfile are no certificate and key in PEM, without a password ({error})"
+            ) from None
+
+
 def server_config(
-    app: Any, host: str = "127.0.0.1", port: int = 0, max_requests: int = 272, shutdown_seconds: float = 60.0
+    app: Any,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    max_requests: int = 272,
+    shutdown_seconds: float = 60.0,
+    certificate: Certificate | None = None,
 ) -> uvicorn.Config:
     """How to serve an app: within limits, and with logs that are left to Python's root logger.
 
@@ -46,6 +69,7 @@ def server_config(
         limit_concurrency=connections + BACKLOG,
         backlog=BACKLOG, timeout_graceful_shutdown=math.ceil(shutdown_seconds), log_config=None, log_level="warning",
         access_log=False,
+        ssl_certfile=certificate and certificate.certificate, ssl_keyfile=certificate and certificate.key,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ and would let the page read the answers.
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Collection
 from ipaddress import ip_address
@@ -20,6 +21,16 @@ def allowed_hosts(address: str, more: Collection[str] = ()) -> frozenset[str]:
     machine = socket.gethostname()
     names = (machine, f"{machine}.local") if address in ALL_ADDRESSES else (address,)
     return frozenset(name.lower() for name in (*names, *more))
+
+
+def checked_origins(origins: Collection[str]) -> tuple[str, ...]:
+    """Other sites whose pages may use the server. Errors: ValueError for what no browser sends as one."""
+    for origin in origins:
+        if origin != ANY_HOST and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+            raise ValueError(
+                f"--allowed-origin is {origin!r}, but must be a scheme and a host, such as https://chat.example, or *"
+            )
+    return tuple(origins)
 
 
 def is_allowed(host: str, names: Collection[str]) -> bool:
