@@ -109,7 +109,7 @@ def test_what_cannot_be_done_is_refused_by_name(server, changed, field):
         ({"messages": [5]}, "messages.0: Input should be a valid object"),
         ({"response_format": {}}, "response_format: the field 'type' is missing"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs has several forms; give one"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
+        ({"tools": [{"type": "mcp"}]}, "tools.0.type: Input should be 'function'"),
         (
             {"response_format": {"type": "xml"}},
             "response_format.type: 'xml' is unknown; choose from 'text', 'json_object', 'json_schema'",
@@ -131,6 +131,7 @@ def test_a_refusal_says_what_is_wrong_in_words_of_json(server, changed, message)
     error = httpx.post(server[1] + "/v1/chat/completions", json=body).json()["error"]
     assert error["message"].startswith(message), error
     if [*changed] == ["tools"]:
+        message = message.replace("Input should be", "'mcp' is unknown; choose from")
         error = httpx.post(server[1] + "/v1/responses", json={"input": "a", **changed}).json()["error"]
         assert error["message"].startswith(message), error
 
@@ -139,7 +140,7 @@ def test_a_refusal_says_what_is_wrong_in_words_of_json(server, changed, message)
     ("item", "param", "message"),
     [
         ({"role": "usr", "content": "a"}, "input.0.role", "input.0.role: Input should be 'user', "),
-        ({"type": "image"}, "input.0.type", "input.0.type: Input should be 'function_call' or 'function_call_output'"),
+        ({"type": "image"}, "input.0.type", "input.0.type: Input should be 'function_call' or 'custom_tool_call'"),
         ({"type": "function_call", "call_id": "1", "name": "a", "arguments": {}}, "input.0.arguments",
          "input.0.arguments: Input should be a valid string"),
     ],

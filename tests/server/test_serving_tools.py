@@ -267,7 +267,9 @@ def test_the_model_reads_what_agents_say_of_their_tools():
 def test_what_this_server_cannot_do_for_agents_is_refused(server, body, message):
     answer = httpx.post(f"{server[1]}/v1/responses", json={"input": "a", **body})
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith(message)
+    error = answer.json()["error"]
+    assert error["message"].startswith(message)
+    assert error["param"] in (message.split(":")[0], "tool_choice")
 
 
 @pytest.mark.parametrize("calls", [[{"id": "x"}], [5], "x", {}, [{"id": 1, "function": {"name": "a"}}]])

@@ -51,7 +51,9 @@ async def _invalid_request(request: Request, error: Exception) -> Response:
         message = f"the field {names[-1]!r} is not supported; leave it out"
     elif first["type"] == "value_error":
         message = str(first["ctx"]["error"])
-        if not names and (field := message.split()[0]) in (error.body or ()):  # of several fields, named first
+        if not names and (field := message.split()[0].rstrip(":")) in (
+            error.body or ()
+        ):  # of several fields, named first
             names = [field]
     elif first["type"] == "union_tag_invalid":
         names.append(first["ctx"]["discriminator"].strip("'"))
