@@ -17,7 +17,7 @@ IGNORED = frozenset({
     "dynatemp_exponent", "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
     "dry_sequence_breakers", "mirostat_tau", "mirostat_eta",
     # vLLM: names, order, and what its own tokenizers need
-    "request_id", "priority", "spaces_between_special_tokens", "guided_decoding_backend",
+    "request_id", "session_id", "priority", "spaces_between_special_tokens", "guided_decoding_backend",
     # OpenAI: who asks, what is stored, and hints
     "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "prompt_cache_options", "prompt_cache_breakpoint", "phase", "verbosity", "summary", "generate_summary",
