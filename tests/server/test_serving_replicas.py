@@ -56,6 +56,15 @@ time.sleep(60)
         started.stdout.close()
 
 
+def test_a_ray_that_does_not_start_is_one_line(monkeypatch):
+    def init(**settings):
+        raise Exception("The current node timed out during startup.\nMore.")  # as Ray raises it
+
+    monkeypatch.setattr(replicas, "_imported", lambda: (SimpleNamespace(init=init), None))
+    with pytest.raises(ValueError, match=r"^Ray did not start: The current node timed out during startup\. \(is the"):
+        replicas.start_replicas(lambda: None, replicas.Replicas(1, 1, 1.0), "127.0.0.1", 0)
+
+
 SERVE = "serve", "--ray", "--method", "lookup"
 
 

@@ -34,7 +34,11 @@ def start_replicas(make_app: Callable[[], Any], replicas: Replicas, host: str, p
     def build() -> Any:  # Ray wants a function of Python's own
         return make_app()
 
-    ray.init(ignore_reinit_error=True, log_to_driver=False, include_dashboard=False)
+    try:
+        ray.init(ignore_reinit_error=True, log_to_driver=False, include_dashboard=False)
+    except Exception as error:  # of no class of its own, where a node starts too slowly
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"Ray did not start: {reason} (is the machine overloaded?)") from error
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     cpus = replicas.cpus or equal_share([node.get("CPU", 0.0) for node in nodes], replicas.count)
     for name, each in (("CPU", cpus), ("GPU", replicas.gpus)):
