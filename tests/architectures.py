@@ -118,6 +118,11 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
         "moe_topk": 3, "n_routed_experts": 4, "zero_expert_num": 3, "expert_ffn_hidden_size": 40,
         "routed_scaling_factor": 2.0,
     },
+    "MuseGlimmer": {  # the second layer sees all and is not rotated
+        **LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 8, "layer_rope_theta": [5e5, 0], "qk_scale_factor": 1.5,
+        "output_multiplier": 0.5,
+        "final_logit_softcapping": 5.0,
+    },
     "Persimmon": {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6},
     "Llama4": {  # the first and the last layer attend by chunks, the second one without rotary embeddings
         **LLAMA_LIKE, "num_hidden_layers": 3, "head_dim": 20, "attention_chunk_size": 12, "no_rope_layers": [1, 0, 1],
@@ -170,6 +175,7 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
         "shared_expert_intermediate_size": 40,
     },
     "Apertus": {**LLAMA_LIKE, "head_dim": 8},
+    "Apertus1p5Text": LLAMA_LIKE,
     "HYV3": {**LLAMA_LIKE, **EXPERTS, "head_dim": 16, "num_shared_experts": 1},
     "GraniteMoeShared": {
         **LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 40,
@@ -377,7 +383,7 @@ WITH_FLOAT32_ROUTERS = [  # as Transformers loads them in bfloat16
     "AXK1",
 ]  # fmt: skip
 TEXT_PARTS = {  # of models of pictures and text
-    "Gemma3", "Gemma3n", "Gemma4", "Gemma4Unified", "Llama4", "Qwen3_5", "Qwen3_5Moe",
+    "Gemma3", "Gemma3n", "Gemma4", "Gemma4Unified", "Llama4", "Qwen3_5", "Qwen3_5Moe", "MuseGlimmer",
 }  # fmt: skip
 
 OTHER_CLASSES = {
@@ -401,7 +407,7 @@ DESCRIBED = [  # by a file of saltus.models.architectures
     "GPTNeoX of layers after each other", "GraniteSWA",
     "GraniteMoeSWA", "MiMoV2Flash", "Phimoe", "Cohere2Moe", "Cohere2Moe with a dense layer",
     "Falcon", "Falcon of groups", "LongcatFlash", "Persimmon",
-    "Kolibri1", "AXK1",
+    "Kolibri1", "AXK1", "MuseGlimmer", "Apertus1p5Text",
     *RECURRENT,
 ]  # fmt: skip
 
@@ -454,6 +460,10 @@ def configuration(name: str) -> str:
 
 def model_class(name: str) -> type[PreTrainedModel]:
     name = name.split()[0]
+    if name == "MuseGlimmer":
+        from saltus.models.muse_glimmer import MuseGlimmerForCausalLM  # of a class that older Transformers lack
+
+        return MuseGlimmerForCausalLM
     return getattr(transformers, OTHER_CLASSES.get(name, f"{name}ForCausalLM"))
 
 

@@ -252,6 +252,21 @@ CASES = {
         "topk_group": 2, "moe_intermediate_size": 64, "attention_value_scale": 0.75, "rope_parameters": {
             kind: {"rope_theta": theta, "rope_type": "default", "partial_rotary_factor": 1 / 3 + 1e-9}
             for kind, theta in ((FULL, 5000.0), (SLIDING, 500.0))}}),
+    "qwen2vl": Case("qwen2", "qwen2vl"),
+    "qwen3vl": Case("qwen3", "qwen3vl", {"head_dim": 32}),
+    "qwen3vlmoe": Case("qwen3_moe", "qwen3vlmoe", EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
+    "laguna": Case("laguna", "laguna", EXPERTS | {
+        "head_dim": 32, "num_hidden_layers": 5, "sliding_window": 8, "shared_expert_intermediate_size": 96,
+        "layer_types": [FULL, SLIDING, SLIDING, SLIDING, FULL], "num_attention_heads_per_layer": [4, 6, 6, 6, 4],
+        "moe_routed_scaling_factor": 2.5, "rope_parameters": {
+            FULL: YARN | {"partial_rotary_factor": 0.5},
+            SLIDING: {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 1.0}}}),
+    "laguna, other gates": Case("laguna", "laguna", EXPERTS | {
+        "head_dim": 32, "shared_expert_intermediate_size": 96, "gating": "per-element", "layer_types": [FULL] * 2,
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 1.0}
+                            for kind in (FULL, SLIDING)}}),
+    "muse-glimmer": Case("muse_glimmer_text", "muse-glimmer", {
+        "head_dim": 32, "num_hidden_layers": 4, "sliding_window": 8, "final_logit_softcapping": 20.0}),
     "phimoe": Case("phimoe", "phimoe", {
         "num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True,
         "sliding_window": 8}),
@@ -273,8 +288,12 @@ SAME_NAMES = {
     "mellum": "qwen3moe",
     "cohere2moe": "dots1",
     "deepseek32": "glm-dsa",
+    "muse-glimmer": "gemma3",
+    "laguna": "dots1",
 }  # of tensors, as another architecture; `gguf` may not have it yet
-INTERLEAVED = {"llama", "granite", "smollm3", "arcee", "granitemoe", "granitehybrid", "mistral3", "olmo"}
+INTERLEAVED = {
+    "llama", "granite", "smollm3", "arcee", "granitemoe", "granitehybrid", "mistral3", "olmo", "muse-glimmer",
+}  # fmt: skip
 NEMOTRONS = ("nemotron_h", "nemotron_h_moe")
 MORE_IN_NORMS = {"gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe", "nemotron"}
 HALF_ROTATED = ("glm", "glm4", "phi", "stablelm", "nemotron")
@@ -427,6 +446,7 @@ def _file_name(names: Any, name: str) -> str:
     direct = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
     nextn = ("eh_proj", "enorm", "hnorm", "embed_tokens", "shared_head.norm", "shared_head.head")
     direct |= {key: f"nextn.{key.replace('.', '_')}.weight" for key in nextn}
+    direct |= {f"self_attn.{key}_proj": "attn_gate.weight" for key in ("g", "gate")}
     for key, found in direct.items():
         if name.startswith("model.layers.") and name.removesuffix(".weight").endswith(f".{key}"):
             return f"blk.{name.split('.')[2]}.{found}"
@@ -504,6 +524,21 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
         out.add_sliding_window_pattern([int(kind == SLIDING) for kind in config.layer_types])
         out.add_value_length(config.v_head_dim)
         out.add_float32("mimo2.attention.value_scale", config.attention_value_scale)
+    if case.name == "laguna":
+        out.add_head_count(config.num_attention_heads_per_layer)
+        if SLIDING not in config.layer_types:
+            del out.kv_data[0]["laguna.attention.sliding_window"]
+        for kind, add in ((FULL, out.add_rope_dimension_count), (SLIDING, out.add_rope_dimension_count_swa)):
+            add(int(config.head_dim * config.rope_parameters[kind]["partial_rotary_factor"]))
+    if case.name in ("qwen2vl", "qwen3vl", "qwen3vlmoe"):
+        out.add_rope_dimension_sections([16, 8, 8, 0])  # of positions in pictures
+        out.add_num_deepstack_layers(3)
+    if case.name == "muse-glimmer":
+        out.add_logit_scale(config.output_multiplier)
+        out.add_sliding_window_pattern([kind == SLIDING for kind in config.layer_types])
+        for layer in range(config.num_hidden_layers):  # the factor of queries, which norms without weights have
+            for name, factor in (("q", config.qk_scale_factor), ("k", 1.0)):
+                out.add_tensor(f"blk.{layer}.attn_{name}_norm.weight", np.full(config.head_dim, factor, np.float32))
     if case.name == "gemma4":
         _add_gemma4(out, config, case)
     if case.name == "gemma3n":

@@ -75,6 +75,11 @@ def add_experts(out: gguf.GGUFWriter, config: Any, name: str) -> None:
         out.add_expert_shared_count(config.num_shared_experts)
         out.add_expert_weights_norm(config.norm_topk_prob)
         out.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    if name == "laguna":
+        out.add_leading_dense_block_count(config.mlp_layer_types.count("dense"))
+        out.add_expert_weights_scale(config.moe_routed_scaling_factor)
+        out.add_expert_weights_norm(True)
+        out.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
     if name == "mimo2":
         out.add_expert_group_count(config.n_group)
         out.add_expert_group_used_count(config.topk_group)

@@ -33,6 +33,11 @@ WHOLE = {
     "SmolVLM": ("LlamaForCausalLM", {**TEXT, "model_type": "llama", "pad_token_id": 2}, PATCHES, {}),
     "Qwen3VL": ("Qwen3ForCausalLM", {**TEXT, "head_dim": 16}, BLOCKS, {}),
     "Qwen2_5_VL": ("Qwen2ForCausalLM", {**TEXT, "rope_parameters": THREE_DIMENSIONS}, BLOCKS, {}),
+    "MuseGlimmer": (
+        "MuseGlimmerForCausalLM", {**TEXT, **ARCHITECTURES["MuseGlimmer"]},
+        {**EYE, "num_hidden_layers": 1, "num_attention_heads": 2},
+        {"out_hidden_size": 128, "projector_hidden_size": 32},
+    ),
     "Qwen3VLMoe": (
         "Qwen3MoeForCausalLM",
         {**TEXT, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}, BLOCKS, {},

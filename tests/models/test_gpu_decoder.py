@@ -115,7 +115,7 @@ DESCRIBED = {
     "Youtu": LATENT | {"rope_interleave": False}, "Mistral4": LATENT | {"attention_bias": True, "head_dim": 48},
     "DeepseekV2": LATENT | {"num_attention_heads": 16, "q_lora_rank": None}, "Glm": {},
     "MiniCPM3": LATENT | {"num_attention_heads": 16, "num_key_value_heads": 16},
-    "HyperCLOVAX": {}, "Afmoe": {"sliding_window": 50, "num_dense_layers": 2},
+    "MuseGlimmer": {"sliding_window": 50}, "HyperCLOVAX": {}, "Afmoe": {"sliding_window": 50, "num_dense_layers": 2},
     "Laguna": {"mlp_layer_types": ["dense"] * 2, "num_attention_heads_per_layer": [4, 4], "sliding_window": 50},
     "Laguna with other gates": {"mlp_layer_types": ["dense"] * 2, "sliding_window": 50},
     "Starcoder2": {"sliding_window": 50}, "Jais2": {}, "InternLM3": {}, "Nemotron": {},

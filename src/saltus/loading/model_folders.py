@@ -4,6 +4,7 @@ import json
 import re
 import struct
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,10 @@ MIN_LAYER_BYTES = 100  # of a layer in a pickled file
 LAYERS_OF_TEXT_PARTS = {  # that have no class of their own: of texts alone, positions in three dimensions are one
     "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe",
 }  # fmt: skip
-OWN_CLASSES = {"mistral4": "Mistral4ForCausalLM"}  # that Transformers has, and lists in no mapping of causal models
+OWN_CLASSES = {  # that no mapping of causal models lists: Transformers', or ours of its layers
+    "mistral4": ("transformers", "Mistral4ForCausalLM"),
+    "muse_glimmer_text": ("saltus.models.muse_glimmer", "MuseGlimmerForCausalLM"),
+}
 SAME_LAYERS = {"mimo": "qwen2"}  # of texts alone, by types of models that Transformers has no class for
 TEXT_PART_NAMES = {  # in models that read more than text, by pattern
     r"^(?:model\.)?language_model\.(?:model\.)?(?!lm_head)": "model.",
@@ -243,10 +247,11 @@ def text_name(name: str) -> str:
 
 def list_causal_class(config: Any) -> None:
     """Let AutoModelForCausalLM find the class of a configuration also if it is one of `OWN_CLASSES`."""
-    if name := OWN_CLASSES.get(config.model_type):
-        import transformers
+    if place := OWN_CLASSES.get(config.model_type):
+        from transformers import AutoModelForCausalLM
 
-        transformers.AutoModelForCausalLM.register(type(config), getattr(transformers, name), exist_ok=True)
+        module, name = place
+        AutoModelForCausalLM.register(type(config), getattr(import_module(module), name), exist_ok=True)
 
 
 def check_number_of_weights(folder: Path) -> None:

@@ -19,4 +19,7 @@ def describe(config: Any) -> DecoderDescription:
     return llama_decoder(config, layers)
 
 
-GGUF = GgufArchitecture("qwen3", lambda model: llama_config(model, "qwen3", "Qwen3ForCausalLM"))
+GGUF = tuple(  # also the text part of Qwen3-VL
+    GgufArchitecture(name, lambda model: llama_config(model, "qwen3", "Qwen3ForCausalLM"))
+    for name in ("qwen3", "qwen3vl")
+)

@@ -35,4 +35,4 @@ def gguf_config(model: GgufModel) -> dict[str, Any]:
     )  # fmt: skip
 
 
-GGUF = GgufArchitecture("qwen3moe", gguf_config, expert_tensors())
+GGUF = tuple(GgufArchitecture(name, gguf_config, expert_tensors()) for name in ("qwen3moe", "qwen3vlmoe"))

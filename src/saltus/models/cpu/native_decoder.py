@@ -34,6 +34,7 @@ from saltus.models.temperature_tuning import is_own_hook
 STATIC_ROPE_TYPES = {"default", "linear", "llama3", "ntk_alpha", "proportional", "yarn"}
 INITIAL_ROPE_POSITIONS = 1024  # of a table of angles, at first
 MANY_SLOTS = 2**31  # more than a text has tokens
+MODULES_OF_LAYERS = "torch.nn.", "transformers.", "saltus.models.muse_glimmer"  # whose layers files describe
 
 
 def supports_native_decoder(model: Any) -> bool:
@@ -61,7 +62,7 @@ def is_unmodified_decoder(model: Any) -> bool:
     def is_unmodified(module: Any) -> bool:
         hooks = [hook for hook in module._forward_pre_hooks.values() if not is_own_hook(hook)]
         hooked = module._forward_hooks or hooks or ("forward" in vars(module) and not has_forward_of_ours(module))
-        return not hooked and type(module).__module__.startswith(("torch.nn.", "transformers."))
+        return not hooked and type(module).__module__.startswith(MODULES_OF_LAYERS)
 
     architecture = find_architecture(model.config.get_text_config().model_type)
     return (
