@@ -1,5 +1,6 @@
 """The proposers for vLLM, in a batch that is run as vLLM's Model Runner V1 runs one."""
 
+import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -178,6 +179,19 @@ def test_without_hidden_states_drafts_come_from_lookup_and_the_log_says_so_once(
     proposed = [run.step(["a"])[0] for _ in range(16)]
     assert any(proposed)
     assert [record.message.split(",")[0] for record in caplog.records] == ["vLLM gave no hidden states for a text"]
+
+
+def test_rows_of_a_step_are_those_that_a_layer_with_attention_says(monkeypatch):
+    """Layers that keep a state, with which models such as Qwen3.5 begin, do not say where texts begin."""
+    context = SimpleNamespace(attn_metadata={"layers.0": SimpleNamespace(non_spec_query_start_loc=torch.arange(9))})
+    module = SimpleNamespace(get_forward_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(forward_context=module))
+    monkeypatch.setitem(sys.modules, "vllm.forward_context", module)
+    assert proposers.query_starts() is None
+    context.attn_metadata["layers.3"] = SimpleNamespace(query_start_loc=torch.tensor([0, 3, 4]))
+    assert proposers.query_starts().tolist() == [0, 3, 4]
+    context.attn_metadata = None
+    assert proposers.query_starts() is None
 
 
 def test_rows_of_rejected_drafts_are_left_out_and_foreign_rows_refused():

@@ -152,9 +152,9 @@ def query_starts() -> np.ndarray | None:
     from vllm.forward_context import get_forward_context  # pyright: ignore[reportMissingImports]
 
     metadata = get_forward_context().attn_metadata
-    if isinstance(metadata, Mapping):  # by layer
-        metadata = next(iter(metadata.values()), None)
-    starts = getattr(metadata, "query_start_loc", None)
+    by_layer = metadata.values() if isinstance(metadata, Mapping) else (metadata,)
+    found = (getattr(one, "query_start_loc", None) for one in by_layer)
+    starts = next((one for one in found if one is not None), None)  # layers that keep a state do not say it
     return None if starts is None else starts.cpu().numpy().copy()
 
 
