@@ -72,6 +72,8 @@ WORDS = {  # of "HTTPServer's cafés 12345 x();\n\n  y हि"
     "minicpm5": ["HTTPServer", "'s", "Ġcaf", "Ġ", "123", "45", "Ġx", "();ĊĊ"],
     "youtu": ["HTTPServer's", "Ġcaf", "Ġ", "1", "2", "3", "4", "5", "Ġx", "();ĊĊ"],
     "ufakzeka": ["HTTPServer", "'s", "Ġcaf", "Ġ", "1", "2", "3", "4", "5", "Ġx", "();ĊĊ"],
+    "afmoe": ["HTTPServer", "'s", "Ġcaf", "Ġ", "12", "345", "Ġx", "();ĊĊ"],
+    "falcon": ["HTTPServer", "'", "s", "Ġcaf", "Ġ", "123", "45", "Ġx", "();", "ĊĊ"],
     "laguna": ["HTTPServer", "'s", "Ġcaf", "Ġ", "1", "2", "3", "4", "5", "Ġx", "();", "ĊĊ"],
 }
 
@@ -92,7 +94,7 @@ def test_cases_and_scripts_split_as_newer_tokenizers_do(trained):
 
     assert [words(kind, "camelCase") for kind in ("dbrx", "tekken", "gpt-4o")] == [1, 2, 2]
     assert [words(kind, "हि") for kind in ("qwen2", "qwen35", "gpt-4o", "deepseek-v3")] == [2, 1, 1, 1]
-    assert [words(kind, "漢字abc") for kind in ("dbrx", "deepseek-v3")] == [1, 2]
+    assert [words(kind, "漢字abc") for kind in ("dbrx", "deepseek-v3", "afmoe")] == [1, 2, 2]
     assert [words(kind, " " * 31 + "x") for kind in ("dbrx", "jais-2")] == [2, 5]  # 16, 8, 4 and 2 spaces, " x"
 
 

@@ -78,6 +78,15 @@ YOUTU_SPLITS = (
     "|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
     GPT4O_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}"),
 )
+AFMOE_SPLITS = (  # digits by threes from the right, scripts of Asia without spaces, then as DeepSeek V3
+    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
+    "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff"
+    "\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+",
+    DEEPSEEK_V3_SPLITS[2],
+)  # fmt: skip
+FALCON_SPLITS = (
+    r"[\p{P}$+<=>^~|`]+", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)", "[0-9][0-9][0-9]",
+)  # fmt: skip
 MINICPM5_SPLITS = r"\p{N}{1,3}", LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}+")
 
 
@@ -120,6 +129,8 @@ KINDS = {  # by GGUF's names
         "minicpm5": ByteLevelKind(MINICPM5_SPLITS, prefers_words=True),
         "youtu": ByteLevelKind(YOUTU_SPLITS, prefers_words=True),
         "ufakzeka": ByteLevelKind((UFAKZEKA_SPLIT,)),
+        "afmoe": ByteLevelKind(AFMOE_SPLITS),
+        "falcon": ByteLevelKind(FALCON_SPLITS),
         "laguna": ByteLevelKind((r"[^\n]+|[\n]+", QWEN2_SPLIT)),
     }.items()
     for name in names.split()
