@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from test_cli import complaint, lines, saltus_
 from test_ptp import question, states
@@ -492,6 +493,34 @@ def test_a_published_drafter_computes_what_its_weights_say(tmp_path, layout):
     embeddings = torch.cat([embeddings, torch.ones(1, 32)])
     expected = plain_dflash(weights, shape | {"mask": 300}, embeddings, head, hidden[:, :64], int(text[-1]))
     torch.testing.assert_close(outputs.logits, expected.float(), rtol=1e-4, atol=1e-3)
+
+
+def test_the_assistant_of_muse_glimmer_computes_what_transformers_does(tmp_path):
+    from transformers.cache_utils import DFlashCache  # older versions have neither
+
+    set_seed(11)
+    config = transformers.MuseGlimmerAssistantConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, sliding_window=6, block_size=5, mask_token_id=7, target_layer_ids=[0, 1], pad_token_id=0,
+        initializer_range=0.3,
+    )  # fmt: skip
+    theirs = transformers.MuseGlimmerAssistantModel(config).eval()
+    theirs.save_pretrained(tmp_path)
+    target, text = CausalNetwork(tiny_llama(num_hidden_layers=3)), np.arange(5, 25)
+    network = load_drafter_for_target(f"drafter:{tmp_path}", target, "tiny")
+    assert target.hidden_state_layers == (1, 2)
+    hidden = states(target, text)[:-1]
+    outputs = network.forward([question(text, hidden, (0.1,) * 6)], [network.new_kv_cache()])[0]
+    cache = DFlashCache(config=config)
+    cache.set_previous_accepted_tokens(len(hidden))
+    with torch.no_grad():
+        embeddings = target.model.get_input_embeddings()(torch.tensor([[int(text[-1]), 7, 7, 7, 7]]))
+        states_after = theirs(
+            noise_embeds=embeddings, context_hidden_states=hidden[None, :, :64], cache=cache, use_cache=True,
+            position_ids=torch.arange(len(hidden) + 5)[None],
+        ).last_hidden_state[0]  # fmt: skip
+        expected = target.model.get_output_embeddings()(states_after)
+    torch.testing.assert_close(outputs.logits[1:], expected[1:], rtol=1e-4, atol=1e-3)
 
 
 def test_a_hub_id_is_fetched(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from saltus.methods.published.dflash_files import load_dflash
+from saltus.methods.published.dflash_files import MUSE_GLIMMER, load_dflash
 from saltus.methods.published.dflash_network import DFlashNetwork
 from saltus.models.protocols import TargetNetwork
 
@@ -15,6 +15,8 @@ KINDS = (None, "dflash")  # of what follows the layers
 
 def recognises(config: Mapping[str, Any]) -> bool:
     """True for the config.json of a published DFlash drafter."""
+    if config.get("model_type") == MUSE_GLIMMER:
+        return True
     if kind := config.get("speculators_model_type"):
         return kind == "dflash"
     flat, architectures = config.get("dflash_config"), config.get("architectures") or ["DFlashDraftModel"]

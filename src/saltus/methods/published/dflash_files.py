@@ -4,6 +4,7 @@ The format `speculators` is that of the library of this name, which vLLM reads: 
 own, `aux_hidden_state_layer_ids`, and perhaps a cut vocabulary, with its rows of the output layer. The format `flat` is
 that of the authors (z-lab), which SGLang reads, too: the layers' settings at the top level, and a table `dflash_config`
 whose `target_layer_ids` are one less, since they count from the first layer's output. Weights have the same names.
+Transformers' assistant of Muse Glimmer is the format `flat` without the table, with other names of two weights.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ DFlashFormat = Literal["speculators", "flat"]
 FORMATS: tuple[DFlashFormat, ...] = get_args(DFlashFormat)
 WEIGHTS_FILE = "model.safetensors"
 ARCHITECTURE = "DFlashDraftModel"
+MUSE_GLIMMER = "muse_glimmer_assistant"  # a type of models
+MUSE_GLIMMER_NAMES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 LAYERS_PREFIX = "decoder.model."  # of the module's names, which published ones lack
 QWEN3_DEFAULTS = {  # of Transformers' Qwen3Config: the format `speculators` leaves them out
     "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -102,7 +105,8 @@ def load_published(
     and changes no text. Errors: ValueError of one line.
     """
     config = read_config(folder)
-    weights = {name.removeprefix("model."): weight for name, weight in read_weights(folder).items()}
+    named = ((name.removeprefix("model."), weight) for name, weight in read_weights(folder).items())
+    weights = {MUSE_GLIMMER_NAMES.get(name, name): weight for name, weight in named}
     if shape.sinks and (trainable or native.kernel("decode", target.dtype, target.device) is None):
         raise ValueError(
             f"{folder} is {kind} with attention sinks, which only the compiled kernels on a CPU compute, and which are"
@@ -290,18 +294,21 @@ def _read_attention(
 ) -> tuple[tuple[int | None, ...], bool, bool]:
     """The sliding windows of the layers; and whether rows see no later rows of the block, there and elsewhere.
 
-    Where a folder says nothing, blocks are causal in layers with a sliding window, and in no others, as in vLLM.
+    Where a folder says nothing, blocks are causal in layers with a sliding window, and in no others, as in vLLM. Those
+    of Muse Glimmer are not, and a row sees so many rows besides itself.
     """
     flat, kinds, count = config.get("dflash_config") or {}, layers.get("layer_types"), layers["num_hidden_layers"]
     named = "sliding_attention" in (kinds or ())
     if flat.get("use_swa") and not named:
         kinds = ["sliding_attention"] * count
     window = flat.get("swa_window_size", layers.get("sliding_window"))
+    if is_muse := config.get("model_type") == MUSE_GLIMMER:
+        kinds, window = kinds or ["sliding_attention"] * count, (window or 2048) + 1
     spans = layer_spans({"layer_types": kinds, "sliding_window": window}, count, folder)
     said = [layers.get("is_causal"), flat.get("causal"), flat.get("causal_head")]
     if stated := [bool(each) for each in said if each is not None]:
         return spans, stated[0], stated[0]
-    return spans if any(spans) else (), False, named and not config.get("sliding_window_non_causal")
+    return spans if any(spans) else (), False, named and not (is_muse or config.get("sliding_window_non_causal"))
 
 
 def _read_mask(folder: Path) -> Tensor | None:
