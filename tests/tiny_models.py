@@ -44,6 +44,12 @@ def model_folder() -> Path:
     return resolve(DEFAULT_MODEL)
 
 
+@pytest.fixture
+def svg_alone(monkeypatch):
+    """Figures are not written as PDF and PNG, too, which takes twice as long."""
+    monkeypatch.setattr("saltus.evaluation.reports.benchmark_plots.FORMATS", ("svg",))
+
+
 def byte_tokenizer(words: str = "the cat sat on the mat and the dog sat on the log") -> PreTrainedTokenizerFast:
     """Byte-level, as GPT-2's and Llama 3's: any text has tokens, and a token may be half a character."""
     tokenizer = Tokenizer(models.BPE())

@@ -495,6 +495,7 @@ def test_bench_writes_all_that_it_promises(asked, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("svg_alone")
 def test_bench_says_everywhere_which_tasks_it_skipped(tiny_folder, tmp_path):
     file, out = tmp_path / "long.jsonl", tmp_path / "out"
     rows = [{"prompt": "the cat sat on the mat " * (200 if long else 1)} for long in (False, True, False)]
@@ -516,6 +517,7 @@ def test_bench_says_everywhere_which_tasks_it_skipped(tiny_folder, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("svg_alone")
 def test_bench_again_measures_nothing_twice(asked, tmp_path):
     out = tmp_path / "out"
     saltus_(*asked, "--out", out)
@@ -530,7 +532,8 @@ def test_bench_again_measures_nothing_twice(asked, tmp_path):
 
 
 def test_fresh_removes_the_files_of_the_run_before_and_no_others(tmp_path):
-    ours = ["results.md", "results.json", "page.html", "text.svg", "model_answer/endpoint-a-b.jsonl"]
+    ours = ["results.md", "results.json", "page.html", *(f"text.{kind}" for kind in ("svg", "pdf", "png"))]
+    ours.append("model_answer/endpoint-a-b.jsonl")
     others = ["notes.png", "model_answer/vicuna.jsonl"]
     (tmp_path / "model_answer").mkdir()
     for name in (*ours, *others):
@@ -543,6 +546,7 @@ def test_fresh_removes_the_files_of_the_run_before_and_no_others(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("svg_alone")
 def test_ctrl_c_keeps_what_was_measured(asked, tmp_path, monkeypatch):
     out = tmp_path / "out"
     measure = Benchmark.measure_task
@@ -623,6 +627,7 @@ def test_the_default_method_can_be_measured_with_options_of_what_it_stands_for(t
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("svg_alone")
 def test_folder_of_a_run_may_be_anywhere(asked, tmp_path):
     deep = Path(tmp_path / "a" / "b")
     saltus_(*asked, "--out", deep)
@@ -630,6 +635,7 @@ def test_folder_of_a_run_may_be_anywhere(asked, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("svg_alone")
 def test_a_damaged_record_is_named_with_its_line(asked, tmp_path):
     common = [*asked, "--limit", 2, "--out", tmp_path / "out"]
     saltus_(*common)

@@ -381,6 +381,7 @@ def test_the_command_writes_what_it_shows(folder, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("svg_alone")
 def test_ctrl_c_keeps_what_was_measured(folder, tmp_path, monkeypatch):
     own, calls = CausalNetwork.forward, []
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from invented_run import CATEGORIES, SYSTEMS, invented_records, results_of
+from saltus.evaluation.reports import benchmark_plots
 from saltus.evaluation.reports.benchmark_plots import STYLE, draw_figures, write_figures
 from saltus.evaluation.reports.page import summarize_results
 from saltus.evaluation.reports.palette import PLAIN, assign_colours
@@ -23,7 +24,9 @@ def texts(path: Path) -> list[str]:
 
 
 def drawn(folder: Path, records, results=None) -> dict[str, list[str]]:
-    write_figures(results or results_of(records), records, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(benchmark_plots, "FORMATS", ("svg",))
+        write_figures(results or results_of(records), records, folder)
     return {path.stem: texts(path) for path in folder.glob("*.svg")}
 
 
@@ -83,7 +86,7 @@ def test_the_speed_ups_and_the_speed_of_plain_are_the_measured_ones(tmp_path):
 def test_the_same_run_gives_the_same_bytes(tmp_path):
     records = invented_records(3)
     for folder in ("one", "two"):
-        write_figures(results_of(records), records, tmp_path / folder)
+        drawn(tmp_path / folder, records)
     for name in NAMES:
         assert (tmp_path / "one" / f"{name}.svg").read_bytes() == (tmp_path / "two" / f"{name}.svg").read_bytes()
 
@@ -101,7 +104,7 @@ def test_many_categories_and_sides_stay_apart(tmp_path):
     categories = tuple(f"category {number}" for number in range(13))
     systems = SYSTEMS | {"small_model": 0.6, "transformers-lookup": None}
     records = invented_records(26, categories, systems)
-    write_figures(results_of(records), records, tmp_path)
+    drawn(tmp_path, records)
     heights = []
     for one in ElementTree.parse(tmp_path / "speed-up.svg").iter("{http://www.w3.org/2000/svg}text"):
         if "".join(one.itertext()) in (*categories, *systems):

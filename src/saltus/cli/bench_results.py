@@ -63,13 +63,13 @@ def remove_results(folder: Path) -> None:
     """Remove the files that `write_results` has written there; systems and figures of the next run may be fewer."""
     from json import loads
 
-    from saltus.evaluation.reports.benchmark_plots import FIGURES
+    from saltus.evaluation.reports.benchmark_plots import FIGURES, FORMATS
 
     try:
         systems = list(loads((folder / "results.json").read_text(encoding="utf-8"))["methods"])
     except (OSError, ValueError, KeyError, TypeError):
         systems = []
-    figures = [f"{name}.{kind}" for name in FIGURES for kind in ("svg", "png")]
+    figures = [f"{name}.{kind}" for name in FIGURES for kind in FORMATS]
     for name in ("results.md", "results.json", "page.html", *figures, *map(_answer_file, systems)):
         (folder / name).unlink(missing_ok=True)
 

@@ -14,6 +14,7 @@ from saltus.evaluation.reports.reliability_figure import draw_reliability
 from saltus.evaluation.reports.text_figure import draw_coloured_text
 
 FIGURES = ("speed-up", "calls", "acceptance", "calibration", "text")
+FORMATS = ("svg", "pdf", "png")
 WIDTH, NARROW_WIDTH = 720, 620  # pixels, a hundred an inch
 SAME = 0.02  # of the highest share
 DASH = 4  # length of a dash, in widths of the line
@@ -38,7 +39,7 @@ def save_figures(drawn: Mapping[str, Any], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, figure in drawn.items():
-        for kind in ("svg", "pdf", "png"):
+        for kind in FORMATS:
             paths.append(folder / f"{name}.{kind}")
             paths[-1].write_bytes(render(figure, kind))
     return paths
