@@ -6,6 +6,7 @@ import os
 import shutil
 import struct as struct_module
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from test_gguf import tiny, write
 
 import gguf_models
 import saltus
+from kept_builds import kept_builds
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.engine.checkpoints import load_checkpoint
@@ -77,7 +79,8 @@ def test_an_instruction_set_that_there_is_not_is_refused(name, complaint, monkey
 
 
 # What the compiler is told: with products of matrices of integers, of four integers, and without.
-ARM = ["armv8.2-a+dotprod+i8mm", "armv8.2-a+dotprod+fp16", "armv8-a"]
+PLAIN_ARM = "armv8-a"
+ARM = ["armv8.2-a+dotprod+i8mm", "armv8.2-a+dotprod+fp16", PLAIN_ARM]
 COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")
 
 
@@ -121,32 +124,44 @@ def write_call(file: Path, decoder: Any, made: DecoderCall, results: list[torch.
 
 @pytest.fixture(params=ARM)
 def arm_program(request, tmp_path) -> Path:
-    """call_elsewhere.c for an Arm processor: among what pytest keeps, for as long as it would be made of the same."""
-    kernels, flags = Path(native.__file__).parent, [*processor.COMPILER_FLAGS]
-    flags[flags.index(processor.NATIVE)] = f"-march={request.param}"
-    caller = Path(__file__).with_name("call_elsewhere.c")
-    few = [kernels / "kernels_f16.c", kernels / "kernels_f32.c"]  # what is called of these needs no optimisation
-    units = caller, *sorted(set(kernels.glob("*.c")) - {*few})
-    made = [f"{unit.stem}.o" for unit in few]
-    steps = ["-O0", "-c", *few], ["-static", *units, *made, "-lm"]
-    version = subprocess.run([str(COMPILER), "--version"], capture_output=True).stdout
-    made_of = hashlib.sha256(repr((flags, version, [str(each) for step in steps for each in step])).encode())
-    for source in sorted((caller, *(file for file in kernels.iterdir() if file.suffix in (".c", ".h", ".inc")))):
-        made_of.update(source.name.encode() + source.read_bytes())
-    cache = getattr(request.config, "cache", None)
-    folder = cache.mkdir("arm") if cache else tmp_path
-    program = folder / f"{request.param}-{made_of.hexdigest()[:16]}"
-    if not program.exists():
-        for arguments in steps:
-            output = ["-o", "call"] if "-static" in arguments else []
-            command = [str(COMPILER), *flags, "-w", f"-I{kernels}", *map(str, arguments), *output]
-            built = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-            assert built.returncode == 0, built.stderr[-2000:]
-        for old in folder.glob(f"{request.param}-*"):
-            old.unlink()
-        shutil.move(tmp_path / "call", part := folder / f"part-{os.getpid()}")
-        part.replace(program)
+    """call_elsewhere.c for an Arm processor."""
+    kernels = Path(native.__file__).parent
+    units = Path(__file__).with_name("call_elsewhere.c"), *sorted(kernels.glob("*.c"))
+    compiled = [compiled_for_arm(unit, kernels, request.param) for unit in units]
+    run_compiler("-static", "-pthread", *compiled, "-lm", "-o", program := tmp_path / "call")
     return program
+
+
+def compiled_for_arm(unit: Path, kernels: Path, architecture: str) -> Path:
+    """A unit's object file. Those that ask for none of an architecture's instructions are compiled once for all."""
+    text = preprocessed(unit, kernels, architecture)
+    if text == preprocessed(unit, kernels, PLAIN_ARM):
+        architecture = PLAIN_ARM
+    few = unit.stem in ("kernels_f16", "kernels_f32")  # what is called of these needs no optimisation
+    settings = [*arm_flags(architecture), *(["-O0"] if few else [])]
+    made_of = hashlib.sha256(repr((run_compiler("--version"), settings)).encode() + text).hexdigest()
+    kept = kept_builds("arm") / f"{unit.stem}-{made_of[:32]}.o"
+    if not kept.exists():
+        part = kept.with_suffix(f".{os.getpid()}.o")
+        run_compiler(*settings, "-w", f"-I{kernels}", "-c", unit, "-o", part)
+        part.replace(kept)
+    return kept
+
+
+@cache
+def preprocessed(unit: Path, kernels: Path, architecture: str) -> bytes:
+    """What the compiler reads of a unit."""
+    return run_compiler(*arm_flags(architecture), f"-I{kernels}", "-E", "-P", unit)
+
+
+def arm_flags(architecture: str) -> list[str]:
+    return [f"-march={architecture}" if flag == processor.NATIVE else flag for flag in processor.COMPILER_FLAGS]
+
+
+def run_compiler(*arguments: str | Path) -> bytes:
+    done = subprocess.run([str(COMPILER), *map(str, arguments)], capture_output=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
 
 
 @pytest.mark.external

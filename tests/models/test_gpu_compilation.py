@@ -10,16 +10,16 @@ import pytest
 
 pytest.importorskip("triton")
 
+from kept_builds import kept_builds
 from saltus.kernels import native
 
 TESTS = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def cache(request, tmp_path) -> Path:
-    """Where Triton keeps binaries, by their source, its own version and the compiler's: among what pytest keeps."""
-    kept = getattr(request.config, "cache", None)
-    return kept.mkdir("triton") if kept else tmp_path
+def cache() -> Path:
+    """Where Triton keeps binaries, by their source, its own version and the compiler's."""
+    return kept_builds("triton")
 
 
 def printed_by(cache: Path, script: str, *arguments: str) -> list[str]:
