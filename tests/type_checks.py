@@ -1,12 +1,14 @@
 """Check types and tensor shapes while the first case of each test runs, and not in its other cases.
 
 `--quick` checks none. jaxtyping's import hook decorates every function of saltus (`--jaxtyping-packages`). A checked
-call takes some 0.1 ms, and to wrap a function some ms, those made inside others each time: it was three quarters of the
-suite's time. Of each function a test checks the first calls, and then ever fewer.
+call takes some 0.1 ms, and to wrap a function some ms: it was three quarters of the suite's time. Of each function a
+test checks the first calls, and then ever fewer. Functions made inside others share a wrapper.
 """
 
 import dataclasses
 import functools
+import inspect
+import threading
 from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
@@ -15,7 +17,7 @@ import jaxtyping
 import pytest
 
 IS_CHECKED = pytest.StashKey[bool]()
-FIRST_CALLS = 10  # of a function in a test, all checked; then the 16th, the 32nd, …
+FIRST_CALLS = 3  # of a function in a test, all checked; then the 4th, the 8th, the 16th, …
 _checked_test = 0  # the number of the test that runs; 0 where its types are not checked
 _num_tests = 0
 _counts: dict[CodeType, list[int]] = {}  # by the code of a function, which all that one line makes share: test, calls
@@ -51,12 +53,51 @@ def _lazy(function: FunctionType, settings: dict[str, Any]) -> Any:
         counts[1] = count = counts[1] + 1
         if count > FIRST_CALLS and count & (count - 1):
             return function(*args, **named)
+        if "<locals>" in function.__qualname__ and not function.__defaults__ and not function.__kwdefaults__:
+            return _call_shared(function, settings, args, named)
         nonlocal wrapped
         wrapped = wrapped or _wrapped(function, **settings)
         return wrapped(*args, **named)
 
     return call
 
+
+def _call_shared(function: FunctionType, settings: dict[str, Any], args: Any, named: Any) -> Any:
+    """A checked call by the wrapper of all functions that one line makes, which differ in what they close over."""
+    code, waiting = function.__code__, _waiting.functions
+    if code not in _shared:
+        stand_in = FunctionType(
+            _last_waiting.__code__, function.__globals__, function.__name__, closure=_last_waiting.__closure__
+        )
+        functools.update_wrapper(stand_in, function)
+        stand_in.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+        del stand_in.__wrapped__  # which would keep alive what the first of them closes over
+        _shared[code] = _wrapped(stand_in, **settings)
+    depth = len(waiting)
+    waiting.append(function)
+    try:
+        return _shared[code](*args, **named)
+    finally:
+        del waiting[depth:]  # it still waits where an argument is of another type
+
+
+class _Waiting(threading.local):
+    """The functions of this thread whose arguments are being checked."""
+
+    def __init__(self) -> None:
+        self.functions: list[FunctionType] = []
+
+
+def _make_last_waiting(waiting: _Waiting) -> FunctionType:
+    def last_waiting(*args: Any, **named: Any) -> Any:
+        return waiting.functions.pop()(*args, **named)
+
+    return last_waiting  # type: ignore[return-value]
+
+
+_shared: dict[CodeType, Any] = {}
+_waiting = _Waiting()
+_last_waiting = _make_last_waiting(_waiting)
 
 jaxtyping.jaxtyped = _wrapped_when_checked  # before anything of saltus is imported
 jaxtyping.config.update("jaxtyping_disable", True)
