@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(native.load_kernels() is None, reason="layers with states need compiled kernels"),
 ]
-REQUESTS, CLIENTS = 200, 16
+REQUESTS, CLIENTS = 120, 16  # of 60, two are alike but for seed, length and who leaves
 BEGIN = "the cat sat on the mat and the cat sat on the log and the "
 ENDS = ["one two one two", "abc abc abd", "x", "dog " * 12, "and then the end", "the log the log the log"]
 METHODS = ["lookup", "jacobi", "jacobi+lookup", "plain"]
@@ -59,7 +59,7 @@ def test_mixed_requests_of_many_clients_have_their_own_texts(architecture_folder
         ThreadPoolExecutor(CLIENTS) as clients,
     ):
         texts = list(clients.map(lambda number: ask(http, f"{address}/v1/completions", number), range(REQUESTS)))
-    assert sum(text is None for text in texts) > REQUESTS // 20
+    assert sum(text is None for text in texts) > REQUESTS // 25
     for number, text in enumerate(texts):
         body = request_body(number)
         if text is not None:
