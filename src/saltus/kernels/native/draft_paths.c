@@ -111,7 +111,7 @@ static void hole_candidates(const DraftPaths *a, int64_t position, const OpenPat
   for (int64_t v = 0; v < h->vocab && !corrected; v++) logits[v] = from_bf16(h->logits[position][v]);
   for (int64_t i = 0; i < h->num_banned; i++)
     if (h->banned[i] < h->vocab) logits[h->banned[i]] = -INFINITY;
-  const NearGreatest all = {.x = logits, .places = found->own_columns, .values = found->values, .counts = &found->count,
+  const NearGreatest all = {.x = logits, .columns = found->own_columns, .values = found->values, .counts = &found->count,
                             .rests = &found->rest, .rows = 1, .size = h->vocab, .most = MOST_CANDIDATES, .gap = a->gap};
   near_greatest_f32(&all);
 }

@@ -29,28 +29,28 @@ typedef struct {
   float epsilon, scale, least_sum, limit, alpha, margin;
 } Experts;
 
-// The places of the `most` greatest of n numbers, the greatest first, of equal ones the first; NAN is less than none.
-static void find_greatest(const float *x, int64_t n, int64_t most, int32_t *places) {
+// The indices of the `most` greatest of n numbers, the greatest first, of equal ones the first; NAN is less than none.
+static void find_greatest(const float *x, int64_t n, int64_t most, int32_t *indices) {
   for (int64_t i = 0, count = 0; i < n; i++) {
-    if (count == most && !(x[i] > x[places[most - 1]])) continue;
+    if (count == most && !(x[i] > x[indices[most - 1]])) continue;
     int64_t j = count < most ? count++ : most - 1;
-    for (; j && x[i] > x[places[j - 1]]; j--) places[j] = places[j - 1];
-    places[j] = i;
+    for (; j && x[i] > x[indices[j - 1]]; j--) indices[j] = indices[j - 1];
+    indices[j] = i;
   }
 }
 
 // Of experts in groups only those of the `top_groups` stay, by the sum of the best choices of each.
-static void exclude_groups(const Experts *a, float *choice, float *sums, int32_t *places) {
+static void exclude_groups(const Experts *a, float *choice, float *sums, int32_t *indices) {
   const int64_t size = a->experts / a->groups;
   for (int64_t g = 0; g < a->groups; g++) {
-    find_greatest(choice + g * size, size, a->best_of_group, places);
+    find_greatest(choice + g * size, size, a->best_of_group, indices);
     sums[g] = 0;
-    for (int64_t i = 0; i < a->best_of_group; i++) sums[g] += choice[g * size + places[i]];
+    for (int64_t i = 0; i < a->best_of_group; i++) sums[g] += choice[g * size + indices[i]];
   }
-  find_greatest(sums, a->groups, a->top_groups, places);
+  find_greatest(sums, a->groups, a->top_groups, indices);
   for (int64_t g = 0; g < a->groups; g++) {
     int stays = 0;
-    for (int64_t i = 0; i < a->top_groups; i++) stays |= places[i] == g;
+    for (int64_t i = 0; i < a->top_groups; i++) stays |= indices[i] == g;
     for (int64_t e = 0; e < size && !stays; e++) choice[g * size + e] = -INFINITY;
   }
 }
@@ -82,7 +82,7 @@ static void mix_sparsely(const Experts *a, const float *logits, int32_t *chosen,
 static void choose_experts(const Experts *a, float *logits, float *room, int32_t *chosen, float *weights) {
   const int64_t padded = PAD(a->experts, 16);
   float *choice = room, *sums = room + padded, most = -INFINITY, sum = 0;
-  int32_t *places = (int32_t *)(room + 2 * padded);
+  int32_t *indices = (int32_t *)(room + 2 * padded);
   for (int64_t e = 0; e < a->experts; e++) {
     if (a->router_bias) logits[e] += a->router_bias[e];
     choice[e] = logits[e], most = logits[e] > most ? logits[e] : most;
@@ -104,7 +104,7 @@ static void choose_experts(const Experts *a, float *logits, float *room, int32_t
   if (a->selection_bias || a->groups > 1)
     for (int64_t e = 0; e < a->experts; e++)
       choice[e] = (a->biases_logits ? choice[e] : scores[e]) + (a->selection_bias ? a->selection_bias[e] : 0);
-  if (a->groups > 1) exclude_groups(a, choice, sums, places);
+  if (a->groups > 1) exclude_groups(a, choice, sums, indices);
   find_greatest(choice, a->experts, a->top_k, chosen);
   for (int64_t i = 1; i < a->top_k; i++)
     for (int64_t j = i; j && chosen[j] < chosen[j - 1]; j--) {

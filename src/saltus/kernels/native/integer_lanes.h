@@ -96,8 +96,8 @@ CONSTANT some_integers add_integers(some_integers a, some_integers b) { return V
 CONSTANT some_integers bits_of_both(some_integers a, some_integers b) { return WHOLE(and)(a, b); }
 CONSTANT some_integers bits_of_either(some_integers a, some_integers b) { return WHOLE(or)(a, b); }
 CONSTANT some_integers less(some_integers bytes, int x) { return x ? VECTOR(sub_epi8)(bytes, all_bytes(x)) : bytes; }
-// What a table of 16 bytes has at each of these places.
-CONSTANT some_integers looked_up(some_integers table, some_integers places) { return VECTOR(shuffle_epi8)(table, places); }
+// What a table of 16 bytes has at each of these indices.
+CONSTANT some_integers looked_up(some_integers table, some_integers indices) { return VECTOR(shuffle_epi8)(table, indices); }
 // By n bits to the left, or −n to the right, across the bytes of a word of 16 bits.
 CONSTANT some_integers shifted(some_integers a, const int n) {
   return n < 0 ? VECTOR(srli_epi16)(a, -n) : n ? VECTOR(slli_epi16)(a, n) : a;
@@ -124,8 +124,8 @@ CONSTANT some_integers bits_of_either(some_integers a, some_integers b) { return
 CONSTANT some_integers less(some_integers bytes, int x) {
   return x ? vreinterpretq_s32_u8(vsubq_u8(vreinterpretq_u8_s32(bytes), vdupq_n_u8(x))) : bytes;
 }
-CONSTANT some_integers looked_up(some_integers table, some_integers places) {
-  return vreinterpretq_s32_u8(vqtbl1q_u8(vreinterpretq_u8_s32(table), vreinterpretq_u8_s32(places)));
+CONSTANT some_integers looked_up(some_integers table, some_integers indices) {
+  return vreinterpretq_s32_u8(vqtbl1q_u8(vreinterpretq_u8_s32(table), vreinterpretq_u8_s32(indices)));
 }
 CONSTANT some_integers shifted(some_integers a, const int n) {
   return vreinterpretq_s32_u16(vshlq_u16(vreinterpretq_u16_s32(a), vdupq_n_s16(n)));

@@ -1,6 +1,6 @@
 // Weights of GGUF blocks, interleaved for products with 8-bit activations: 16 outputs are a group, and four inputs of an
 // output stand side by side, as one instruction takes them. A group holds the scales of all its blocks first, then, for
-// every 32 inputs, the integers in planes of bits, the lowest first (`put_plane`). Integers are unsigned, or places in a
+// every 32 inputs, the integers in planes of bits, the lowest first (`put_plane`). Integers are unsigned, or indices into a
 // table of 16; `zero_of` says which of them stands for 0. Sums of integers are exact, so no instruction set, number of rows
 // or threads changes a bit; docs/exactness.md defines the float operations.
 #pragma once
@@ -25,7 +25,7 @@ CONSTANT int bits_of(int format) {
     default: return 4;
   }
 }
-// Of the formats whose weights are places in a table since they were recoded (recoding.c): those that share IQ2's table, and all.
+// Of the formats whose weights are indices into a table after recoding (recoding.c): those that share IQ2's table, and all.
 CONSTANT int is_below_3_bits(int format) {
   return format == IQ2_XXS || format == IQ2_XS || format == IQ2_S || format == IQ1_S || format == IQ1_M || format == TQ1_0 ||
          format == TQ2_0;
@@ -60,7 +60,7 @@ CONSTANT float unit_of(int format) {
   return is_below_3_bits(format) ? 0.125f : format == IQ3_XXS || format == NVFP4 ? 0.5f : 1;
 }
 
-// What the 16 places stand for, plus 128, in formats that have a table. That of the formats below 3 bits has the numbers of
+// What the 16 indices stand for, plus 128, in formats that have a table. That of the formats below 3 bits has the numbers of
 // IQ2 (8, 25, 43), IQ1 (1, 7, 9) and TQ (0, 1, 2), so that all of them have one kernel.
 CONSTANT const uint8_t *table_of(int format) {
   static const uint8_t iq4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};

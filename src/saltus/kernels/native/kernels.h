@@ -189,11 +189,11 @@ typedef struct {
 } Columns;
 
 typedef struct {
-  const void *x;    // [rows, size], dense
-  int32_t *places;  // [rows, most]: of values less than `gap` below the row's greatest, the `most` greatest, ascending
-  float *values;    // [rows, most]: those values less the greatest
-  int64_t *counts;  // [rows]: how many; 0 where the greatest is not finite
-  float *rests;     // [rows]: Σ exp(value − greatest) of all other values
+  const void *x;     // [rows, size], dense
+  int32_t *columns;  // [rows, most]: of values less than `gap` below the row's greatest, the `most` greatest, ascending
+  float *values;     // [rows, most]: those values less the greatest
+  int64_t *counts;   // [rows]: how many; 0 where the greatest is not finite
+  float *rests;      // [rows]: Σ exp(value − greatest) of all other values
   int64_t rows, size, most, sample;  // sample: above 1, one of so many of the other values stands for them
   float gap;
 } NearGreatest;

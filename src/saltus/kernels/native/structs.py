@@ -285,7 +285,7 @@ class NearGreatest(ctypes.Structure):
     """The struct `NearGreatest` of kernels.h, field for field."""
 
     _fields_ = [
-        *((name, POINTER) for name in ("x", "places", "values", "counts", "rests")),
+        *((name, POINTER) for name in ("x", "columns", "values", "counts", "rests")),
         *((name, INTEGER) for name in ("rows", "size", "most", "sample")),
         ("gap", REAL),
     ]

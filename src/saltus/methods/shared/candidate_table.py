@@ -95,7 +95,7 @@ class CandidateTable:
         near, paths = self.record_struct.all, self.path_struct
         self.candidates.point(near)
         near.size, near.sample = len(self.rows), SAMPLE
-        paths.columns, paths.logits, paths.counts, paths.rests = near.places, near.values, near.counts, near.rests
+        paths.columns, paths.logits, paths.counts, paths.rests = near.columns, near.values, near.counts, near.rests
         paths.rows = self.rows.buffer_info()[0]
 
     def after(self, token: int) -> tuple[np.ndarray, np.ndarray, float]:

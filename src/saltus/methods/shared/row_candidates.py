@@ -67,7 +67,7 @@ class RowCandidates(Sequence[LikelyTokens]):
 
     def point(self, struct: structs.NearGreatest) -> None:
         """Let the kernel write here, as much as there is room for."""
-        struct.places, struct.values, struct.counts, struct.rests = self.addresses()
+        struct.columns, struct.values, struct.counts, struct.rests = self.addresses()
         struct.rows, struct.most, struct.gap = len(self), MAX_CANDIDATES, MAX_GAP
 
     def __len__(self) -> int:
