@@ -438,6 +438,17 @@ def test_check_has_prompts_of_its_own(folder):
     assert told["prompts"] == told["identical"] > 2
 
 
+def test_check_says_where_no_draft_was_verified_and_how_to_verify_them(folder):
+    given = ["check", "-m", folder, "-n", 8, "--limit", 1, "--json", "--method", "jacobi"]
+    without, with_drafts = (
+        json.loads(saltus_(*given, *more).stdout) for more in (("--max-draft-tokens", 0), ("--no-adaptive",))
+    )
+    assert without["draft_tokens_verified"] == 0
+    assert "no call verified a draft token, so this shows nothing: take --no-adaptive" in str(without["verdicts"])
+    assert with_drafts["draft_tokens_verified"] > 8, "each call but the last few carries a whole block"
+    assert "shows nothing" not in str(with_drafts["verdicts"])
+
+
 @pytest.fixture
 def flipping(monkeypatch) -> Callable[[str, int], None]:
     """Let another method than plain write another token: in which turn's prompt, and where."""

@@ -34,6 +34,7 @@ def check(
             help="Use kernels that round alike in calls of any shape; without, see the flips.",
         ),
     ] = True,
+    adaptive: o.Adaptive = True,
     max_new_tokens: Annotated[
         int | None,
         o.in_panel(
@@ -71,6 +72,8 @@ def check(
 
         saltus check --method jacobi+lookup
 
+        saltus check --method lookup --no-adaptive
+
         saltus check --prompts spec_bench.jsonl --limit 20 -t 0.8 --json
 
         saltus check --no-batch-invariant --dtype bfloat16
@@ -89,7 +92,7 @@ def check(
     if server_options.server is not None:
         from saltus.cli.check_server import check_server
 
-        _refuse_engine_options(model_options, method_options, sampling_options, batch_invariant)
+        _refuse_engine_options(model_options, method_options, sampling_options, batch_invariant and adaptive)
         name = "" if model_options.model == o.DEFAULT_MODEL else model_options.model
         tokens = max_new_tokens or SERVER_TOKENS
         report = check_server(server_options, name, prompts, limit, tokens, sampling_options.seed)
@@ -97,16 +100,16 @@ def check(
         if server_options != ServerOptions(api_key=server_options.api_key):
             raise ValueError("options of servers need a server; give --server URL")
         tokens, options = max_new_tokens or MODEL_TOKENS, (model_options, method_options, sampling_options)
-        report = _check_model(prompts, limit, *options, batch_invariant, tokens)
+        report = _check_model(prompts, limit, *options, batch_invariant, adaptive, tokens)
     finish(report, json, out)
 
 
 def _refuse_engine_options(
-    model: o.ModelOptions, method: o.MethodOptions, sampling: o.SamplingOptions, batch_invariant: bool
+    model: o.ModelOptions, method: o.MethodOptions, sampling: o.SamplingOptions, defaults_alone: bool
 ) -> None:
     """Raise ValueError for options that a server would not get."""
     own = o.ModelOptions(model=model.model), o.MethodOptions(), o.SamplingOptions(seed=sampling.seed)
-    if (model, method, sampling) != own or not batch_invariant:
+    if (model, method, sampling) != own or not defaults_alone:
         raise ValueError(
             "with --server only --model, --seed and --max-new-tokens apply: how the server loads, drafts and samples is"
             " its own affair; leave the others out"
@@ -120,6 +123,7 @@ def _check_model(
     methods: o.MethodOptions,
     sampling_options: o.SamplingOptions,
     batch_invariant: bool,
+    adaptive: bool,
     max_new_tokens: int,
 ) -> dict[str, Any]:
     """The report on a method."""
@@ -128,7 +132,7 @@ def _check_model(
     inputs = read_prompts((), prompts, limit) if prompts else [Prompt((each,)) for each in DEFAULT_PROMPTS][:limit]
     from saltus.cli.open_engine import open_with_options
 
-    engine, sampling = open_with_options(models, methods, sampling_options, exact=batch_invariant)
+    engine, sampling = open_with_options(models, methods, sampling_options, exact=batch_invariant, adaptive=adaptive)
     from saltus.cli.progress import progress_bar
     from saltus.engine.comparison import compare_with_plain
     from saltus.evaluation.audit.audit_run import make_report

@@ -113,7 +113,7 @@ MaxDraftTokens = Annotated[
         metavar="N",
         min=0,
         help="Draft tokens that one call verifies, 384 at most. Default: 31; with --rule reject, and with"
-        " [i]saltus bench --no-adaptive[/i], 16.",
+        " [i]--no-adaptive[/i] (bench, check), 16.",
     ),
 ]
 NgramCorpus = Annotated[

@@ -28,17 +28,19 @@ def compare_with_plain(
 
     `settings` are those of `Engine.generate`; `on_prompt` is called after each prompt. Returns the number of prompts
     and of identical ones, the flips (prompt, position of the first different token, gap of the two logits), tokens per
-    call and the speed-up.
+    call, how many draft tokens the method's calls verified in all, and the speed-up.
     """
     counted: dict[str, list[Statistics]] = {"plain": [], "method": []}
     names = {"plain": "plain", "method": method}
     flips: list[dict[str, Any]] = []
+    verified: list[int] = []  # draft tokens of each call
     warm_up(engine, next(Conversation(inputs[0]).turns()).prompt, (method, "plain"), settings)
     for number, prompt in enumerate(inputs):
         written = {}
         for side in ("plain", "method") if number % 2 == 0 else ("method", "plain"):
             written[side] = _generate_turns(engine, prompt, {**settings, "method": names[side]})
             counted[side] += [generation.statistics for generation in written[side]]
+        verified += [call.num_draft_tokens for generation in written["method"] for call in generation.calls]
         if flip := _find_flip(engine, written["plain"], written["method"], settings["max_new_tokens"]):
             flips.append({"prompt": number, **flip})
         on_prompt()
@@ -49,6 +51,7 @@ def compare_with_plain(
         "identical": len(inputs) - len(flips),
         "flips": flips,
         "tokens_per_call": sum(each.tokens for each in counted["method"]) / calls if calls else None,
+        "draft_tokens_verified": sum(verified),
         "speedup": plain_seconds / seconds if seconds else None,
     }
 

@@ -57,6 +57,8 @@ def method_verdicts(result: Mapping[str, Any], prompts: Sequence[str]) -> list[V
         for flip in flips
     ]
     same = f"same text in {result['identical']} of {total}"
+    if not (flips or result["draft_tokens_verified"]):
+        same += "; no call verified a draft token, so this shows nothing: take --no-adaptive, or longer texts"
     verdicts = [Verdict("texts", FINDING if flips else SAME, same, figures={"texts": total}, examples=examples)]
     if result["tokens_per_call"] is not None:
         verdicts.append(Verdict("tokens per call", FIGURE, f"{result['tokens_per_call']:.2f}"))
