@@ -3,13 +3,14 @@
 import importlib
 import re
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import test_train
 from test_cli import complaint, saltus_
 
 import saltus
-from saltus.methods import LoadsNetwork, available_methods
+from saltus.methods import LoadsNetwork, available_methods, require_draft_models
 from saltus.training.objectives import OBJECTIVES, _all_objectives
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -63,7 +64,18 @@ def test_a_method_of_another_package_is_trained_and_drafts(installed, folder, ti
     said = complaint(*given, "--option", f"linear_head.model={tmp_path / 'head'}")
     assert "was trained for another model" in said
     assert "holds no linear head" in complaint(*given, "--option", f"linear_head.model={tmp_path}")
-    assert complaint(*given).endswith("linear_head needs a draft model; give --option linear_head.model=NAME")
+    cure = "needs a network that was trained for the model; give --option linear_head.model=FOLDER"
+    assert complaint(*given) == f"saltus: linear_head {cure}"
+
+
+def test_a_method_that_names_no_network_is_refused_without_an_option_that_it_lacks():
+    class OwnLayers:
+        draft_models: ClassVar = {"own_layers": ""}
+
+        def drafter(self, noise, sampling, rule): ...
+
+    with pytest.raises(ValueError, match=r"^own_layers: draft_models of OwnLayers .* must name each network"):
+        require_draft_models([OwnLayers()])
 
 
 def test_a_training_that_nobody_brings_is_refused(installed):
@@ -87,6 +99,7 @@ def test_the_help_of_a_package_s_training_has_the_options_of_the_others_alone(in
     options = [set(re.findall(r"--[a-z-]+", text.partition("Options")[2])) for text in (ours, other)]
     assert options[0] == options[1]
     assert "<bool>" not in other
+    assert "come with Saltus" not in other
 
 
 @pytest.mark.parametrize("entry", ["linear_head.nowhere:LinearHead", "linear_head.drafter:Nothing"])

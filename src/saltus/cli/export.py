@@ -45,7 +45,7 @@ def export(
     from saltus.cli.answers import print_note
     from saltus.cli.open_engine import open_engine
     from saltus.loading.metadata import find_metadata, read_metadata
-    from saltus.methods.published.dflash_files import FORMATS, load_dflash, save_dflash
+    from saltus.methods.published.dflash_files import FORMATS, check_free, load_dflash, save_dflash
     from saltus.methods.published.dflash_model import DFLASH
     from saltus.storage.cache_files import full_disk_errors
     from saltus.storage.permissions import reset_permissions
@@ -59,6 +59,7 @@ def export(
             f"{folder} holds a network of Saltus alone (kind {metadata.kind}), which no other engine loads; train one"
             " that others load with saltus train ptp --recipe smollm2-dflash"
         )
+    check_free(out)  # before a model is loaded
     name = model or metadata.target_name
     target: Any = open_engine(name, "plain", device="cpu", weights="bf16").network.model
     drafter = load_dflash(folder, target, name)

@@ -132,7 +132,7 @@ Out = Annotated[
     Path | None,
     o.in_panel(o.OUTPUT_PANEL, "--out", metavar="DIR", help="The result. [dim]\\[default: WORK/KIND][/dim]"),
 ]
-ListRecipes = Annotated[bool, o.in_panel(RECIPE_PANEL, "--list", help="Show the recipes that come with Saltus.")]
+ListRecipes = Annotated[bool, o.in_panel(RECIPE_PANEL, "--list", help="Show the recipes of the method.")]
 
 RESUMES = """[dim]Give the same command again after an interruption: it continues from the last
     checkpoint, and the result is the same.[/dim]"""

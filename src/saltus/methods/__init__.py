@@ -37,7 +37,11 @@ class Method(Protocol):
 
     @property
     def draft_models(self) -> Mapping[str, str]:
-        """Its draft models: the network name in its ForwardInputs → where the model is loaded from."""
+        """Its draft models: the network name in its ForwardInputs → where the model is loaded from.
+
+        Of a method that loads its network itself any words that say which network it is, options included that change
+        it: where both are equal, the network is loaded once.
+        """
         ...
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter | None:
@@ -64,7 +68,10 @@ class LoadsNetwork(Protocol):
     """A method that loads its draft model itself, such as a drafter of its own kind that was trained for the target."""
 
     def load_network(self, target: TargetNetwork, target_name: str) -> Network:
-        """What `draft_models` names, for this target; called once for what it names. Errors: ValueError of one line."""
+        """The network that `draft_models` names, for this target. Errors: ValueError of one line.
+
+        An engine calls it once for each name and value of `draft_models`.
+        """
         ...
 
 
@@ -164,10 +171,17 @@ def _listed() -> str:
 
 
 def require_draft_models(methods: Sequence[Method]) -> None:
-    """Errors: ValueError for a method whose draft model is not named."""
-    for name, where in (pair for method in methods for pair in method.draft_models.items()):
-        if not where:
-            cure = f"give --option {name}.model=NAME"
-            if name == WITH_DRAFT_MODEL:
-                cure = f"give --draft-model NAME (draft_model=), or --option {name}.model=NAME"
-            raise ValueError(f"{name} needs a draft model; {cure}")
+    """Errors: ValueError for a method that does not name what it drafts with."""
+    for method, name in ((each, name) for each in methods for name, where in each.draft_models.items() if not where):
+        if not hasattr(method, "model"):  # no option can cure it
+            raise ValueError(
+                f"{name}: draft_models of {type(method).__name__} is {dict(method.draft_models)}, but must name each"
+                " network, in any words if load_network makes it from the target alone"
+            )
+        if name == WITH_DRAFT_MODEL:
+            needs, cure = "a draft model", "give --draft-model NAME (draft_model=), or --option small_model.model=NAME"
+        elif isinstance(method, LoadsNetwork):
+            needs, cure = "a network that was trained for the model", f"give --option {name}.model=FOLDER"
+        else:
+            needs, cure = "a draft model", f"give --option {name}.model=NAME"
+        raise ValueError(f"{name} needs {needs}; {cure}")

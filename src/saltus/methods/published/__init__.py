@@ -62,7 +62,8 @@ def find_form(folder: Path) -> PublishedForm | None:
     flat = config.get("dflash_config")
     names = [config.get("speculators_model_type"), flat.get("projector_type") if isinstance(flat, dict) else None]
     names = next(filter(None, [*names, config.get("architectures")]), config.get("model_type"))
+    named = f" ({names!r})" if names else ""
     raise ValueError(
-        f"{folder / CONFIG_FILE} is that of no drafter that Saltus knows ({names!r}); the forms are"
+        f"{folder / CONFIG_FILE} is that of no drafter that Saltus knows{named}; the forms are"
         f" {', '.join(published_forms())}"
     )

@@ -163,7 +163,7 @@ def save_dflash(model: DFlashModel, format_name: DFlashFormat, folder: Path, tar
             f"the format flat has the target's whole vocabulary, but the drafter has {len(model.tokens):,} of"
             f" {len(unembedding):,} tokens; train it with --set vocabulary=0, or take --to speculators"
         )
-    _check_free(folder)
+    check_free(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {
         name.removeprefix(LAYERS_PREFIX): weight.detach().to(torch.bfloat16).contiguous()
@@ -182,14 +182,16 @@ def save_dflash(model: DFlashModel, format_name: DFlashFormat, folder: Path, tar
     (folder / CONFIG_FILE).write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
 
 
-def _check_free(folder: Path) -> None:
-    """Errors: ValueError for a folder with a model, or with a result of training."""
+def check_free(folder: Path) -> None:
+    """Errors: ValueError for a folder in which `save_dflash` would replace another model, or a result of training."""
     if (folder / CONFIG_FILE).exists():
         is_other = read_config(folder).get("architectures") != [ARCHITECTURE]
     else:
         is_other = (folder / METADATA_FILE).exists()
     if is_other:
         raise ValueError(f"{folder} holds another model, whose files would be replaced; name another folder")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; name a folder")
 
 
 def _layer_config(shape: DFlashShape, target: Any) -> dict[str, Any]:
