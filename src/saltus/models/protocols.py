@@ -14,7 +14,7 @@ from saltus.core.protocols import Network
 class TargetNetwork(Network, Protocol):
     """A network whose text can be decoded."""
 
-    model: Any  # the Hugging Face model (PreTrainedModel)
+    model: Any  # the Hugging Face model (PreTrainedModel), or a PackedDecoder, which has the same modules
     batch_invariant: bool  # False: rounding depends on the shapes of calls, and texts may differ by method
     any_subset: bool  # True: it fills holes that have text after them
     accepts_drafters: bool  # True: it satisfies DrafterHost

@@ -16,7 +16,7 @@ from saltus.core.canvas import continuation
 from saltus.core.distributions import Step, TargetDistributions
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
-from saltus.core.rules import reject
+from saltus.core.rules import Rule, match, reject
 from saltus.core.sampling import Sampling
 from saltus.core.tree import each_branch
 from saltus.engine.target_drafters import load_drafter_for_target
@@ -30,9 +30,11 @@ from saltus.methods.shared.draft_tree import (
     Likeliest,
     PositionPredictions,
     SharedNoise,
+    chooser,
     grown_nodes,
     likely_paths,
     likely_tokens,
+    position_predictions,
 )
 from saltus.methods.shared.drafter_files import METADATA_FILE, WEIGHTS_FILES, find_shipped
 from saltus.methods.shared.hidden_state_drafter import MAX_UNREAD, HiddenStateDrafter
@@ -99,6 +101,22 @@ def test_second_choices_hang_beside_the_chain_and_without_a_correction_go_on_as_
     assert all(branch.source == SOURCE for branch in found)
     probabilities = logits.softmax(-1)
     assert np.allclose(paths[0, 2, 0], [probabilities[0, 0], probabilities[1, 2], probabilities[2, 0]])
+
+
+def test_rows_that_are_for_positions_give_paths_that_read_the_texts_noise_under_match_alone():
+    logits = torch.tensor([[1.2, 1.1, 1.0], [0.0, 4.0, 3.9], [9.0, 0.0, 0.0]])
+    predictions = position_predictions(ForwardOutputs(logits, token_ids=torch.tensor([11, 12, 15])), slice(2))
+
+    def first_drafts(temperature: float, rule: Rule) -> list[int]:
+        sampling, paths = Sampling(temperature=temperature), []
+        for seed in range(20):
+            choose = chooser(2, sampling, rule, Noise(seed), np.arange(7, 9))
+            paths += likely_paths(predictions, [8], choose, SOURCE)
+        assert max(len(branch.tokens) for branch in each_branch(paths)) == 2, "as many as rows were given"
+        return [int(nodes.tokens[0]) for nodes in paths]
+
+    assert set(first_drafts(0.0, match)) == set(first_drafts(0.0, reject)) == set(first_drafts(2.0, reject)) == {11}
+    assert set(first_drafts(2.0, match)) == {11, 12, 15}
 
 
 def predicted(logits: torch.Tensor) -> PositionPredictions:

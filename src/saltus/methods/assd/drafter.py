@@ -26,7 +26,7 @@ from saltus.core.rules import Rule, reject
 from saltus.core.sampling import Sampling, log_probability, token_distribution
 from saltus.core.tree import Branch, DraftNodes, Drafts, first_tokens
 from saltus.methods.assd.hole_predictions import AnySubsetOutputs, HoleLogits, HolePredictions
-from saltus.methods.shared.draft_tree import Chooser, Likeliest, SharedNoise, likely_paths
+from saltus.methods.shared.draft_tree import chooser, likely_paths
 from saltus.methods.shared.logit_correction import PairwiseCorrection
 from saltus.methods.shared.query_chains import two_call_drafter, with_query_chains
 
@@ -130,10 +130,7 @@ class SelfDrafter:
         sampling = self.sampling
         unknown = [hole.num_unknown(canvas.order, index) for index, hole in enumerate(holes, canvas.num_decided)]
         predictions = HolePredictions(holes, unknown, self.pairwise_correction, self._banned, self._last_tokens)
-        if sampling.greedy:
-            choose: Chooser = Likeliest(self.top_k)
-        else:
-            choose = SharedNoise(self.top_k, sampling, self.noise, canvas.open_positions)
+        choose = chooser(self.top_k, sampling, self.rule, self.noise, canvas.open_positions)
         return likely_paths(predictions, canvas.new_tokens[-2:].tolist(), choose, SOURCE)
 
     def _sampled_path(self, canvas: Canvas, holes: Sequence[HoleLogits]) -> list[Branch]:

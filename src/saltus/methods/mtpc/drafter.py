@@ -15,7 +15,7 @@ from saltus.core.rules import Rule, match, reject
 from saltus.core.sampling import Sampling
 from saltus.methods.mtpc.drawn_window import can_draw_window, draft_drawn_window
 from saltus.methods.shared.autoregressive import draft_autoregressively
-from saltus.methods.shared.draft_tree import DraftOutputs, Likeliest, SharedNoise, likely_paths
+from saltus.methods.shared.draft_tree import DraftOutputs, chooser, likely_paths
 from saltus.methods.shared.hidden_state_drafter import DraftCalls, HiddenStateDrafter
 from saltus.methods.shared.query_chains import with_query_chains
 
@@ -63,8 +63,7 @@ class Mtpc:
             if rule is match:
                 outputs = yield with_query_chains(inputs, [(-1, [math.nan] * num_draft_tokens)], sampling.temperature)
                 if isinstance(outputs, DraftOutputs) and outputs.predictions is not None:
-                    shared_noise = SharedNoise(self.top_k, sampling, noise, canvas.open_positions)
-                    choose = Likeliest(self.top_k) if sampling.greedy else shared_noise
+                    choose = chooser(self.top_k, sampling, rule, noise, canvas.open_positions)
                     return likely_paths(outputs.predictions, canvas.decided_prefix[-2:].tolist(), choose, SOURCE)
             drafts = draft_autoregressively(inputs, *limits, noise, sampling, rule, SOURCE, outputs)
             return (yield from drafts)

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from saltus.core.coupling import PARALLEL_ERROR, draft_tokens, favoured, largest
 from saltus.core.forward import ForwardOutputs
 from saltus.core.noise import Noise
+from saltus.core.rules import Rule, reject
 from saltus.core.sampling import Sampling, float_row, token_distribution
 from saltus.core.tree import DraftNodes
 from saltus.methods.shared.logit_correction import TokenCorrection
@@ -76,6 +77,7 @@ class PositionPredictions:
 
     @property
     def num_positions(self) -> int:
+        """How many positions are predicted, from the first open one on."""
         return len(self.positions)
 
     def candidates(self, position: int, path: Sequence[int]) -> tuple[np.ndarray, np.ndarray, float]:
@@ -103,7 +105,9 @@ class DraftPredictions(Protocol):
     """What one draft call predicts for the next positions: distributions that may depend on the tokens before."""
 
     @property
-    def num_positions(self) -> int: ...
+    def num_positions(self) -> int:
+        """How many positions are predicted, from the first open one on."""
+        ...
 
     @property
     def grow(self) -> GrowPaths | None:
@@ -126,12 +130,16 @@ class DraftOutputs(ForwardOutputs):
     predictions: DraftPredictions | None = None
 
 
-def position_predictions(outputs: ForwardOutputs) -> PositionPredictions:
-    """What the queries of a draft call predict, as their network says or else by their logits."""
+def position_predictions(outputs: ForwardOutputs, rows: slice = slice(1, None)) -> PositionPredictions:
+    """What a draft call predicts for the next positions, as its network says or else by these rows of the logits.
+
+    By default they are those of its query nodes. A network whose row i is for the i-th position from 0 has no others:
+    take `slice(count)`, for no more positions than are open.
+    """
     if isinstance(outputs, DraftOutputs) and isinstance(outputs.predictions, PositionPredictions):
         return outputs.predictions
     ids = outputs.token_ids
-    likely = [likely_tokens(row) for row in float_row(outputs.logits[1:])]
+    likely = [likely_tokens(row) for row in float_row(outputs.logits[rows])]
     return PositionPredictions(likely, None if ids is None else ids.cpu().numpy())
 
 
@@ -194,6 +202,16 @@ class SharedNoise:
             self._log_noise[position] = ids, log_noise
         values = logits / self.sampling.temperature - log_noise
         return favoured(ids, values, self.top_k, PARALLEL_ERROR)
+
+
+def chooser(top_k: int, sampling: Sampling, rule: Rule, noise: Noise, positions: np.ndarray) -> Chooser:
+    """The `top_k` likeliest tokens, or under `match` with sampling those that the text's own random numbers favour.
+
+    `positions` are the canvas's `open_positions`. Under `reject` no draft may depend on the text's random numbers.
+    """
+    if sampling.greedy:
+        return Likeliest(top_k)
+    return Likeliest(top_k, sampling.temperature) if rule is reject else SharedNoise(top_k, sampling, noise, positions)
 
 
 PathNode = tuple[int, int, float]
