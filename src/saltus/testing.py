@@ -246,7 +246,10 @@ def toy_decoding(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     extra_networks: Mapping[str, Any] | None = None,
 ) -> ToyDecoding:
-    """A text to be decoded by `method`; draft models are derived from the target, or given by `extra_networks`."""
+    """A text to be decoded by `method`; draft models are derived from the target, or given by `extra_networks`.
+
+    `error` is the standard deviation of the difference between their logits and the target's.
+    """
     noise, sampling, steps = Noise(seed), sampling or Sampling(), []
     methods = make_methods(method, options)
     own = [name for one in methods for name in one.draft_models]
@@ -278,7 +281,7 @@ def text_probabilities(
 def recording_noise(used: list[tuple[str, int]]) -> type[Noise]:
     """A noise that records the requested uniforms: streams and positions."""
 
-    class Listening(Noise):
+    class Recording(Noise):
         def uniforms(self, stream, positions):
             used.extend((stream, int(position)) for position in np.atleast_1d(positions))
             return super().uniforms(stream, positions)
@@ -287,4 +290,4 @@ def recording_noise(used: list[tuple[str, int]]) -> type[Noise]:
             used.append((stream, int(position)))
             return super().uniform(stream, position)
 
-    return Listening
+    return Recording

@@ -53,7 +53,7 @@ class Canvas:
         return Canvas(tokens, self.order - len(dropped), self.num_decided)
 
     def fill(self, new: np.ndarray) -> Canvas:
-        """Decide the next `len(new)` holes."""
+        """Decide the next holes: `new` are their token ids."""
         tokens = self.tokens.copy()
         tokens[self.open_positions[: len(new)]] = new
         filled = Canvas(tokens, self.order, self.num_decided + len(new))

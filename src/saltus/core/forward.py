@@ -95,7 +95,7 @@ class ForwardInputs:
     kinds: tuple[NodeKind, ...] = ()  # of each node; empty: all are draft tokens
     uniforms: tuple[float, ...] = ()  # of each query node; NaN where it is not conditioned on one
     temperature: float = 0.0  # an input of the adapter; 0 is greedy
-    hidden_states: Float[Tensor, "slots hidden"] | None = None  # for a drafter: of the target, see below
+    hidden_states: Float[Tensor, "slots hidden"] | None = None  # for a drafter: of the target, see above
     gumbel_max: GumbelMax | None = None  # of the decided text and draft tokens; None: the host picks
     candidate_temperature: float = 0.0  # of sampling for which candidates are enough; 0: they are of no use
     reads_logits: bool = False  # the host reads rows of logits: a GPU may copy them with the tokens that it finds

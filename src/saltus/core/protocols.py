@@ -88,6 +88,8 @@ class FusedDrafter(Protocol):
 class UsesHiddenStates(Protocol):
     """A drafter that may need the target's hidden states: verification calls then return them.
 
+    They are those before the output layer, behind those of the layers that its network has asked for
+    (`add_hidden_state_layers`): [positions, layers · hidden].
     While its draft model is off for many steps they do not, and `last` has none.
     """
 
@@ -150,7 +152,8 @@ class Network(Protocol):
     def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[Any]) -> list[ForwardOutputs]:
         """One output for each input, in order; logits are [1 + nodes, vocab].
 
-        Each text has its own cache, which is updated: entries that no longer agree with the canvas are dropped.
+        Those of a draft network are whatever rows its drafter reads. Each text has its own cache, which is updated:
+        entries that no longer agree with the canvas are dropped.
         """
         ...
 

@@ -105,6 +105,7 @@ def grow_tree(
 ) -> Tree:
     """Merge branches and keep the `max_draft_tokens` nodes with most expected tokens, at most `max_depth` deep.
 
+    `calibrate` and `calibrate_payoff` correct what a source states: the source and its number to the number to use.
     Nodes with fewer than `min_expected_tokens` are left out, which saves time, but for first tokens: what becomes of
     them is recorded, so that a drafter that was wrong for long is trusted again when it is right.
 

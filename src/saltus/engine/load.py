@@ -68,7 +68,7 @@ def load(
         draft_model: a smaller model, which drafts ("auto" is then "small_model+lookup"); best one of the same
             vocabulary.
         num_draft_tokens: how many tokens it drafts for a call, at most.
-        device: "auto", "cpu" or "cuda".
+        device: "auto", "cpu", "cuda" or "cuda:1".
         dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
         rule: how drafts are verified: "match" (the text does not depend on the method) or "reject" (rejection
             sampling: the same distribution, other tokens).

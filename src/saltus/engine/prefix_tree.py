@@ -87,9 +87,9 @@ class PrefixTree:
 
     Caches in pages of a GPU give copies, which stay on the GPU.
 
-    KV caches that cannot be cut in pieces (EvaByte's, unlike layers on a CPU, states on a GPU) are kept whole, the
-    latest four, and taken whole by one text: one that begins with all of the kept text's prompt, such as the next turn
-    of a conversation.
+    KV caches that cannot be cut in pieces (EvaByte's; on a CPU of layers of different sizes; on a GPU with states) are
+    kept whole, the latest four, and taken whole by one text: one that begins with all of the kept text's prompt, such
+    as the next turn of a conversation.
     """
 
     max_bytes: int = 2**30

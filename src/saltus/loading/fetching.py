@@ -14,7 +14,7 @@ from saltus.storage.cache_folder import cache_folder
 
 
 class SourceError(ValueError):
-    """A model cannot be had; the message is one line that says why and what to do."""
+    """A model cannot be found or downloaded; the message is one line that says why and what to do."""
 
 
 @contextmanager

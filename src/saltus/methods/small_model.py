@@ -23,9 +23,9 @@ FIRST_TOKENS = 4  # of a prompt that is too long: models attend to the first tok
 class SmallModel:
     """Speculative decoding (Leviathan et al. 2023) with another model as the draft model.
 
-    Under `match` the draft model picks with the text's own uniforms, so its tokens are the target's wherever their
-    distributions agree; under `reject` it samples from its own distribution, which the rule gets. Under `match` it may
-    have another vocabulary than the target (Timor et al. 2025).
+    Under `match` the draft model picks with the text's own random numbers, so its tokens are the target's wherever
+    their distributions agree; under `reject` it samples from its own distribution, which the rule gets. Under `match`
+    it may have another vocabulary than the target (Timor et al. 2025).
     """
 
     any_vocabulary: ClassVar[bool] = True

@@ -36,7 +36,7 @@ class CachedStateTask(WindowTrainingTask):
 
     target: Any  # of Hugging Face
     corpus: HiddenStateCorpus
-    shape: Any  # a DrafterShape or a HeadShape
+    shape: Any  # of the settings, see CachedStateObjective
     vocabulary_size: int = 8192  # 0: all of the target's
     window_settings: WindowSettings = field(default_factory=WindowSettings)
     target_name: str = "its target"

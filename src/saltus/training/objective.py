@@ -177,7 +177,8 @@ def _question(sample: Sample) -> list[int]:
 class CachedStateObjective(Objective):
     """A small network trained on the target's hidden states, which are computed once.
 
-    Its settings have the network's `shape` for a target, and its `vocabulary`.
+    Its settings have the network's `shape` for a target (a Hugging Face model), and its `vocabulary`. A shape has the
+    `window`, the tokens that a draft call predicts, and the `hidden_state_layers` that are read besides the last.
     """
 
     task: type[CachedStateTask]

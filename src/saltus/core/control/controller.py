@@ -144,7 +144,7 @@ class Controller:
         return self.call_cost.least_row_seconds() / self.call_cost.seconds_for(1)
 
     def can_pay(self) -> bool:
-        """False while rows are so dear, as in a full batch, that hardly any draft token could pay for its own.
+        """False while rows are so expensive, as in a full batch, that hardly any draft token could pay for its own.
 
         After many calls without drafts some are tried, and after many of one size a call without any: what rows cost
         may have changed, or never have been known.

@@ -35,9 +35,10 @@ def draft_autoregressively(
     Under `match` the `top_k` − 1 next tokens after each path are offered, too, each at the end of a branch of its own.
 
     Under `match` drafts are picked with the text's own random numbers, so that they agree with the target's tokens
-    wherever the distributions agree; under `reject` with fresh ones, and the rule gets the draft distributions. Hidden
-    states are an input of the first call only, whose outputs may be known already. A network that returns no logits, or
-    none that are finite, ends the branch, and so do bans that leave no token.
+    wherever the distributions agree; under `reject` with fresh ones, and the rule gets the draft distributions.
+    `source` names the drafter in the branches, and those random numbers. Hidden states are an input of the first call
+    only, whose outputs may be known already. A network that returns no logits, or none that are finite, ends the
+    branch, and so do bans that leave no token.
     """
     canvas = inputs.canvas
     inputs = _for_device(inputs, noise, sampling, rule, top_k)

@@ -132,7 +132,7 @@ def _write_shard(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str
 
 
 def texts_digest(samples: Sequence[Sample]) -> str:
-    """Of the texts' tokens."""
+    """A digest of the texts' tokens."""
     text = json.dumps([[*map(int, sample.prompt), -1, *map(int, sample.completion)] for sample in samples])
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
