@@ -576,7 +576,7 @@ def test_what_cannot_be_exported_is_refused(tiny_drafter, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["config.json", "saltus.json"])
-def test_an_export_replaces_its_own_drafter_and_nothing_else(name, tiny_folder, tmp_path):
+def test_an_export_replaces_its_own_drafter_and_nothing_else(name, tiny_folder, tmp_path, monkeypatch):
     export(tiny_folder(), tmp_path, "speculators")
     again = "export", tmp_path / "drafter", "--to", "speculators", "--out"
     saltus_(*again, tmp_path / "speculators")
@@ -584,7 +584,9 @@ def test_an_export_replaces_its_own_drafter_and_nothing_else(name, tiny_folder, 
     other.mkdir()
     (other / "model.safetensors").write_bytes(b"weights")
     (other / name).write_text('{"architectures": ["LlamaForCausalLM"]}')
+    monkeypatch.setattr("saltus.cli.open_engine.open_engine", lambda *_, **__: pytest.fail("a model was loaded"))
     assert f"{other} holds another model, whose files would be replaced" in complaint(*again, other)
+    assert f"{other / name} is a file; name a folder" in complaint(*again, other / name)
     assert (other / "model.safetensors").read_bytes() == b"weights"
 
 
