@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.loading.model_identity import model_fingerprint
 from saltus.methods.shared.drafter_files import embeddings_of
+from saltus.methods.shared.timed_outputs import timed_outputs
 
 FILE = "linear_head.safetensors"
 
@@ -80,7 +80,9 @@ class LinearHeadNetwork:
     @torch.inference_mode()
     def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[dict[str, Tensor]]) -> list[ForwardOutputs]:
         """Logits of the next token of each text."""
-        started = time.perf_counter()
+        return timed_outputs(lambda: self._outputs(batch, kv_caches), self.model.shared[0].device)
+
+    def _outputs(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[dict[str, Tensor]]) -> list[ForwardOutputs]:
         states = [
             (kv_cache["state"] if inputs.hidden_states is None else inputs.hidden_states[-1]).float()
             for inputs, kv_cache in zip(batch, kv_caches, strict=True)
@@ -89,5 +91,5 @@ class LinearHeadNetwork:
         after = self.model(torch.stack(states), last)
         for kv_cache, state in zip(kv_caches, after, strict=True):
             kv_cache["state"] = state
-        logits, seconds = self.model.logits(after), time.perf_counter() - started
-        return [ForwardOutputs(row[None], None, seconds, 0, len(batch), self.model.tokens) for row in logits]
+        logits = self.model.logits(after)
+        return [ForwardOutputs(row[None], num_rows=len(batch), token_ids=self.model.tokens) for row in logits]

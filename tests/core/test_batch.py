@@ -27,3 +27,11 @@ def test_texts_with_drafts_of_unlike_lengths_share_every_call_of_the_target(meth
     steps = [len(text.steps) for text in texts]
     assert len(set(steps)) > 1
     assert target.calls <= max(steps) + 1  # the first round may end before a text has drafted
+
+
+def test_a_network_that_gives_too_few_outputs_is_named():
+    network = toy_drafter(target := toy_network())
+    network.forward = lambda batch, kv_caches: []
+    made = toy_decoding("small_model", [1, 2], 4, target=target, extra_networks={"small_model": network})
+    with pytest.raises(ValueError, match="the network small_model returned 0 outputs for 1 texts; return one for each"):
+        made.run()

@@ -70,6 +70,10 @@ def _call(name: str, sequences: list[SequenceState], networks: Mapping[str, Netw
             one.kv_caches[owner] = networks[owner].new_kv_cache()
     batch = [one.pending for one in waiting if one.pending is not None]
     batch_outputs = network.forward(batch, [one.kv_caches[owner] for one in waiting])
+    if len(batch_outputs) != len(batch):
+        raise ValueError(
+            f"the network {name} returned {len(batch_outputs)} outputs for {len(batch)} texts; return one for each"
+        )
     for one, outputs in zip(waiting, batch_outputs, strict=True):
         one.advance(outputs)
     return True
