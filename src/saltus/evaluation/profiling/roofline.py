@@ -15,6 +15,7 @@ from torch import nn
 from saltus.evaluation.profiling.call_timing import CallShape, Clock
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import linear
+from saltus.loading.huge_pages import HugePages
 from saltus.models.architectures import describe_decoder
 from saltus.models.decoder_description import mixers_of
 from saltus.models.memory_use import layer_sizes
@@ -107,7 +108,7 @@ def measure_machine_speed(
 ) -> MachineSpeed:
     """Stream over buffers far larger than the caches, and multiply large matrices, with all of torch's threads.
 
-    The peak is that of torch's product or of our own kernel, whichever is higher: the two differ. With `integers`
+    The peak is that of torch or of our own kernel, whichever is higher: the two differ. With `integers`
     products of 8-bit integers count, too: for models that multiply activations of 8 bits. Torch's products begin small,
     since it has no fast ones of some types on some processors: there a large one takes minutes.
     """
@@ -136,6 +137,8 @@ def measure_machine_speed(
     if native.kernel("linear", dtype, device) is not None:
         flops = 2 * len(a[:128]) * size**2
         measured["kernel_flops_per_second"] = flops / seconds(lambda: _multiply_by_kernel(a[:128], b))
+        weight = HugePages().zeros(source.nbytes).view(dtype).view(-1, size).fill_(1)  # as weights of models lie
+        measured["kernel_bytes_per_second"] = weight.nbytes / seconds(lambda: _multiply_by_kernel(a[:1], weight))
     if integers and here:
         x, y = (torch.ones(size, size, dtype=torch.int8) for _ in range(2))
         measured["integer_product_flops_per_second"] = product_rate(torch._int_mm, x, y)
