@@ -1,5 +1,6 @@
 """Weights in memory of large pages: the same numbers, tied as before, and left alone where that is not possible."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def test_weights_that_are_made_in_huge_pages_stay_there():
         each.fill_(value)
     assert [each.unique().tolist() for each in made] == [[1], [2], [3], [4]], "none overlaps another"
     first.weight.data = made[0].view(torch.float32).view(8, 4)
+    assert copy.deepcopy(model).huge_pages is not memory
     other, bias = second.weight.data_ptr(), first.bias.data_ptr()
     assert place_in_huge_pages(model)
     assert first.weight.data_ptr() == made[0].data_ptr()

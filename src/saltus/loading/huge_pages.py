@@ -44,6 +44,10 @@ class HugePages:
             self._begin += _padded(size)
             return taken
 
+    def __reduce__(self) -> tuple[type[HugePages], tuple[()]]:
+        """Copies of a model have weights elsewhere, and none here."""
+        return HugePages, ()
+
     def __contains__(self, tensor: Tensor) -> bool:
         return any(tensor.data_ptr() in addresses for addresses in self._addresses)
 
