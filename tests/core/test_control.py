@@ -14,7 +14,7 @@ from saltus.core.batch import SequenceState, run, run_batch
 from saltus.core.canvas import continuation
 from saltus.core.control.acceptance import Acceptance
 from saltus.core.control.call_cost import CallCost, never_falling
-from saltus.core.control.controller import Controller
+from saltus.core.control.controller import EMPTY_TREE, Controller
 from saltus.core.control.drafting_switch import DraftingSwitch
 from saltus.core.distributions import Step, TargetDistributions
 from saltus.core.forward import ForwardInputs, ForwardOutputs
@@ -533,9 +533,9 @@ def test_a_draft_model_reads_a_prompt_where_its_drafts_save_more(method, token_s
 
 def test_before_a_draft_model_was_called_its_size_tells_what_its_calls_take():
     controller = Controller(call_cost=CallCost({1: 1.0, 32: 8.0}))
-    record, sure = controller.draft_model, [Branch([3], [0.99], "a")]
+    record, sure = controller.draft_model, grow_tree([Branch([3], [0.99], "a")], 9, 9)
     record.relative_size = 0.5
-    saved = controller.draft_model_saves([], 9, 0.0)
+    saved = controller.draft_model_saves(EMPTY_TREE, 0.0)
     assert saved == pytest.approx(1.5 - 0.5)
     record.record_step(0, saved)
     assert controller.reading_pays(8, 1000, True), "the time of one call"
@@ -544,7 +544,7 @@ def test_before_a_draft_model_was_called_its_size_tells_what_its_calls_take():
         record.record_step(1, saved)
     assert controller.reading_pays(100, 1000, False), "the time of 12 calls, and each step may save the time of one"
     assert not controller.reading_pays(100, 10, False)
-    saved = controller.draft_model_saves(sure, 9, 0.0)
+    saved = controller.draft_model_saves(sure, 0.0)
     assert saved < 0, "what drafts without calls is nearly always right"
     for _ in range(100):
         record.record_step(2, saved)
@@ -555,11 +555,12 @@ def test_what_calls_of_a_draft_model_bring_is_learned():
     controller = Controller(call_cost=CallCost({1: 1.0, 32: 1.0}))
     for _ in range(200):  # its tokens are known already
         known = [Branch([3], [0.5], "a")]
-        controller.record_draft_calls(known, [*known, Branch([3], [0.5], "b")], 9, 0.2)
-    assert controller.draft_model_saves([], 9, 0.0) < 0
+        both = controller.offered_tree([*known, Branch([3], [0.5], "b")], 9)
+        controller.record_draft_calls(controller.offered_tree(known, 9), both, 0.2)
+    assert controller.draft_model_saves(EMPTY_TREE, 0.0) < 0
     for _ in range(200):
-        controller.record_draft_calls([], [Branch([3, 4, 5], [0.9, 0.9, 0.9], "b")], 9, 0.2)
-    assert controller.draft_model_saves([], 9, 0.0) == pytest.approx(2.4 - 0.2, abs=0.2)
+        controller.record_draft_calls(EMPTY_TREE, grow_tree([Branch([3, 4, 5], [0.9, 0.9, 0.9], "b")], 9, 9), 0.2)
+    assert controller.draft_model_saves(EMPTY_TREE, 0.0) == pytest.approx(2.4 - 0.2, abs=0.2)
 
 
 def test_half_of_what_a_step_counts_is_what_it_was_expected_to_decide():

@@ -158,7 +158,7 @@ def run(
     from saltus.evaluation.benchmarks.suites import find_grader, find_suite, load_tasks
 
     names = _method_names(methods)
-    option = _with_draft_model(option or (), draft_model)
+    option = _with_draft_model(option or (), vary or (), draft_model)
     find_suite(suite)
     spec = _joined(names, [*option, *(vary or ())])
     varied = _varied(vary or (), spec)
@@ -242,13 +242,16 @@ def _method_names(methods: str) -> list[str]:
     return list(dict.fromkeys(["plain", *given]))
 
 
-def _with_draft_model(option: Sequence[str], draft_model: str | None) -> list[str]:
-    """The assignments of --option with that of --draft-model. Errors: ValueError if they name two draft models."""
-    named = [] if draft_model is None else [f"small_model.model={draft_model}"]
-    given = [each for each in option if each.startswith("small_model.model=")]
-    if named and given and given != named:
-        raise ValueError(f"--draft-model is {draft_model}, but --option says {given[-1]}; give one of them")
-    return [*option, *(each for each in named if each not in given)]
+def _with_draft_model(option: Sequence[str], vary: Sequence[str], draft_model: str | None) -> list[str]:
+    """The assignments of --option with that of --draft-model. Errors: ValueError if others name a draft model, too."""
+    if draft_model is None:
+        return list(option)
+    named = f"small_model.model={draft_model}"
+    for given, assignments in (("--option", option), ("--vary", vary)):
+        for other in assignments:
+            if other.startswith("small_model.model=") and other != named:
+                raise ValueError(f"--draft-model is {draft_model}, but {given} says {other}; give one of them")
+    return list(dict.fromkeys([*option, named]))
 
 
 def _varied(vary: Sequence[str], spec: str) -> dict[str, list[str]]:

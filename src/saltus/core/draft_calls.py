@@ -49,11 +49,12 @@ class DraftCalls:
         self.asked = True
         controller, started, waited = self.controller, time.perf_counter(), self.waited
         if reads_text := not isinstance(drafter, UsesHiddenStates):
-            saved = controller.draft_model_saves(drafted, max_depth, 0.0)
-            controller.draft_model.record_step(self._tokens_of_last(), saved)
-            self.seconds_before = self.seconds_before or controller.draft_model.step_seconds
-            pays = not drafted or controller.draft_model_saves(drafted, max_depth, self.seconds_before) >= 0
+            record, offered = controller.draft_model, controller.offered_tree(drafted, max_depth)
+            record.record_step(self._tokens_of_last(), controller.draft_model_saves(offered, 0.0))
+            self.seconds_before = self.seconds_before or record.step_seconds
+            pays = not drafted or controller.draft_model_saves(offered, self.seconds_before) >= 0
         else:
+            offered = None
             pays = controller.first_draft_call_pays(drafted, max_depth, self.seconds_before)
         if not pays:
             self.seconds_before *= FORGET  # so that one call which was disturbed does not end them
@@ -61,9 +62,9 @@ class DraftCalls:
         made = yield from self._time(drafter, drafts, reads_text, not drafted)
         with_made = [*drafted, *checked_drafts(drafter, made, self.vocab)]
         self.seconds_before = self.latest or self.seconds_before
-        if reads_text and self.seconds and not self.read_prompt:
+        if offered is not None and self.seconds and not self.read_prompt:
             seconds = self.seconds + time.perf_counter() - started - (self.waited - waited)
-            controller.record_draft_calls(drafted, with_made, max_depth, seconds)
+            controller.record_draft_calls(offered, controller.offered_tree(with_made, max_depth), seconds)
             self.seconds_before = controller.draft_model.step_seconds
         return with_made
 

@@ -36,7 +36,6 @@ from saltus.methods.shared.ngram_corpus import NgramCorpus
 from saltus.methods.shared.ngram_model import NgramModel
 from saltus.models.protocols import ReadsHiddenStates
 
-DRAFT_MODEL = "small_model"  # the network that reads the text itself
 MAX_GROUPS = 16  # of requests, whose drafters keep what they learned
 
 
@@ -68,9 +67,11 @@ class DecodingSetup:
                 "assd drafts by a model that fills holes anywhere, but this one writes from left to right; take another"
                 " model, such as stories, or the option assd.draft=bigram"
             )
-        if DRAFT_MODEL in self.networks:
-            sizes = [_num_bytes(self.networks[name]) for name in (DRAFT_MODEL, TARGET)]
-            self.draft_model.relative_size = sizes[0] / sizes[1] if all(sizes) else None
+        of_target = _num_bytes(self.networks[TARGET])
+        for name, network in self.networks.items():
+            reads_text = name != TARGET and not isinstance(network, ReadsHiddenStates)
+            if reads_text and of_target and (size := _num_bytes(network)):
+                self.draft_model.relative_size = size / of_target
 
     def new_drafters(self, request: Request) -> list[Drafter]:
         """The methods' drafters for one request; some methods have none (plain)."""

@@ -74,26 +74,22 @@ class Controller:
         unknown = _unknown(self.offered_tree(offered, max_depth))
         return self.draft_call_pays(FIRST_CALL_TOKENS * unknown, seconds, 0)
 
-    def draft_model_saves(self, offered: Sequence[Drafts], max_depth: int, seconds: float) -> float:
+    def draft_model_saves(self, offered: Tree, seconds: float) -> float:
         """Tokens that calls of a draft model that reads the text bring in a step, less those decided in their time.
 
-        `offered` is what other drafters offer. `seconds` is what such calls took in a step before; 0: not known yet.
+        `offered` is the tree of other drafters. `seconds` is what such calls took in a step before; 0: not known yet.
         """
         record, cost = self.draft_model, self.call_cost
         if not (self.adaptive and cost.seconds):
             return 0.0
         seconds = seconds or record.step_seconds or (record.relative_size or 0.0) * cost.seconds_for(1)
-        unknown = _unknown(self.offered_tree(offered, max_depth))
-        return record.tokens_of_calls(unknown) - self._tokens_in(seconds)
+        return record.tokens_of_calls(_unknown(offered)) - self._tokens_in(seconds)
 
-    def record_draft_calls(
-        self, before: Sequence[Drafts], after: Sequence[Drafts], max_depth: int, seconds: float
-    ) -> None:
-        """Record the calls of such a draft model in a step: what is drafted before and after them."""
+    def record_draft_calls(self, before: Tree, after: Tree, seconds: float) -> None:
+        """Record the calls of such a draft model in a step: the trees that are offered before and after them."""
         if self.adaptive and self.call_cost.seconds:
-            trees = [self.offered_tree(drafts, max_depth) for drafts in (before, after)]
-            gain = self._tokens_saved_by(trees[1]) - self._tokens_saved_by(trees[0])
-            self.draft_model.record_calls(_unknown(trees[0]), gain, seconds)
+            gain = self._tokens_saved_by(after) - self._tokens_saved_by(before)
+            self.draft_model.record_calls(_unknown(before), gain, seconds)
 
     def _tokens_saved_by(self, tree: Tree) -> float:
         """Tokens that the next call is expected to decide with a tree, less those that are decided in its time."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 # after it.
 FIRST_CALL_TOKENS = 1.5
 STEPS_REMEMBERED = 32.0  # after which the past weighs 1/e: a text that differs from those before it shows soon
-FIRST_STEPS = 8  # from which on what a draft model may bring is judged; the first texts show it best
+FIRST_STEPS = 8  # of the first text, which show what other drafters leave to a draft model
 KEPT_OF_A_TEXT = 0.9  # of the record, at the beginning of the next text: what has not paid is tried again
 SECONDS_RATE = 0.3  # weight of the latest observation in a mean of seconds
 LENGTH_RATE = 0.2  # weight of the latest text in the mean length of texts
@@ -22,9 +22,7 @@ class DraftModelRecord:
     are compared in tokens: a second is worth as many as are decided in it.
     """
 
-    relative_size: float | None = (
-        None  # its bytes of weights by the target's: what its calls are taken to cost at first
-    )
+    relative_size: float | None = None  # its bytes of weights by the target's, which its first calls are taken to cost
     step_seconds: float = 0.0  # that its calls of a step took, at the mean; 0: there were none
     token_seconds: float = 0.0  # that each token of a prompt took; 0: no prompt was read
     unknown: float = 0.0  # the sum over steps with calls of the chance that no other draft was right
