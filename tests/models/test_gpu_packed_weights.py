@@ -101,7 +101,7 @@ def test_a_product_is_right_and_its_rows_do_not_depend_on_their_number(format):
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", [*LAYOUTS, 128], ids=lambda format: getattr(format, "name", format))
 def test_large_products_are_those_of_expanded_weights_every_time(format):
-    """A warp group's product reads its registers late: what is written to them too early shows in large tiles only."""
+    """What is written too early to memory or registers that a product reads shows in large ones only."""
     weight, _ = packed(format, 4096, 4096)
     x = torch.randn(256, 4096, generator=torch.Generator().manual_seed(1)).to(DEVICE, DTYPE)
     expected = linear_kernels.product(x, weight.dequantize(), 256).float()

@@ -168,7 +168,7 @@ def expert_product(
     if isinstance(stack, GPUPackedWeight):
         experts, outputs, _ = stack.shape
         out = x.new_empty(len(pairs.order), outputs)
-        planes, facts = launch_facts(x, stack, outputs, pairs.tile_rows)
+        planes, facts = launch_facts(x, stack, pairs.tile_rows)
         _packed_expert_linear[(outputs // facts["BLOCK_N"], experts)](
             x, *planes, biases, out, pairs.order, pairs.starts, N=outputs, **added, **facts
         )

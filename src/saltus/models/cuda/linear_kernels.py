@@ -24,6 +24,7 @@ from saltus.models.cuda.packed_weight import GPUPackedWeight
 
 MIN_TILE_ROWS, MAX_TILE_ROWS = 16, 128
 PROGRAMS = 132  # that a product should have, where its sizes allow: the processors of a large GPU
+PROGRAMS_OF_PACKED = 4 * PROGRAMS  # which have half the warps, whose time is spent on putting numbers together
 MIN_STEPS = 3  # of BLOCK_K columns, in each part of a sum
 
 
@@ -42,7 +43,8 @@ def blocks_of(*weights: Tensor, parts: bool = True) -> Blocks:
     outputs, inputs = sum(map(len, weights)), weights[0].shape[1]
     depth = 128 if inputs % 128 == 0 else 64
     tiles, steps = -(-outputs // 64), -(-inputs // depth)
-    count = max(1, min(round(PROGRAMS / tiles), steps // MIN_STEPS)) if parts else 1
+    programs = PROGRAMS_OF_PACKED if isinstance(weights[0], GPUPackedWeight) else PROGRAMS
+    count = max(1, min(round(programs / tiles), steps // MIN_STEPS)) if parts else 1
     return Blocks(64, depth, count, stages=4 if count > 1 else 5)
 
 

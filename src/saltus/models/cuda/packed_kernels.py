@@ -2,6 +2,11 @@
 
 Tiles, parts and the order of sums are as in linear_kernels.py: they follow from the layer's sizes alone. A step
 multiplies 64 inputs, first one of the two that each lane has, then the other (`packed_weight.Planes`).
+
+What takes time is to put the numbers together, so that takes few operations. The bits of an integer below 2^24 are
+those of the float32 integer · 2^−149, wherever they lie in a word: a mask takes one out of it, and one fused operation
+multiplies it by its scale and adds the minimum. The scales, which are below 2^42, have what is missing but for 2^−64
+(with all of it they would be infinite). The sums get that back: powers of two change no digits.
 """
 
 # Triton's own types differ between its releases, and say of `range` in a kernel that nothing comes back.
@@ -20,7 +25,11 @@ from saltus.models.cuda.packed_planes import LANES, STEP, TILE_OUTPUTS
 from saltus.models.cuda.packed_weight import GPUPackedWeight
 
 STAGES = 4  # of the pipeline, at most: they change no sums
-WIDE_TILE = 2 * TILE_OUTPUTS  # outputs, where a weight has whole ones: what is common to all lanes is half as often
+# With four, Triton takes the products of a warp group, which wait for each other where an operand lies in registers,
+# and whose registers Triton 3.6 writes to while they are read (triton#9433).
+WARPS = 2
+LOWERED = tl.constexpr(2.0**-64)  # of all weights but those of 8-bit floats
+RAISED = tl.constexpr(2.0**85)  # 2^149 · LOWERED
 
 
 @device_function
@@ -59,19 +68,20 @@ def _scales(
     word, second_word, whole, upper, place: tl.constexpr, UNIT: tl.constexpr,
     OF_256: tl.constexpr, MINIMUMS: tl.constexpr, HALVES: tl.constexpr, SCALES: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """The scale, over UNIT, and the minimum of each output's first or second 32 inputs, [outputs, 1].
+    """The scale · RAISED / UNIT, and the minimum · LOWERED, of each output's first or second 32 inputs, [outputs, 1].
 
-    Where halves of these have their own, [outputs, lanes]; `upper` says which lanes belong to the second half.
+    Where halves of these have their own, [outputs, words]; `upper` says which words belong to the second half.
     """
+    raised: tl.constexpr = RAISED / UNIT  # pyright: ignore[reportAssignmentType]
     if SPAN:
         scales = word.to(tl.float32, bitcast=True)[:, None]
         minimums = scales  # there are none
     elif OF_256:
         first, second = (word >> 16 * place) & 255, (word >> 16 * place + 8) & 255
         if SCALES == "float8":
-            scale, least = whole.to(tl.float32, bitcast=True) * (1 / UNIT), 0.0
+            scale, least = whole.to(tl.float32, bitcast=True) * raised, 0.0
         else:
-            scale, least = _number(whole, 0, SCALES) * (1 / UNIT), -_number(whole, 1, SCALES)
+            scale, least = _number(whole, 0, SCALES) * raised, _number(whole, 1, SCALES) * -LOWERED
         if HALVES:
             if MINIMUMS:
                 own, other = scale * (first & 15).to(tl.float32), scale * (second & 15).to(tl.float32)
@@ -88,30 +98,33 @@ def _scales(
             scales = (scale * (first if MINIMUMS else _signed(first)).to(tl.float32))[:, None]
             minimums = (least * second.to(tl.float32))[:, None]
     else:
-        scales = (_number(word, place, SCALES) * (1 / UNIT))[:, None]
-        minimums = _number(second_word, place, SCALES)[:, None]
+        scales = (_number(word, place, SCALES) * raised)[:, None]
+        minimums = (_number(second_word, place, SCALES) * LOWERED)[:, None]
     return scales, minimums
 
 
 @device_function
-def _less(integer, zero: tl.constexpr):
-    """An integer below 2^23 less a constant, in float32; as the low bits of 2^23 it needs no slow conversion."""
-    return (integer | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + zero)
+def _byte(words, place: tl.constexpr, MASK: tl.constexpr, SPAN: tl.constexpr):
+    """What lies in a byte of each word, as float32: an integer · 2^(8 · place − 149), of the last byte 2^(16 − 149).
+
+    Of 8-bit floats (E4M3) the number over FLOAT_SHIFT: its sign and, four bits below, its exponent and digits.
+    """
+    if SPAN:
+        bits = (words << 24 - 8 * place >> 4) & -0x78100000
+    elif place == 3:  # an integer in the last byte would reach into the exponent
+        bits = (words >> 8) & (MASK << 16)
+    else:
+        bits = words & (MASK << 8 * place)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @device_function
-def _number_of(byte, zero: tl.constexpr, SPAN: tl.constexpr):
-    """What a scale multiplies: an integer less `zero`, or an 8-bit float (E4M3) over FLOAT_SHIFT, in float32."""
-    if SPAN:  # its sign and, four bits below, its exponent and digits; -0x78100000 keeps these bits
-        return ((byte << 24 >> 4) & -0x78100000).to(tl.float32, bitcast=True)
-    return _less(byte, zero)
-
-
-@device_function
-def _bytes(words):
-    """The bytes [outputs, 4 · words] of words of 32 bits, each in a number of its own."""
-    first, second = words & 255, (words >> 8) & 255
-    third, fourth = (words >> 16) & 255, (words >> 24) & 255
+def _weights(words, scale, least, MASK: tl.constexpr, SPAN: tl.constexpr):
+    """Weights [outputs, 4 · words] of the bits MASK of the words' bytes, which are times a scale, and `least` added."""
+    first = _byte(words, 0, MASK, SPAN) * scale + least
+    second = _byte(words, 1, MASK, SPAN) * (scale if SPAN else scale * 0.00390625) + least
+    third = _byte(words, 2, MASK, SPAN) * (scale if SPAN else scale * 1.52587890625e-05) + least
+    fourth = _byte(words, 3, MASK, SPAN) * (scale if SPAN else scale * 1.52587890625e-05) + least
     pairs = tl.join(tl.join(first, third), tl.join(second, fourth))  # [outputs, words, half, byte of the half]
     return tl.reshape(pairs, (words.shape[0], 4 * words.shape[1]))
 
@@ -125,71 +138,69 @@ def packed_sums(
 ):  # fmt: skip
     """The part's sums [outputs, rows] of some outputs of a weight, and rows whose first lanes are at `inputs`.
 
-    Of 5 and 6 bits `low` and `high` are words. `exists` [1, rows] says which rows are read, if MASKED.
+    `exists` [1, rows] says which rows are read, if MASKED.
     """
-    lane = tl.arange(0, LANES)
-    upper = (lane >= LANES // 2)[None, :]
     words: tl.constexpr = LANES // 4
-    place = columns[:, None] * LANES + lane[None, :]
-    place_of_word = columns[:, None] * words + tl.arange(0, words)[None, :]
+    word_of_lanes = tl.arange(0, words)[None, :]
+    upper = word_of_lanes >= words // 2
+    place = columns[:, None] * words + word_of_lanes
     dtype: tl.constexpr = inputs.dtype.element_ty
     sums = tl.zeros((columns.shape[0], inputs.shape[1]), dtype=tl.float32)
-    unit: tl.constexpr = 16 if BITS == 4 else 1  # of the second integer, if it stays in place  # pyright: ignore[reportAssignmentType]
+    unit: tl.constexpr = 16 if BITS == 4 else 1  # of the second integer of a byte  # pyright: ignore[reportAssignmentType]
+    mask: tl.constexpr = 15 if BITS == 4 else 255  # of the first one  # pyright: ignore[reportAssignmentType]
     steps: tl.constexpr = K // STEP
     per_part: tl.constexpr = (steps + PARTS - 1) // PARTS
     for number in tl.range(0, tl.minimum(per_part, steps - part * per_part)):
         step = part * per_part + number
         at = step * STRIDE
         if BITS == 8:
-            first = tl.load(low + 2 * at * LANES + place).to(tl.int32)
-            second = tl.load(low + (2 * at + STRIDE) * LANES + place).to(tl.int32)
+            first = tl.load(low + 2 * at * words + place)
+            second = tl.load(low + (2 * at + STRIDE) * words + place)
         elif BITS == 4:
-            both = tl.load(low + at * LANES + place).to(tl.int32)
-            first, second = both & 15, both & 240
-        else:  # four lanes at once, in words: it takes several operations to put a number together
+            first = tl.load(low + at * words + place)
+            second = first
+        else:  # four lanes at once: it takes several operations to put a number together
             width: tl.constexpr = BITS - 4
             per_byte: tl.constexpr = 4 // width
-            mask: tl.constexpr = 0x01010101 * ((1 << width) - 1)
-            both = tl.load(low + at * words + place_of_word)
-            more = tl.load(high + step // per_byte * STRIDE * words + place_of_word)
+            added: tl.constexpr = 0x01010101 * ((1 << width) - 1)
+            both = tl.load(low + at * words + place)
+            more = tl.load(high + step // per_byte * STRIDE * words + place)
             more = more >> (step % per_byte * 2 * width).to(tl.int32)
-            first = _bytes((both & 0x0F0F0F0F) | (more & mask) << 4)
-            second = _bytes(((both >> 4) & 0x0F0F0F0F) | ((more >> width) & mask) << 4)
+            first = (both & 0x0F0F0F0F) | (more & added) << 4
+            second = ((both >> 4) & 0x0F0F0F0F) | ((more >> width) & added) << 4
         word = tl.load(fine + (step // SPAN * STRIDE if SPAN else at) + columns)
         second_word, whole = word, word
         if OF_256:
             whole = tl.load(coarse + step // 4 * STRIDE + columns)
         elif MINIMUMS:
             second_word = tl.load(fine + steps * STRIDE + at + columns)
-        scale, minimum = _scales(word, second_word, whole, upper, 0, DIVISOR, OF_256, MINIMUMS, HALVES, SCALES, SPAN)
-        weight = _number_of(first, ZERO, SPAN) * scale
-        if MINIMUMS:
-            weight += minimum
-        row = _rows(inputs + step * STEP, exists, MASKED)
-        sums = tl.dot(_moved(weight.to(dtype)), row, sums, input_precision="ieee")
-        scale, minimum = _scales(
+        scale, least = _scales(word, second_word, whole, upper, 0, DIVISOR, OF_256, MINIMUMS, HALVES, SCALES, SPAN)
+        if not MINIMUMS:
+            least = scale * (-ZERO * 2.0**-149)
+        weight = _opaque(_weights(first, scale, least, mask, SPAN).to(dtype))
+        sums = tl.dot(weight, _rows(inputs + step * STEP, exists, MASKED), sums, input_precision="ieee")
+        scale, least = _scales(
             word, second_word, whole, upper, 1, unit * DIVISOR, OF_256, MINIMUMS, HALVES, SCALES, SPAN
         )
-        weight = _number_of(second, ZERO * unit, SPAN) * scale
-        if MINIMUMS:
-            weight += minimum
-        row = _rows(inputs + step * STEP + LANES, exists, MASKED)
-        sums = tl.dot(_moved(weight.to(dtype)), row, sums, input_precision="ieee")
-    return sums
+        if not MINIMUMS:
+            least = scale * (-ZERO * unit * 2.0**-149)
+        weight = _opaque(_weights(second, scale, least, mask * unit, SPAN).to(dtype))
+        sums = tl.dot(weight, _rows(inputs + step * STEP + LANES, exists, MASKED), sums, input_precision="ieee")
+    return sums if SPAN else sums * (1.0 / LOWERED)
 
 
 @device_function
-def _moved(weight):
-    """The same numbers, of 16 bits, in registers that nothing else is written to while a product reads them.
+def _opaque(weight):
+    """The same numbers; where they have 16 bits, Triton does not see what they were made of.
 
-    Products of a warp group read registers after later instructions have begun. Triton 3.6 lets the next step write to
-    those of the last product (triton#9433); it does not where assembly stands between.
+    It would choose how the operands of a product lie in registers by the width of the integers, and read the rows from
+    shared memory number by number.
     """
     if weight.dtype.primitive_bitwidth == 16:
-        moved = tl.inline_asm_elementwise(
+        hidden = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [weight], dtype=weight.dtype, is_pure=False, pack=2
         )
-        return moved
+        return hidden
     return weight
 
 
@@ -222,19 +233,17 @@ def _packed_linear(
     tl.store(to, sums.to(out.dtype.element_ty), mask=(columns < N)[:, None] & inside)
 
 
-def launch_facts(x: Tensor, weight: GPUPackedWeight, outputs: int, tile_rows: int) -> tuple[Any, dict[str, Any]]:
+def launch_facts(x: Tensor, weight: GPUPackedWeight, tile_rows: int) -> tuple[Any, dict[str, Any]]:
     """The planes of a weight as the kernels read them, and the constants of both kernels."""
     planes, layout = weight.planes, weight.block_layout
-    columns = WIDE_TILE if outputs % WIDE_TILE == 0 else TILE_OUTPUTS
     bytes_of_output = LANES * (1 if layout.kept_bits == 4 else 2) + 8
-    stage = columns * bytes_of_output + tile_rows * STEP * x.element_size()
-    if layout.kept_bits in (5, 6):
-        planes = planes._replace(low=planes.low.view(torch.int32), high=planes.high.view(torch.int32))
+    stage = TILE_OUTPUTS * bytes_of_output + tile_rows * STEP * x.element_size()
+    planes = planes._replace(low=planes.low.view(torch.int32), high=planes.high.view(torch.int32))
     return planes, {
         "STRIDE": planes.fine.stride(1), "K": weight.shape[-1], "BITS": layout.kept_bits, "ZERO": layout.zero,
         "OF_256": layout.of_256, "MINIMUMS": layout.minimums, "HALVES": layout.halves,
-        "SCALES": layout.scales, "SPAN": layout.span, "DIVISOR": layout.divisor, "BLOCK_N": columns,
-        "ROWS": tile_rows, "LANES": LANES, "STEP": STEP, "num_warps": 4,
+        "SCALES": layout.scales, "SPAN": layout.span, "DIVISOR": layout.divisor, "BLOCK_N": TILE_OUTPUTS,
+        "ROWS": tile_rows, "LANES": LANES, "STEP": STEP, "num_warps": WARPS,
         "num_stages": max(1, min(STAGES, pipeline_bytes(x.device) // stage)),
     }  # fmt: skip
 
@@ -251,7 +260,7 @@ def packed_linear(
     first: int,
 ) -> None:
     """Columns from `first` on of out [parts, rows, width], of x [whole tiles of rows, K], a weight [N, K], a bias."""
-    planes, facts = launch_facts(x, weight, weight.planes.fine.shape[-1], tile_rows)
+    planes, facts = launch_facts(x, weight, tile_rows)
     _packed_linear[(-(-len(weight) // facts["BLOCK_N"]), parts, -(-rows // tile_rows))](
         x, *planes, x if bias is None else bias, out, rows, N=len(weight), PARTS=parts, FIRST=first,
         WIDTH=out.shape[-1], BIASED=bias is not None, **facts,

@@ -17,16 +17,19 @@ Q = GGMLQuantizationType
 STEP = 64  # inputs that a step of a product reads; a step has LANES bytes of low bits for each output
 LANES = 32
 TILE_OUTPUTS = 64  # outputs are padded to a multiple of it
-# What 4 bits stand for, as `table_of` in integer_weights.h.
+# What 4 bits stand for, as `table_of` in integer_weights.h, each with the integer that stands for 0 added: the smaller
+# that is, the fewer bits are kept.
+ZERO_OF_FP4 = 16
 IQ4, FP4, IQ3_XXS, IQ3_S, BELOW_3_BITS = (
-    tuple(128 + each for each in numbers)
-    for numbers in (
-        IQ4_NL.kvalues, MXFP4.kvalues,
-        (2, 6, 10, 14, 18, 22, 26, 31, -2, -6, -10, -14, -18, -22, -26, -31),
-        (1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15),
-        (8, 25, 43, -7, 1, 9, 0, 1, -8, -25, -43, -9, -1, 7, 2, -1),
+    tuple(zero + each for each in numbers)
+    for zero, numbers in (
+        (128, IQ4_NL.kvalues),
+        (ZERO_OF_FP4, MXFP4.kvalues),
+        (32, (2, 6, 10, 14, 18, 22, 26, 31, -2, -6, -10, -14, -18, -22, -26, -31)),
+        (16, (1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15)),
+        (128, (8, 25, 43, -7, 1, 9, 0, 1, -8, -25, -43, -9, -1, 7, 2, -1)),
     )
-)  # fmt: skip
+)
 
 
 class BlockLayout(NamedTuple):
@@ -45,7 +48,8 @@ class BlockLayout(NamedTuple):
     @property
     def kept_bits(self) -> int:
         """Of an integer on the GPU: 4, 5, 6 or 8."""
-        return 8 if self.table else max(self.bits, 4)
+        bits = max(self.table).bit_length() if self.table else max(self.bits, 4)
+        return bits if bits <= 6 else 8
 
 
 LAYOUTS: dict[Format, BlockLayout] = {
@@ -55,16 +59,16 @@ LAYOUTS: dict[Format, BlockLayout] = {
     Q.Q5_1: BlockLayout(5, minimums=True),
     Q.Q8_0: BlockLayout(8, 128),
     Q.IQ4_NL: BlockLayout(4, 128, table=IQ4),
-    Q.MXFP4: BlockLayout(4, 128, table=FP4, scales="bfloat16"),
+    Q.MXFP4: BlockLayout(4, ZERO_OF_FP4, table=FP4, scales="bfloat16"),
     Q.Q2_K: BlockLayout(2, of_256=True, minimums=True, halves=True),
     Q.Q3_K: BlockLayout(3, 4, of_256=True, halves=True),
     Q.Q4_K: BlockLayout(4, of_256=True, minimums=True),
     Q.Q5_K: BlockLayout(5, of_256=True, minimums=True),
     Q.Q6_K: BlockLayout(6, 32, of_256=True, halves=True),
     Q.IQ4_XS: BlockLayout(4, 128, of_256=True, table=IQ4),
-    Q.NVFP4: BlockLayout(4, 128, of_256=True, halves=True, table=FP4, scales="float8", divisor=2),
-    Q.IQ3_S: BlockLayout(4, 128, of_256=True, table=IQ3_S),
-    Q.IQ3_XXS: BlockLayout(4, 128, of_256=True, table=IQ3_XXS, divisor=2),
+    Q.NVFP4: BlockLayout(4, ZERO_OF_FP4, of_256=True, halves=True, table=FP4, scales="float8", divisor=2),
+    Q.IQ3_S: BlockLayout(4, 16, of_256=True, table=IQ3_S),
+    Q.IQ3_XXS: BlockLayout(4, 32, of_256=True, table=IQ3_XXS, divisor=2),
     **dict.fromkeys(
         (Q.IQ2_XXS, Q.IQ1_S, Q.TQ1_0, Q.TQ2_0), BlockLayout(4, 128, of_256=True, table=BELOW_3_BITS, divisor=8)
     ),
