@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.methods.published.eagle_model import load_eagle
 from saltus.methods.published.eagle_network import EagleNetwork
-from saltus.methods.shared.context_rows import ContextKVCache, unread_states
-from saltus.methods.shared.draft_tree import DraftOutputs
+from saltus.methods.shared.context_rows import ContextKVCache
 from saltus.models.protocols import TargetNetwork
 
 ARCHITECTURES = {
@@ -44,26 +44,13 @@ def load_network(folder: Path, target: TargetNetwork, target_name: str) -> Eagle
 class Eagle3Network(EagleNetwork):
     """Logits of each query given the likeliest tokens before it; queries cost a pass of one row each."""
 
-    def _run(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
-        layers, pairs = self.model.shape.hidden_state_layers, list(zip(batch, kv_caches, strict=True))
-        states = [unread_states(inputs, kv_cache, self.target, layers) for inputs, kv_cache in pairs]
-        counts, queries = [len(each) for each in states], [len(inputs.uniforms) for inputs in batch]
-        decided = [inputs.canvas.decided_prefix for inputs in batch]
-        ends = [len(text) - cache.first_position for text, cache in zip(decided, kv_caches, strict=True)]
-        starts = [end - count for end, count in zip(ends, counts, strict=True)]
-        tokens = [text[-count:] for text, count in zip(decided, counts, strict=True)]
+    def _query_rows(
+        self, texts: Sequence[np.ndarray], states: Sequence[Tensor], kv_caches: Sequence[ContextKVCache],
+        starts: Sequence[int], queries: Sequence[int],
+    ) -> tuple[list[tuple[Tensor, Tensor]], int]:  # fmt: skip
+        counts = [len(each) for each in states]
+        tokens = [text[-count:] for text, count in zip(texts, counts, strict=True)]
         last = torch.stack([rows[-1] for rows in self.layers.read(tokens, states, kv_caches, starts)])
-        chains = self.layers.chains(last, queries, kv_caches, ends)
-        outputs, num_rows = [], sum(counts) + sum(max(count - 1, 0) for count in queries)
-        predicted = self.predictor.of_texts(
-            [(logits[:asked], hidden[:asked]) for asked, (logits, hidden) in zip(queries, chains, strict=True)]
-        )
-        for text, cache, read, asked, (logits, hidden), predictions in zip(
-            decided, kv_caches, counts, queries, chains, predicted, strict=True
-        ):
-            cache.tokens = text[cache.first_position :].copy()
-            logits, hidden = (torch.cat([rows[:1], rows[:asked]]) for rows in (logits, hidden))
-            outputs.append(
-                DraftOutputs(logits, hidden, 0.0, read, num_rows, self.model.tokens, predictions=predictions)
-            )
-        return outputs
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        num_rows = sum(counts) + sum(max(count - 1, 0) for count in queries)
+        return self.layers.chains(last, queries, kv_caches, ends), num_rows

@@ -17,7 +17,8 @@ from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode
 from saltus.methods.published.eagle_model import EagleModel
 from saltus.methods.published.gpu_eagle_layers import GPUEagleLayers
-from saltus.methods.shared.context_rows import ContextKVCache
+from saltus.methods.shared.context_rows import ContextKVCache, unread_states
+from saltus.methods.shared.draft_tree import DraftOutputs
 from saltus.methods.shared.query_predictions import QueryPredictor, rows_linear
 from saltus.methods.shared.timed_outputs import timed_outputs
 from saltus.models.cpu.attention import AttentionCall, SequenceRows
@@ -107,7 +108,34 @@ class EagleNetwork(ABC):
     def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
         """Logits over the drafted tokens of each query; row 0 repeats the first."""
         with BatchInvariantMode() if self.device.type == "cpu" else nullcontext():
-            return timed_outputs(lambda: self._run(batch, kv_caches), self.device)
+            return timed_outputs(lambda: self._forward(batch, kv_caches), self.device)
+
+    def _forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
+        layers, draft_tokens = self.model.shape.hidden_state_layers, self.model.tokens
+        pairs = zip(batch, kv_caches, strict=True)
+        states = [unread_states(inputs, cache, self.target, layers) for inputs, cache in pairs]
+        texts, queries = [each.canvas.decided_prefix for each in batch], [len(each.uniforms) for each in batch]
+        new = zip(texts, kv_caches, states, strict=True)
+        starts = [len(text) - cache.first_position - len(given) for text, cache, given in new]
+        rows, num_rows = self._query_rows(texts, states, kv_caches, starts, queries)
+        asked = [(logits[:count], hidden[:count]) for count, (logits, hidden) in zip(queries, rows, strict=True)]
+        predicted, outputs = self.predictor.of_texts(asked), []
+        for text, cache, given, whole, kept, predictions in zip(
+            texts, kv_caches, states, rows, asked, predicted, strict=True
+        ):
+            cache.tokens = text[cache.first_position :].copy()
+            logits, hidden = (torch.cat([first[:1], own]) for first, own in zip(whole, kept, strict=True))
+            outputs.append(
+                DraftOutputs(logits, hidden, 0.0, len(given), num_rows, draft_tokens, predictions=predictions)
+            )
+        return outputs
 
     @abstractmethod
-    def _run(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]: ...
+    def _query_rows(
+        self, texts: Sequence[Int[np.ndarray, "_"]], states: Sequence[Float[Tensor, "_rows states"]],
+        kv_caches: Sequence[ContextKVCache], starts: Sequence[int], queries: Sequence[int],
+    ) -> tuple[list[tuple[Float[Tensor, "_queries draft"], Float[Tensor, "_queries hidden"]]], int]:  # fmt: skip
+        """For each text the logits and normalised states of its queries, of one at least; and all rows of the call.
+
+        `states` are those before the last tokens of `texts`, which stand from the positions `starts` on.
+        """

@@ -17,11 +17,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.methods.published.eagle_model import load_eagle
 from saltus.methods.published.eagle_network import EagleNetwork
-from saltus.methods.shared.context_rows import ContextKVCache, unread_states
-from saltus.methods.shared.draft_tree import DraftOutputs
+from saltus.methods.shared.context_rows import ContextKVCache
 from saltus.methods.shared.published_files import CONFIG_FILE, read_config
 from saltus.methods.shared.query_predictions import rows_linear
 from saltus.models.cpu.torch_decoder import normed
@@ -60,35 +58,17 @@ class PEagleNetwork(EagleNetwork):
     mask_token: int
     mask_state: Float[Tensor, "states"]  # in place of the target's hidden states
 
-    def _run(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
-        model, layers = self.model, self.model.shape.hidden_state_layers
-        texts = [each.canvas.decided_prefix for each in batch]
-        pairs = zip(batch, kv_caches, strict=True)
-        states = [unread_states(inputs, kv_cache, self.target, layers) for inputs, kv_cache in pairs]
-        masks = [max(len(each.uniforms) - 1, 0) for each in batch]
+    def _query_rows(
+        self, texts: Sequence[np.ndarray], states: Sequence[Tensor], kv_caches: Sequence[ContextKVCache],
+        starts: Sequence[int], queries: Sequence[int],
+    ) -> tuple[list[tuple[Tensor, Tensor]], int]:  # fmt: skip
+        masks = [max(count - 1, 0) for count in queries]
         read = [torch.cat([given, self.mask_state.to(given.dtype).expand(count, -1)])
                 for given, count in zip(states, masks, strict=True)]  # fmt: skip
         tokens = [np.concatenate([text[-len(given) :], np.full(count, self.mask_token)])
                   for text, given, count in zip(texts, states, masks, strict=True)]  # fmt: skip
-        starts = [len(text) - cache.first_position - len(given)
-                  for text, cache, given in zip(texts, kv_caches, states, strict=True)]  # fmt: skip
         by_text = self.layers.read(tokens, read, kv_caches, starts)
         last = [rows[-(count + 1) :] for rows, count in zip(by_text, masks, strict=True)]
-        normalised = normed(model.norm, torch.cat(last))
-        logits = rows_linear(model.lm_head, normalised)
-        counts, outputs, num_rows = [count + 1 for count in masks], [], sum(map(len, tokens))
-        asked, rows = [len(each.uniforms) for each in batch], [logits.split(counts), normalised.split(counts)]
-        predicted = self.predictor.of_texts(
-            [(own[:queries], hidden[:queries]) for queries, own, hidden in zip(asked, *rows, strict=True)]
-        )
-        for inputs, cache, given, queries, row_logits, row_states, predictions in zip(
-            batch, kv_caches, states, asked, *rows, predicted, strict=True
-        ):
-            cache.tokens = inputs.canvas.decided_prefix[cache.first_position :].copy()
-            logits_kept, states_kept = (torch.cat([rows[:1], rows[:queries]]) for rows in (row_logits, row_states))
-            outputs.append(
-                DraftOutputs(
-                    logits_kept, states_kept, 0.0, len(given), num_rows, model.tokens, predictions=predictions
-                )
-            )  # fmt: skip
-        return outputs
+        normalised = normed(self.model.norm, torch.cat(last))
+        logits, counts = rows_linear(self.model.lm_head, normalised), [count + 1 for count in masks]
+        return list(zip(logits.split(counts), normalised.split(counts), strict=True)), sum(map(len, tokens))
