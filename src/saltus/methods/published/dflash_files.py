@@ -28,6 +28,7 @@ from saltus.methods.published.dflash_model import DFLASH, DFlashModel, DFlashSha
 from saltus.methods.shared.drafter_files import check_weight_sizes, embeddings_of, read_drafter_files, with_weights
 from saltus.methods.shared.published_files import (
     CONFIG_FILE,
+    QWEN3_DEFAULTS,
     check_sizes,
     check_weights,
     drafted_tokens,
@@ -49,10 +50,6 @@ ARCHITECTURE = "DFlashDraftModel"
 MUSE_GLIMMER = "muse_glimmer_assistant"  # a type of models
 MUSE_GLIMMER_NAMES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 LAYERS_PREFIX = "decoder.model."  # of the module's names, which published ones lack
-QWEN3_DEFAULTS = {  # of Transformers' Qwen3Config: the format `speculators` leaves them out
-    "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 32, "head_dim": 128, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-}  # fmt: skip
 
 
 def load_dflash(folder: Path, target: Any, target_name: str, trainable: bool = False) -> DFlashModel:
@@ -124,9 +121,7 @@ def load_published(
             f" {len(embeddings):,} tokens; take the model that it was trained for"
         )
     tokens, order = drafted_tokens(folder, weights, len(unembedding))
-    own_embeddings, own_head = take_own_matrices(folder, weights, shape.hidden, len(embeddings), len(tokens))
-    if own_embeddings is not None and not is_same(own_embeddings, embeddings):
-        embeddings = own_embeddings.to(target.device, target.dtype)
+    embeddings, own_head = take_own_matrices(folder, weights, shape.hidden, len(tokens), target)
     model = DFlashModel(shape, tokens.to(target.device), embeddings, unembedding, trainable)
     if own_head is not None and not is_same(own_head[order], model.lm_head.weight):
         model.decoder.lm_head.weight = nn.Parameter(own_head[order].to(target.device), requires_grad=False)

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from saltus.kernels.packed_weight import select_rows
 from saltus.methods.shared.decoder_rows import attend_rows, gated_mlp
 from saltus.methods.shared.published_files import (
+    QWEN3_DEFAULTS,
     check_sizes,
     check_weights,
     drafted_tokens,
-    is_same,
     layer_spans,
     read_config,
     read_weights,
@@ -41,15 +41,9 @@ from saltus.models.packed_decoder import (
 )
 
 AUTHORS_LAYER = "midlayer."
-DEFAULTS = {  # of Transformers' configurations by model type: the format of speculators leaves them out
-    "llama": {
-        "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "rms_norm_eps": 1e-6, "hidden_act": "silu",
-    },
-    "qwen3": {
-        "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 32, "head_dim": 128, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-    },
+LLAMA_DEFAULTS = {  # of Transformers' LlamaConfig
+    "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "rms_norm_eps": 1e-6, "hidden_act": "silu",
 }  # fmt: skip
 
 
@@ -193,14 +187,10 @@ def load_eagle(
     shape = _read_shape(config, weights, folder, target, kind)
     check_layer_count(shape.layers, weights)
     check_sizes(folder, shape.hidden, config.get("target_hidden_size"), shape.hidden_state_layers, target, target_name)
-    embeddings, unembedding = (
-        module.weight.detach() for module in (target.get_input_embeddings(), target.get_output_embeddings())
-    )
+    unembedding = target.get_output_embeddings().weight.detach()
     weights = {name.replace(AUTHORS_LAYER, "layers.0."): weight for name, weight in weights.items()}
     tokens, order = drafted_tokens(folder, weights, len(unembedding))
-    own_embeddings, own_head = take_own_matrices(folder, weights, shape.hidden, len(embeddings), len(tokens))
-    if own_embeddings is not None and not is_same(own_embeddings, embeddings):
-        embeddings = own_embeddings.to(target.device, target.dtype)
+    embeddings, own_head = take_own_matrices(folder, weights, shape.hidden, len(tokens), target)
     tokens = tokens.to(target.device)
     if own_head is not None:
         head = own_head[order].to(target.device, target.dtype)
@@ -220,7 +210,7 @@ def _read_shape(
 ) -> EagleShape:
     """The sizes of either format. Errors: ValueError for what such heads do not compute here."""
     given = dict(config.get("transformer_layer_config", config))
-    layers = DEFAULTS["qwen3" if given.get("model_type") == "qwen3" else "llama"] | given
+    layers = (QWEN3_DEFAULTS if given.get("model_type") == "qwen3" else LLAMA_DEFAULTS) | given
     rope, eagle = rope_parameters(layers), config.get("eagle_config") or {}
     problem = unsupported_rope(rope, layers)
     refuse(

@@ -24,6 +24,10 @@ log = logging.getLogger("saltus")
 
 CONFIG_FILE = "config.json"
 LAYER_KINDS = ("full_attention", "sliding_attention")
+QWEN3_DEFAULTS = {  # of Transformers' Qwen3Config: the formats of speculators leave them out
+    "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 32, "head_dim": 128, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+}  # fmt: skip
 UNUSED_WEIGHTS = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")  # for training, or implied by others
 
 
@@ -91,21 +95,25 @@ def layer_spans(layers: Mapping[str, Any], count: int, folder: Path) -> tuple[in
 
 
 def take_own_matrices(
-    folder: Path, weights: dict[str, Tensor], hidden: int, vocabulary: int, num_drafted: int
-) -> tuple[Tensor | None, Tensor | None]:
+    folder: Path, weights: dict[str, Tensor], hidden: int, num_drafted: int, target: Any
+) -> tuple[Tensor, Tensor | None]:
     """Take embeddings and output layer, where a folder has its own, out of its weights, and those that nothing needs.
 
-    Errors: ValueError for other sizes.
+    The embeddings are the target's unless the folder has others. Errors: ValueError for other sizes.
     """
     for name in UNUSED_WEIGHTS:
         weights.pop(name, None)
-    rows = {"embed_tokens.weight": vocabulary, "lm_head.weight": num_drafted}
+    of_target = target.get_input_embeddings().weight.detach()
+    rows = {"embed_tokens.weight": len(of_target), "lm_head.weight": num_drafted}
     matrices = {name: weights.pop(name, None) for name in rows}
     for name, weight in matrices.items():
         if weight is not None and weight.shape != (rows[name], hidden):
             sizes = tuple(weight.shape), (rows[name], hidden)
             raise ValueError(f"{folder}: {name} is {sizes[0]}, but must be {sizes[1]} for this model; take another one")
-    return matrices["embed_tokens.weight"], matrices["lm_head.weight"]
+    own, own_head = matrices.values()
+    if own is None or is_same(own, of_target):
+        return of_target, own_head
+    return own.to(target.device, target.dtype), own_head
 
 
 def place_like(model: Any, target: Any) -> Any:
