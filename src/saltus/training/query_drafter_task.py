@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from saltus.core.picking import Coupling
 from saltus.loading.metadata import Kind
@@ -20,6 +21,7 @@ from saltus.training.data.window_dataset import Batch
 
 UNKNOWN_TOKENS = 0.25  # fraction of windows in which queries do not know the window's tokens, as before drafting
 CONTEXT_POSITIONS = 0.25  # fraction of context positions that have a loss
+INITIAL_NORMALS = 0.02  # standard deviation
 
 
 @dataclass(eq=False)
@@ -105,7 +107,7 @@ class QueryDrafterTask(CachedStateTask):
         unknown: Bool[Tensor, "batch windows"] | None = None,
     ) -> Float[Tensor, "batch windows window hidden"]:
         """The queries' states, given the two tokens before each; of `unknown` windows those before the window only."""
-        if self.module.correction is None:
+        if (correction := self.module.correction) is None:
             return queries
         starts, rows = batch.window_starts, torch.arange(len(batch.tokens))[:, None]
         before = [torch.where(starts >= n, batch.tokens[rows, (starts - n).clamp_min(0)], -1) for n in (2, 1)]
@@ -113,7 +115,8 @@ class QueryDrafterTask(CachedStateTask):
         if unknown is not None:
             tokens[..., 2:] = torch.where(unknown[..., None], -1, tokens[..., 2:])
         window, tokens = queries.shape[-2], tokens.to(queries.device)
-        return self.module.corrected(queries, tokens[..., 1 : window + 1], tokens[..., :window])
+        left, second_left = tokens[..., 1 : window + 1], tokens[..., :window]
+        return correction.after_tokens(queries, left, second_left, self.module.embeddings[0])
 
     def _draft_targets(
         self, batch: Batch
@@ -154,6 +157,20 @@ class QueryDrafterTask(CachedStateTask):
         queries = self._corrected(batch, self._forward(batch)[1])
         drafts = self._logits(queries.flatten(0, -2)).argmax(-1).view(tokens.shape)
         return (counted & (drafts == tokens)).flatten(0, 1)
+
+
+@torch.no_grad()
+def set_initial_values(module: nn.Module, layers: int, seed: int, skipped: tuple[str, ...] = ()) -> None:
+    """Give the matrices of a module of so many layers GPT-2's initial values, from the seed alone.
+
+    Those whose names begin like one of `skipped` stay as they are.
+    """
+    generator = seeded_generator(seed, "weights")
+    for name, weight in module.named_parameters():
+        if weight.dim() == 2 and weight.requires_grad and not name.startswith(skipped):
+            inner = name.endswith(("o_proj.weight", "down_proj.weight"))
+            scale = INITIAL_NORMALS / math.sqrt(2 * layers) if inner else INITIAL_NORMALS
+            weight.copy_(torch.from_numpy(generator.normal(0.0, scale, tuple(weight.shape))))
 
 
 def require_same_shape(folder: Path, old: Any, new: Any) -> None:

@@ -181,9 +181,9 @@ def test_with_a_correction_each_path_has_the_predictions_after_its_own_tokens(mo
         path = [*text[-2:].tolist(), *branch.tokens]
         for depth, stated in enumerate(branch.acceptance_probabilities):
             hidden = outputs.hidden_states[1 + depth]
-            before = torch.tensor(path[depth + 1]), torch.tensor(path[depth])
+            before, model = (torch.tensor(path[depth + 1]), torch.tensor(path[depth])), network.model
             with torch.inference_mode():
-                row = network.model.llama.lm_head(network.model.corrected(hidden, *before))
+                row = model.lm_head(model.correction.after_tokens(hidden, *before, model.embeddings[0]))
             expected = row.softmax(-1)[branch.tokens[depth] - 5]
             assert stated == pytest.approx(float(expected), rel=1e-4)
     plain = each_branch(likely_paths(replace(predictions, correction=None), text[-2:].tolist(), Likeliest(3), SOURCE))

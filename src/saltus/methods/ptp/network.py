@@ -26,7 +26,7 @@ from saltus.methods.ptp.native_draft_pass import NativeDraftPass
 from saltus.methods.shared.context_layers import MASKED_SCORE, ContextLayers
 from saltus.methods.shared.context_rows import ContextKVCache, ContextRows, DraftRows, unread_states
 from saltus.methods.shared.draft_tree import DraftOutputs
-from saltus.methods.shared.hidden_state_correction import TokenCorrectionModel, corrected_states, rms_normalized
+from saltus.methods.shared.hidden_state_correction import TokenCorrectionModel, rms_normalized
 from saltus.methods.shared.query_predictions import QueryPredictor, rows_linear
 from saltus.methods.shared.timed_outputs import timed_outputs
 from saltus.models.cuda.host_copies import to_device
@@ -137,15 +137,6 @@ class DraftModel(nn.Module):
         states = hidden_states.to(dtype).unflatten(-1, (-1, self.shape.hidden))
         embedded = nn.functional.embedding(tokens, self.embeddings[0]).to(dtype)[..., None, :]
         return rms_normalized(torch.cat([states, embedded], -2)).flatten(-2)
-
-    def corrected(
-        self,
-        hidden_states: Float[Tensor, "*queries hidden"],
-        left: Int[Tensor, "*query_inputs"],
-        second_left: Int[Tensor, "*query_inputs"],
-    ) -> Float[Tensor, "*queries hidden"]:
-        """The last hidden states of queries, corrected by the two tokens before each; −1 is a token not known yet."""
-        return corrected_states(self.correction, self.embeddings[0], hidden_states, left, second_left)
 
     def query_inputs(
         self,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from saltus.kernels import native
 from saltus.kernels.packed_weight import select_rows
-from saltus.methods.shared.hidden_state_correction import TokenCorrectionModel, corrected_states
+from saltus.methods.shared.hidden_state_correction import TokenCorrectionModel
 from saltus.methods.shared.rotary import rotary_embedding
 from saltus.models.cpu.torch_decoder import normed, rotated
 from saltus.models.packed_decoder import DecoderConfig, PackedDecoder, RMSNorm, check_decoder_sizes
@@ -166,15 +166,6 @@ class DFlashModel(nn.Module):
         embedded = select_rows(self.embeddings[0], last_tokens).to(self.mask.dtype)[..., None, :]
         masks = self.mask.expand(*embedded.shape[:-2], self.shape.masks, -1)
         return torch.cat([embedded, masks], -2)
-
-    def corrected(
-        self,
-        hidden_states: Float[Tensor, "*queries hidden"],
-        left: Int[Tensor, "*query_inputs"],
-        second_left: Int[Tensor, "*query_inputs"],
-    ) -> Float[Tensor, "*queries hidden"]:
-        """The last hidden states of queries, corrected by the two tokens before each; −1 is a token not known yet."""
-        return corrected_states(self.correction, self.embeddings[0], hidden_states, left, second_left)
 
     def forward(
         self,

@@ -43,20 +43,17 @@ class TokenCorrectionModel(nn.Module):
         with_tokens = functional.silu(of_state + self.left(left) + self.second_left(second_left))
         return hidden + self.output(with_tokens - functional.silu(of_state))
 
-
-def corrected_states(
-    correction: TokenCorrectionModel | None,
-    embeddings: Tensor,
-    hidden_states: Float[Tensor, "*queries hidden"],
-    left: Int[Tensor, "*query_inputs"],
-    second_left: Int[Tensor, "*query_inputs"],
-) -> Float[Tensor, "*queries hidden"]:
-    """The last hidden states of queries, corrected by the two tokens before each; −1 is a token not known yet."""
-    if correction is None:
-        return hidden_states
-    known = ((tokens >= 0)[..., None] for tokens in (left, second_left))
-    embedded = (
-        rms_normalized(functional.embedding(tokens.clamp_min(0), embeddings).to(hidden_states.dtype))
-        for tokens in (left, second_left)
-    )
-    return correction(hidden_states, *(embedding * here for embedding, here in zip(embedded, known, strict=True)))
+    def after_tokens(
+        self,
+        hidden: Float[Tensor, "*queries hidden"],
+        left: Int[Tensor, "*query_inputs"],
+        second_left: Int[Tensor, "*query_inputs"],
+        embeddings: Tensor,
+    ) -> Float[Tensor, "*queries hidden"]:
+        """The hidden states of queries, corrected by the two tokens before each; −1 is a token not known yet."""
+        embedded = (
+            rms_normalized(functional.embedding(tokens.clamp_min(0), embeddings).to(hidden.dtype))
+            * (tokens >= 0)[..., None]
+            for tokens in (left, second_left)
+        )
+        return self(hidden, *embedded)

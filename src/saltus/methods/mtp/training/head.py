@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,12 +21,9 @@ from saltus.models.cpu import attention
 from saltus.models.decoder_of import decoder_of
 from saltus.models.output_layer import norm_offset
 from saltus.training.data.packed_forward import PackedMemory, packed_states
-from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.window_dataset import Batch
 from saltus.training.data.window_packing import pack_windows, slice_rows
-from saltus.training.query_drafter_task import QueryDrafterTask
-
-INITIAL_NORMALS = 0.02  # standard deviation
+from saltus.training.query_drafter_task import QueryDrafterTask, set_initial_values
 
 
 @dataclass(frozen=True)
@@ -71,14 +67,10 @@ class TrainableHead(nn.Module):
 
     @torch.no_grad()
     def _initialize(self, seed: int, target: Any) -> None:
-        generator, one = seeded_generator(seed, "weights"), 1.0 - norm_offset(target)
+        set_initial_values(self.parts, 1, seed)
         for name, weight in self.parts.named_parameters():
-            if weight.ndim == 2:
-                inner = name.endswith(("o_proj.weight", "down_proj.weight"))
-                scale = INITIAL_NORMALS / math.sqrt(2) if inner else INITIAL_NORMALS
-                weight.copy_(torch.from_numpy(generator.normal(0.0, scale, tuple(weight.shape))))
-            else:
-                weight.fill_(0.0 if name.endswith("bias") else one)
+            if weight.ndim != 2:
+                weight.fill_(0.0 if name.endswith("bias") else 1.0 - norm_offset(target))
         self.parts["norm"].load_state_dict(decoder_of(target).norm.state_dict())
 
     @property

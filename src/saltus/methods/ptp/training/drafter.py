@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from saltus.training.data.hidden_states import HiddenStateCorpus
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.window_dataset import Batch
 from saltus.training.data.window_packing import pack_windows
-from saltus.training.query_drafter_task import QueryDrafterTask, require_same_shape
+from saltus.training.query_drafter_task import QueryDrafterTask, require_same_shape, set_initial_values
 
 
 def new_drafter(shape: DrafterShape, draft_tokens: Tensor, target: Any, seed: int = 0) -> DraftModel:
@@ -30,16 +29,12 @@ def new_drafter(shape: DrafterShape, draft_tokens: Tensor, target: Any, seed: in
     """
     embeddings, unembedding = (weight.float() for weight in embeddings_of(target))
     model = DraftModel(shape, draft_tokens, embeddings, unembedding)
-    generator, norm = seeded_generator(seed, "weights"), last_norm_factors(target)
+    set_initial_values(model, shape.layers, seed, skipped=("auxiliary.", "correction.output."))
+    norm = last_norm_factors(target)
     with torch.no_grad():
         for name, weight in model.auxiliary.named_parameters():
             if name.startswith("map.0."):  # the first of two layers, the second of which is zero
                 weight.copy_(torch.from_numpy(seeded_generator(seed, name).normal(0.0, 0.2, tuple(weight.shape))))
-        for name, weight in model.named_parameters():
-            if weight.dim() == 2 and weight.requires_grad and not name.startswith(("auxiliary.", "correction.output")):
-                inner = name.endswith(("o_proj.weight", "down_proj.weight"))
-                scale = 0.02 / math.sqrt(2 * shape.layers) if inner else 0.02
-                weight.copy_(torch.from_numpy(generator.normal(0.0, scale, tuple(weight.shape))))
         if norm is not None:
             model.llama.model.norm.weight.copy_(norm)
         parts = model.fuse.weight.mul_(0.25).unflatten(1, (-1, shape.hidden))

@@ -18,12 +18,10 @@ from saltus.methods.shared.context_rows import select_hidden_states
 from saltus.methods.shared.drafter_files import embeddings_of
 from saltus.models.output_layer import last_norm_factors
 from saltus.training.data.hidden_states import HiddenStateCorpus
-from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.window_dataset import Batch
-from saltus.training.query_drafter_task import QueryDrafterTask, require_same_shape
+from saltus.training.query_drafter_task import QueryDrafterTask, require_same_shape, set_initial_values
 
 SCALED_ROWS = 4096  # of the corpus, that the factors of the hidden states are taken from, at most
-INITIAL_NORMALS = 0.02  # standard deviation
 
 
 def new_dflash_model(
@@ -37,13 +35,9 @@ def new_dflash_model(
     """
     embeddings, unembedding = (weight.float() for weight in embeddings_of(target))
     model = DFlashModel(shape, draft_tokens, embeddings, unembedding)
-    generator, norm = seeded_generator(seed, "weights"), last_norm_factors(target)
+    set_initial_values(model, shape.layers, seed, skipped=("correction.output.",))
+    norm = last_norm_factors(target)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() == 2 and weight.requires_grad and name != "correction.output.weight":
-                inner = name.endswith(("o_proj.weight", "down_proj.weight"))
-                scale = INITIAL_NORMALS / math.sqrt(2 * shape.layers) if inner else INITIAL_NORMALS
-                weight.copy_(torch.from_numpy(generator.normal(0.0, scale, tuple(weight.shape))))
         if norm is not None:
             model.decoder.model.norm.weight.copy_(norm)
         model.state_scale.copy_(1 / _root_mean_squares(corpus, shape))
