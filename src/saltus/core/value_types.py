@@ -30,6 +30,13 @@ def typed_value(value: Any, hint: Any, name: str) -> Any:
     return found
 
 
+def require_at_least(settings: Any, prefix: str = "", **least: float) -> None:
+    """Raise ValueError for the first field that is less than it may be; the message begins with the prefix."""
+    for name, minimum in least.items():
+        if getattr(settings, name) < minimum:
+            raise ValueError(f"{prefix}{name} is {getattr(settings, name)}, but must be {minimum} or more")
+
+
 def short_repr(value: Any) -> str:
     """A wrong value for an error message: its repr in one line, cut where it is long."""
     text = " ".join(repr(value).split())

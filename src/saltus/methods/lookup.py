@@ -17,6 +17,7 @@ from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
 from saltus.core.tree import Branch, Drafts
+from saltus.core.value_types import require_at_least
 from saltus.methods.shared.answer_memory import AnswerMemory, ngram_number, ngram_numbers, num_agreeing
 from saltus.methods.shared.ngram_corpus import NgramCorpus
 from saltus.methods.shared.ngram_model import ORDER, NgramModel
@@ -54,9 +55,7 @@ class Lookup:
     draft_models: dict[str, str] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("max_ngram_size", "max_matches", "num_draft_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"lookup: {name} is {getattr(self, name)}, but must be 1 or more")
+        require_at_least(self, "lookup: ", max_ngram_size=1, max_matches=1, num_draft_tokens=1)
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
         return LookupDrafter(RepeatIndex(self.max_ngram_size, self.max_matches), self.num_draft_tokens)

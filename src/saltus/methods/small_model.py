@@ -14,6 +14,7 @@ from saltus.core.protocols import Drafter, DraftResult
 from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
 from saltus.core.tree import Branch
+from saltus.core.value_types import require_at_least
 from saltus.methods.shared.autoregressive import draft_autoregressively
 
 FIRST_TOKENS = 4  # of a prompt that is too long: models attend to the first tokens of a text whatever they are
@@ -36,10 +37,7 @@ class SmallModel:
     min_probability: float = 0.2  # stop where the product of the drafts' probabilities falls below this
 
     def __post_init__(self) -> None:
-        if self.num_draft_tokens < 1:
-            raise ValueError(f"small_model: num_draft_tokens is {self.num_draft_tokens}, but must be 1 or more")
-        if self.max_prompt < 1:
-            raise ValueError(f"small_model: max_prompt is {self.max_prompt}, but must be 1 or more")
+        require_at_least(self, "small_model: ", num_draft_tokens=1, max_prompt=1)
         if not 0 <= self.min_probability < 1:
             raise ValueError(f"small_model: min_probability is {self.min_probability}, but must lie in [0, 1)")
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from saltus.core.forward import QueryStart
 from saltus.core.noise import Noise
+from saltus.core.value_types import require_at_least
 from saltus.models.uniform_embedding import KINDS, UniformEmbedding
 
 NOT_ADAPTED = (  # Hunyuan's router; the matrices of latent attention's heads; what chooses keys, without gradients
@@ -36,9 +37,7 @@ class GatedLoraSettings:
     query_start: QueryStart = "blank"  # what the first query of a chain reads, and where it stands
 
     def __post_init__(self) -> None:
-        for name in ("rank", "window"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"an adapter's {name} is {getattr(self, name)}, but must be 1 or more")
+        require_at_least(self, "an adapter's ", rank=1, window=1)
         if not self.alpha > 0:
             raise ValueError(f"an adapter's alpha is {self.alpha}, but must be above 0; take its rank")
         if not 0 <= self.dropout < 1:

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from saltus.core.picking import Coupling
+from saltus.core.value_types import require_at_least
 from saltus.loading.metadata import Kind
 from saltus.training.cached_state_task import CachedStateTask
 from saltus.training.data.seeded_generator import seeded_generator
@@ -182,8 +183,6 @@ def require_same_shape(folder: Path, old: Any, new: Any) -> None:
 
 def require_sizes(settings: Any) -> None:
     """Raise ValueError for settings of a drafter that has no layer, no token or no window."""
-    for name in ("layers", "intermediate", "window"):
-        if getattr(settings, name) < 1:
-            raise ValueError(f"a drafter's {name} is {getattr(settings, name)}, but must be 1 or more")
+    require_at_least(settings, "a drafter's ", layers=1, intermediate=1, window=1)
     if settings.vocabulary < 0:
         raise ValueError(f"a drafter's vocabulary is {settings.vocabulary}, but must be 1 or more, or 0 for all tokens")

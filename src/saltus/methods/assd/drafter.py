@@ -25,6 +25,7 @@ from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule, reject
 from saltus.core.sampling import Sampling, log_probability, token_distribution
 from saltus.core.tree import Branch, DraftNodes, Drafts, first_tokens
+from saltus.core.value_types import require_at_least
 from saltus.methods.assd.hole_predictions import AnySubsetOutputs, HoleLogits, HolePredictions
 from saltus.methods.shared.draft_tree import chooser, likely_paths
 from saltus.methods.shared.logit_correction import PairwiseCorrection
@@ -51,12 +52,7 @@ class Assd:
     two_calls: bool = False  # draft in a call of its own, as in the paper
 
     def __post_init__(self) -> None:
-        if self.num_draft_tokens < 1:
-            raise ValueError(f"assd: num_draft_tokens is {self.num_draft_tokens}, but must be 1 or more")
-        if self.top_k < 1:
-            raise ValueError(f"assd: top_k is {self.top_k}, but must be 1 or more")
-        if self.ahead < 1:
-            raise ValueError(f"assd: ahead is {self.ahead}, but must be 1 or more")
+        require_at_least(self, "assd: ", num_draft_tokens=1, top_k=1, ahead=1)
         if self.draft not in ("self", "bigram"):
             raise ValueError(f"assd: draft is {self.draft!r}, but must be self or bigram")
 

@@ -17,6 +17,7 @@ from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule, reject
 from saltus.core.sampling import Sampling, most_likely
 from saltus.core.tree import Branch
+from saltus.core.value_types import require_at_least
 from saltus.methods.jacobi.block_window import BlockWindow, FrozenBlocks, new_window
 from saltus.methods.jacobi.ngram_pool import NgramPool
 from saltus.methods.shared.query_chains import with_token_queries
@@ -47,10 +48,7 @@ class Jacobi:
     ngram_pool_size: int = 1024  # n-grams kept
 
     def __post_init__(self) -> None:
-        limits = {"block_size": 1, "max_blocks": 1, "candidates": 0, "ngram_size": 2, "ngram_pool_size": 1}
-        for name, least in limits.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"jacobi: {name} is {getattr(self, name)}, but must be {least} or more")
+        require_at_least(self, "jacobi: ", block_size=1, max_blocks=1, candidates=0, ngram_size=2, ngram_pool_size=1)
         if not 0 <= self.spawn_ratio <= 1:
             raise ValueError(f"jacobi: spawn_ratio is {self.spawn_ratio}, but is a share of a block, in [0, 1]")
         if self.recycle not in ("tails", "diagonals"):

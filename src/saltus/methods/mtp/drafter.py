@@ -14,6 +14,7 @@ from saltus.core.noise import Noise
 from saltus.core.protocols import Drafter, Network
 from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
+from saltus.core.value_types import require_at_least
 from saltus.methods.shared.autoregressive import draft_autoregressively
 from saltus.methods.shared.hidden_state_drafter import DraftCalls, HiddenStateDrafter
 
@@ -35,9 +36,7 @@ class Mtp:
     min_probability: float = 0.1  # stop where the product of the drafts' probabilities falls below this
 
     def __post_init__(self) -> None:
-        for name in ("num_draft_tokens", "top_k"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"mtp: {name} is {getattr(self, name)}, but must be 1 or more")
+        require_at_least(self, "mtp: ", num_draft_tokens=1, top_k=1)
         if not 0 <= self.min_probability < 1:
             raise ValueError(f"mtp: min_probability is {self.min_probability}, but must lie in [0, 1)")
 

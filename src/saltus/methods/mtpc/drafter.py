@@ -13,6 +13,7 @@ from saltus.core.noise import Noise
 from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule, match, reject
 from saltus.core.sampling import Sampling
+from saltus.core.value_types import require_at_least
 from saltus.methods.mtpc.drawn_window import can_draw_window, draft_drawn_window
 from saltus.methods.shared.autoregressive import draft_autoregressively
 from saltus.methods.shared.draft_tree import DraftOutputs, chooser, likely_paths
@@ -39,9 +40,7 @@ class Mtpc:
     draw: str = "tokens"  # under `reject`: tokens one by one, or the window at once, in a stage for each level
 
     def __post_init__(self) -> None:
-        for name in ("num_draft_tokens", "top_k"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"mtpc: {name} is {getattr(self, name)}, but must be 1 or more")
+        require_at_least(self, "mtpc: ", num_draft_tokens=1, top_k=1)
         if not 0 <= self.min_probability < 1:
             raise ValueError(f"mtpc: min_probability is {self.min_probability}, but must lie in [0, 1)")
         if self.draw not in ("tokens", "window"):

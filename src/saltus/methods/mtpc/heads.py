@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from saltus.core.value_types import require_at_least
 from saltus.kernels.batch_invariant_ops import linear
 from saltus.methods.mtpc import circuits
 from saltus.methods.mtpc.circuits import Circuit
@@ -52,11 +53,7 @@ class HeadShape:
     def __post_init__(self) -> None:
         if self.circuit != "ff" and self.circuit not in CIRCUITS:
             raise ValueError(f"heads' circuit is {self.circuit!r}, but must be one of ff, {', '.join(CIRCUITS)}")
-        if self.layers < 0:
-            raise ValueError(f"heads' layers is {self.layers}, but must be 0 or more")
-        for name in ("window", "rank", "subspace_dim", "lora_rank"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"heads' {name} is {getattr(self, name)}, but must be 1 or more")
+        require_at_least(self, "heads' ", layers=0, window=1, rank=1, subspace_dim=1, lora_rank=1)
         if self.features not in ("learned", "state"):
             raise ValueError(f"heads' features is {self.features!r}, but must be learned or state")
         if self.features == "state" and (self.embeds_last_token or not self.untied_unembedding):

@@ -17,6 +17,7 @@ from saltus.core.picking import Coupling
 from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule, match, reject
 from saltus.core.sampling import Sampling
+from saltus.core.value_types import require_at_least
 from saltus.methods.ptp.fused_drafter import FusedPtpDrafter
 from saltus.methods.shared.draft_tree import (
     MAX_NODES,
@@ -59,9 +60,7 @@ class Ptp:
     argmax: bool = False  # an adapter without its token's uniform drafts its likeliest token, not the pick (Eq. 7)
 
     def __post_init__(self) -> None:
-        for name in ("num_draft_tokens", "top_k", "max_nodes", "drafts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"ptp: {name} is {getattr(self, name)}, but must be 1 or more")
+        require_at_least(self, "ptp: ", num_draft_tokens=1, top_k=1, max_nodes=1, drafts=1)
         if self.growth not in get_args(GrowthRule):
             raise ValueError(f"ptp: growth is {self.growth!r}, but must be {' or '.join(get_args(GrowthRule))}")
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from saltus.core.noise import Noise
 from saltus.core.picking import Coupling
+from saltus.core.value_types import require_at_least
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.similar_lengths import sample_similar_lengths
 from saltus.training.data.uniform_intervals import UniformIntervals, sample_uniforms
@@ -39,9 +40,7 @@ class WindowSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "windows_per_text"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but must be 1 or more")
+        require_at_least(self, batch_size=1, windows_per_text=1)
         if self.max_length < 2:
             raise ValueError(f"max_length is {self.max_length}, but a text has 2 tokens or more; take more")
         for name in ("discount", "uniform_beta"):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, XLNetConfig, XLNetLMHeadModel
 
+from saltus.core.value_types import require_at_least
 from saltus.engine.checkpoints import fills_holes
 from saltus.loading.gguf_storage import require_packable
 from saltus.loading.load_model import load_model, load_tokenizer
@@ -53,15 +54,12 @@ class AnySubsetSettings:
     autocast: bool = False  # compute in bfloat16
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "layers", "vocabulary"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but must be 1 or more")
+        require_at_least(self, hidden=1, layers=1, vocabulary=1)
         if self.hidden % (2 * self.heads) or self.hidden < 12:
             raise ValueError(f"hidden is {self.hidden}, but attention heads have 64; take a multiple of that")
         if not 0 <= self.span_probability <= 1:
             raise ValueError(f"span_probability is {self.span_probability}, but is a probability, in [0, 1]")
-        if self.correction_steps < 0:
-            raise ValueError(f"correction_steps is {self.correction_steps}, but must be 0 or more")
+        require_at_least(self, correction_steps=0)
         if self.weights not in ("bf16", *PACKINGS):
             raise ValueError(f"weights is {self.weights!r}, but must be one of bf16, {', '.join(PACKINGS)}")
 

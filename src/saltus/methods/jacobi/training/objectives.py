@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from saltus.core.picking import Coupling
+from saltus.core.value_types import require_at_least
 from saltus.methods.jacobi.training.block_packing import BlockMask, BlockNoise, CountedRows, NoiseMeasure, NoiseSchedule
 from saltus.methods.jacobi.training.forcing import JacobiTrainingTask
 from saltus.methods.jacobi.training.trajectories import Trajectory, read_trajectories, texts_to_train_on
@@ -44,8 +45,7 @@ class JacobiForcingSettings:
 
     def __post_init__(self) -> None:
         assert self.noise and GatedLoraSettings(self.rank, self._alpha)  # they raise errors for their settings now
-        if self.text_weight < 0:
-            raise ValueError(f"text_weight is {self.text_weight}, but must be 0 or more")
+        require_at_least(self, text_weight=0)
 
     @property
     def _alpha(self) -> float:

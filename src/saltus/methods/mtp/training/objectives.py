@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from saltus.core.value_types import require_at_least
 from saltus.methods.mtp.trained_head import KIND
 from saltus.methods.mtp.training.head import MtpShape, MtpTrainingTask
 from saltus.training.objective import CachedStateObjective
@@ -19,8 +20,7 @@ class MtpHeadSettings:
     vocabulary: int = 8192  # the most frequent tokens, which are drafted; 0: all of the target's
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ValueError(f"a head's window is {self.window}, but must be 1 or more")
+        require_at_least(self, "a head's ", window=1)
         if self.vocabulary < 0:
             raise ValueError(f"a head's vocabulary is {self.vocabulary}, but must be 1 or more, or 0 for all tokens")
 

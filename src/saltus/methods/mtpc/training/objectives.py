@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from saltus.core.value_types import require_at_least
 from saltus.methods.mtpc.heads import HeadShape
 from saltus.methods.mtpc.training.heads import HeadsTrainingTask
 from saltus.training.objective import CachedStateObjective
@@ -28,8 +29,7 @@ class HeadsSettings:
     vocabulary: int = 8192  # the most frequent tokens, which are drafted
 
     def __post_init__(self) -> None:
-        if self.vocabulary < 1:
-            raise ValueError(f"heads' vocabulary is {self.vocabulary}, but must be 1 or more")
+        require_at_least(self, "heads' ", vocabulary=1)
         assert self._shape(1)  # it raises errors for its settings now
 
     def _shape(self, hidden: int) -> HeadShape:
