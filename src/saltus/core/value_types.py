@@ -30,7 +30,7 @@ def typed_value(value: Any, hint: Any, name: str) -> Any:
     return found
 
 
-def require_at_least(settings: Any, prefix: str = "", **least: float) -> None:
+def require_at_least(settings: Any, prefix: str = "", **least: int) -> None:
     """Raise ValueError for the first field that is less than it may be; the message begins with the prefix."""
     for name, minimum in least.items():
         if getattr(settings, name) < minimum:
