@@ -1,4 +1,4 @@
-"""Ask a server of OpenAI's protocol, and record all that a user could see of the answer."""
+"""Send requests to a server of OpenAI's protocol, and record all that a user could see of the answer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Reply:
     text: str = ""
     finish_reason: str | None = None
     usage: Mapping[str, Any] = field(default_factory=dict)
-    tokens: tuple[Token, ...] | None = None  # if log-probabilities were asked for
+    tokens: tuple[Token, ...] | None = None  # if log-probabilities were requested
     tool_calls: tuple[Mapping[str, Any], ...] = ()
     draft_counts: tuple[int, int] | None = None  # drafted and accepted, where the answer names them
     seconds: float = 0.0
@@ -60,7 +60,7 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Ask:
+class Request:
     """One request, without what a side adds to it."""
 
     prompt: str
@@ -79,36 +79,36 @@ def server_address(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def request_body(side: Side, ask: Ask) -> dict[str, Any]:
+def request_body(side: Side, request: Request) -> dict[str, Any]:
     """The body of a request to this side."""
-    body: dict[str, Any] = {"model": side.model, "max_tokens": ask.max_tokens, "temperature": ask.temperature}
-    body |= {"messages": [{"role": "user", "content": ask.prompt}]} if side.chat else {"prompt": ask.prompt}
-    if ask.seed is not None:
-        body["seed"] = ask.seed
-    if ask.stream:
+    body: dict[str, Any] = {"model": side.model, "max_tokens": request.max_tokens, "temperature": request.temperature}
+    body |= {"messages": [{"role": "user", "content": request.prompt}]} if side.chat else {"prompt": request.prompt}
+    if request.seed is not None:
+        body["seed"] = request.seed
+    if request.stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-    if ask.logprobs:
+    if request.logprobs:
         body |= {"logprobs": True, "top_logprobs": 20} if side.chat else {"logprobs": 5}
-    return body | dict(ask.more) | dict(side.body)
+    return body | dict(request.more) | dict(side.body)
 
 
-def curl_line(side: Side, ask: Ask) -> str:
+def curl_line(side: Side, request: Request) -> str:
     """A command that sends this request, without keys and the values of headers."""
     parts = ["curl", "-s", side.url + _route(side), "-H", "Content-Type: application/json"]
     if side.api_key:
         parts += ["-H", "Authorization: Bearer KEY"]
     for name in side.headers:
         parts += ["-H", f"{name}: VALUE"]
-    return shlex.join([*parts, "-d", json.dumps(request_body(side, ask), ensure_ascii=False)])
+    return shlex.join([*parts, "-d", json.dumps(request_body(side, request), ensure_ascii=False)])
 
 
 def _route(side: Side) -> str:
     return "/v1/chat/completions" if side.chat else "/v1/completions"
 
 
-def answer(side: Side, ask: Ask) -> Reply:
-    """Ask, and read the whole answer. Errors: EndpointError."""
-    return post(side, _route(side), request_body(side, ask))
+def answer(side: Side, request: Request) -> Reply:
+    """Send a request, and read the whole answer. Errors: EndpointError."""
+    return post(side, _route(side), request_body(side, request))
 
 
 def post(side: Side, route: str, body: Mapping[str, Any]) -> Reply:
@@ -123,19 +123,19 @@ def post(side: Side, route: str, body: Mapping[str, Any]) -> Reply:
 
 
 def answer_all(
-    side: Side, asks: Sequence[Ask], clients: int, on_answer: Callable[[], Any] = lambda: None
+    side: Side, requests: Sequence[Request], clients: int, on_answer: Callable[[], Any] = lambda: None
 ) -> list[Reply]:
-    """The answers in the order of `asks`, at most `clients` at a time. Errors: EndpointError."""
+    """The answers in the order of `requests`, at most `clients` at a time. Errors: EndpointError."""
 
-    def one(ask: Ask) -> Reply:
-        reply = answer(side, ask)
+    def one(request: Request) -> Reply:
+        reply = answer(side, request)
         on_answer()
         return reply
 
     if clients == 1:
-        return [one(ask) for ask in asks]
+        return [one(request) for request in requests]
     with ThreadPoolExecutor(clients) as pool:
-        return list(pool.map(one, asks))
+        return list(pool.map(one, requests))
 
 
 def get_json(side: Side, path: str) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from saltus.evaluation.audit.client import Ask, Reply, Side, answer_all
+from saltus.evaluation.audit.client import Reply, Request, Side, answer_all
 from saltus.evaluation.audit.features import Features
 from saltus.evaluation.benchmarks.graders import Grader
 from saltus.evaluation.benchmarks.suites import Task
@@ -14,7 +14,7 @@ from saltus.evaluation.benchmarks.suites import Task
 
 @dataclass(frozen=True)
 class AuditSettings:
-    """How much is asked: tokens of an answer, repetitions of each request, clients at once, and the first seed."""
+    """How much is sent: tokens of an answer, repetitions of each request, clients at once, and the first seed."""
 
     max_tokens: int = 48
     repeats: int = 2
@@ -48,14 +48,14 @@ class Audit:
         """Both sides, the speculating one first."""
         return self.on, self.off
 
-    def answers(self, side: Side, asks: Sequence[Ask], clients: int = 1) -> list[Reply]:
-        """Replies in the order of `asks`."""
-        return answer_all(side, asks, clients, self.on_answer)
+    def answers(self, side: Side, requests: Sequence[Request], clients: int = 1) -> list[Reply]:
+        """Replies in the order of `requests`."""
+        return answer_all(side, requests, clients, self.on_answer)
 
-    def paired_answers(self, asks: Sequence[Ask], repeats: int, clients: int = 1) -> list[list[list[Reply]]]:
+    def paired_answers(self, requests: Sequence[Request], repeats: int, clients: int = 1) -> list[list[list[Reply]]]:
         """For both sides, repetitions of each request: [side][request][repetition]. Sides take turns in going first."""
         rounds: list[list[list[Reply]]] = [[], []]
         for number in range(repeats):
             for side in (0, 1) if number % 2 == 0 else (1, 0):
-                rounds[side].append(self.answers(self.sides[side], asks, clients))
+                rounds[side].append(self.answers(self.sides[side], requests, clients))
         return [[list(replies) for replies in zip(*side, strict=True)] for side in rounds]

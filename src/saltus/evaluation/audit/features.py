@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from saltus.evaluation.audit.client import KEY_STATUSES, Ask, Side, answer, get_json, open_route
+from saltus.evaluation.audit.client import KEY_STATUSES, Request, Side, answer, get_json, open_route
 from saltus.integrations.openai_endpoint import EndpointError
 
 OWNERS = {  # `owned_by` of /v1/models
@@ -51,14 +51,14 @@ def connect(side: Side) -> Side:
         except (KeyError, IndexError, TypeError):
             raise ValueError(f"{side.url}/v1/models lists no model; name it with --model") from None
     try:
-        answer(side, Ask(PROBE, max_tokens=1))
+        answer(side, Request(PROBE, max_tokens=1))
         return side
     except EndpointError as refused:
         if refused.status in (*KEY_STATUSES, None):
             raise
         plain = replace(side, chat=False)
         try:
-            answer(plain, Ask(PROBE, max_tokens=1))
+            answer(plain, Request(PROBE, max_tokens=1))
             return plain
         except EndpointError:
             raise refused from None
@@ -82,7 +82,7 @@ def find_features(side: Side) -> Features:
 
 def measure_rate(side: Side) -> float:
     """Tokens a second of one answer. Errors: EndpointError."""
-    reply = answer(side, Ask(PROBE, max_tokens=24))
+    reply = answer(side, Request(PROBE, max_tokens=24))
     return (reply.completion_tokens or max(1, len(reply.text) // 4)) / max(reply.seconds, 1e-3)
 
 
@@ -112,29 +112,29 @@ def identify(side: Side) -> tuple[str, str]:
 
 
 def _seed(side: Side) -> str | None:
-    texts = [answer(side, Ask(PROBE, 24, 1.0, seed)).text for seed in (11, 11, 12, 13, 14)]
+    texts = [answer(side, Request(PROBE, 24, 1.0, seed)).text for seed in (11, 11, 12, 13, 14)]
     if texts[0] == texts[1]:
         return "all seeds give one text" if len(set(texts)) == 1 else None
-    again = [answer(side, Ask(PROBE, 24, 1.0, 11)).text for _ in range(2)]
+    again = [answer(side, Request(PROBE, 24, 1.0, 11)).text for _ in range(2)]
     return None if len({*texts[:2], *again}) < 4 else "a seed does not repeat its text"
 
 
 def _logprobs(side: Side) -> str | None:
-    reply = answer(side, Ask(PROBE, 4, logprobs=True))
+    reply = answer(side, Request(PROBE, 4, logprobs=True))
     if not reply.tokens:
         return "answers bring none"
     return None if any(token.top for token in reply.tokens) else "answers bring none of the likeliest tokens"
 
 
 def _stream(side: Side) -> str | None:
-    reply = answer(side, Ask(PROBE, 8, stream=True))
+    reply = answer(side, Request(PROBE, 8, stream=True))
     return None if reply.text else "a stream brings no text"
 
 
 def _json_schema(side: Side) -> str | None:
     if not side.chat:
         return "the server has no chat completions for this model"
-    reply = answer(side, Ask("Who wrote Emma? Answer in JSON.", 96, more={"response_format": JSON_FORMAT}))
+    reply = answer(side, Request("Who wrote Emma? Answer in JSON.", 96, more={"response_format": JSON_FORMAT}))
     if not reply.text.lstrip().startswith("{"):
         return "the schema is accepted and not followed"
     if reply.finish_reason != "length":
@@ -148,7 +148,7 @@ def _json_schema(side: Side) -> str | None:
 def _tools(side: Side) -> str | None:
     if not side.chat:
         return "the server has no chat completions for this model"
-    reply = answer(side, Ask("Save Jane Austen, born 1775.", 128, more=TOOL_FIELDS))
+    reply = answer(side, Request("Save Jane Austen, born 1775.", 128, more=TOOL_FIELDS))
     if reply.tool_calls or reply.finish_reason == "length":
         return None
     return "an answer has no call, which the request demands; perhaps the model's chat template knows no tools"

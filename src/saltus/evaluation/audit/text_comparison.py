@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from saltus.evaluation.audit.client import Ask, Reply, Side, Token, answer
+from saltus.evaluation.audit.client import Reply, Request, Side, Token, answer
 from saltus.evaluation.audit.statistics import Differences, exchangeability_test
 from saltus.integrations.openai_endpoint import EndpointError
 
@@ -42,22 +42,22 @@ class References:
     tolerance: float = MIN_TOLERANCE
     made: dict[str, list[tuple[Token, ...]]] = field(default_factory=dict)
 
-    def gap(self, ask: Ask, first: str, second: str) -> tuple[float | None, bool]:
+    def gap(self, request: Request, first: str, second: str) -> tuple[float | None, bool]:
         """The gap between what two texts take at their first difference, and whether it is a lower bound."""
         if not self.available:
             return None, False
-        runs = self.made.setdefault(ask.prompt, [])
+        runs = self.made.setdefault(request.prompt, [])
         for attempt in range(ATTEMPTS):
             if attempt == len(runs):
-                runs.append(self._run(ask))
+                runs.append(self._run(request))
             found = gap_in_reference(runs[attempt], first, second)
             if found is not None:
                 return found
         return None, False
 
-    def _run(self, ask: Ask) -> tuple[Token, ...]:
+    def _run(self, request: Request) -> tuple[Token, ...]:
         try:
-            return answer(self.side, replace(ask, stream=False, logprobs=True)).tokens or ()
+            return answer(self.side, replace(request, stream=False, logprobs=True)).tokens or ()
         except EndpointError:
             return ()
 
@@ -93,14 +93,14 @@ def _logprob_of(token: Token, rest: bytes) -> float | None:
     return max((value for text, value in listed.items() if text and rest.startswith(text)), default=None)
 
 
-def first_difference(ask: Ask, first: str, second: str, references: References) -> Difference | None:
+def first_difference(request: Request, first: str, second: str, references: References) -> Difference | None:
     """Where two texts part; None if they are equal."""
     if first == second:
         return None
     position = next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
-    gap, at_least = references.gap(ask, first, second)
+    gap, at_least = references.gap(request, first, second)
     return Difference(position, first[position : position + 12], second[position : position + 12], gap, at_least)
 
 
@@ -108,7 +108,7 @@ def first_difference(ask: Ask, first: str, second: str, references: References) 
 class Comparison:
     """Groups of replies to equal requests, half of each group from either side, and how they differ."""
 
-    asks: Sequence[Ask]
+    requests: Sequence[Request]
     groups: Sequence[Sequence[Reply]]
     references: References
     unequal: list[Differences] = field(default_factory=list)
@@ -116,10 +116,10 @@ class Comparison:
     across: list[tuple[int, Difference]] = field(default_factory=list)  # group, difference between the sides
 
     def __post_init__(self) -> None:
-        for number, (ask, replies) in enumerate(zip(self.asks, self.groups, strict=True)):
-            self._add_group(number, ask, [reply.text for reply in replies])
+        for number, (request, replies) in enumerate(zip(self.requests, self.groups, strict=True)):
+            self._add_group(number, request, [reply.text for reply in replies])
 
-    def _add_group(self, number: int, ask: Ask, texts: Sequence[str]) -> None:
+    def _add_group(self, number: int, request: Request, texts: Sequence[str]) -> None:
         unequal = np.zeros((len(texts), len(texts)), dtype=np.int64)
         beyond = unequal.copy()
         known: dict[tuple[str, str], Difference | None] = {}
@@ -127,7 +127,7 @@ class Comparison:
             for j in range(i + 1, len(texts)):
                 key = texts[i], texts[j]
                 if key not in known:
-                    known[key] = first_difference(ask, *key, self.references)
+                    known[key] = first_difference(request, *key, self.references)
                 if (difference := known[key]) is None:
                     continue
                 unequal[i, j] = unequal[j, i] = 1
@@ -171,10 +171,10 @@ class Comparison:
         ranked = sorted(self.across, key=lambda pair: (self.is_rounding(pair[1]), -(pair[1].gap or 0.0)))
         return [f"{name(number)}, {one.describe()}" for number, one in ranked[:5]]
 
-    def example_ask(self) -> Ask:
+    def example_request(self) -> Request:
         """The request of a largest difference, whole. There is one."""
         largest = max(self.across, key=lambda pair: (not self.is_rounding(pair[1]), pair[1].gap or 0.0))
-        return replace(self.asks[largest[0]], stream=False)
+        return replace(self.requests[largest[0]], stream=False)
 
 
 def differs_within(group: Differences, side: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from saltus.evaluation.audit.client import Ask
+from saltus.evaluation.audit.client import Request
 from saltus.evaluation.audit.context import Audit, GradedSuite
 from saltus.evaluation.audit.statistics import mcnemar, paired_difference
 from saltus.evaluation.audit.verdicts import NOTE, SAME, Verdict
@@ -23,14 +23,14 @@ def run(audit: Audit) -> Iterator[Verdict]:
 def _graded(audit: Audit, suite: GradedSuite) -> Verdict:
     tasks, grader = suite.tasks, suite.grader
 
-    def ask(task: Task) -> Ask:
+    def request(task: Task) -> Request:
         raw = not audit.on.chat and task.raw is not None
         prompt = str(task.raw) if raw else task.prompt.turns[0]
-        return Ask(prompt, TOKENS, more={"stop": list(task.stop)} if raw and task.stop else {})
+        return Request(prompt, TOKENS, more={"stop": list(task.stop)} if raw and task.stop else {})
 
     right = []
     for side in audit.sides:
-        replies = audit.answers(side, [ask(task) for task in tasks], audit.settings.clients)
+        replies = audit.answers(side, [request(task) for task in tasks], audit.settings.clients)
         scores = (grader.score(task.reference, reply.text) for task, reply in zip(tasks, replies, strict=True))
         right.append([main_score(score) >= 1 for score in scores])
     on, off = right

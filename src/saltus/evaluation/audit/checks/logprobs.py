@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from saltus.evaluation.audit.client import Ask, Reply, Side, curl_line
+from saltus.evaluation.audit.client import Reply, Request, Side, curl_line
 from saltus.evaluation.audit.context import Audit
 from saltus.evaluation.audit.statistics import exchangeability_test
 from saltus.evaluation.audit.text_comparison import token_differences
@@ -22,10 +22,11 @@ def run(audit: Audit) -> Iterator[Verdict]:
     if not audit.features.has("logprobs"):
         yield not_checked("logprobs", audit.features.missing["logprobs"])
         return
-    asks = [Ask(prompt, audit.settings.max_tokens, logprobs=True) for prompt in audit.prompts]
-    on, off = audit.paired_answers(asks, audit.settings.repeats)
+    requests = [Request(prompt, audit.settings.max_tokens, logprobs=True) for prompt in audit.prompts]
+    on, off = audit.paired_answers(requests, audit.settings.repeats)
     faults = [
-        [fault for ask, group in zip(asks, side, strict=True) for fault in _form(ask, group)] for side in (on, off)
+        [fault for request, group in zip(requests, side, strict=True) for fault in _form(request, group)]
+        for side in (on, off)
     ]
     for side, own, other in zip(audit.sides, faults, reversed(faults), strict=True):
         yield _form_verdict(side, own, shared={PREFERRED, BARE} & {fault.kind for fault in other})
@@ -36,7 +37,7 @@ def run(audit: Audit) -> Iterator[Verdict]:
 class _Fault:
     kind: str
     words: str
-    ask: Ask
+    request: Request
 
 
 def _form_verdict(side: Side, faults: Sequence[_Fault], shared: set[str]) -> Verdict:
@@ -46,25 +47,25 @@ def _form_verdict(side: Side, faults: Sequence[_Fault], shared: set[str]) -> Ver
     first, words = ranked[0], list(dict.fromkeys(fault.words for fault in ranked))
     if first.kind in shared:
         return Verdict(name, NOTE, f"{words[0]}; on the other side, too, so not by speculation", examples=words[1:3])
-    return Verdict(name, FINDING, words[0], examples=words[1:3], repeat=[curl_line(side, first.ask)])
+    return Verdict(name, FINDING, words[0], examples=words[1:3], repeat=[curl_line(side, first.request)])
 
 
-def _form(ask: Ask, replies: Sequence[Reply]) -> Iterator[_Fault]:
+def _form(request: Request, replies: Sequence[Reply]) -> Iterator[_Fault]:
     for token in (token for reply in replies for token in reply.tokens or ()):
         if token.logprob > 1e-3:
-            yield _Fault("above 0", f"a log-probability is {token.logprob:.3g}, which is above 0", ask)
+            yield _Fault("above 0", f"a log-probability is {token.logprob:.3g}, which is above 0", request)
         if token.top and token.logprob < max(token.top.values()) - 0.5:
             words = f"a greedy token has log-probability {token.logprob:.3g}, another one {max(token.top.values()):.3g}"
-            yield _Fault(PREFERRED, words, ask)
+            yield _Fault(PREFERRED, words, request)
         if token.top and sum(map(np.exp, token.top.values())) > 1.01:
-            yield _Fault("sum", "the probabilities of the likeliest tokens are more than 1 together", ask)
+            yield _Fault("sum", "the probabilities of the likeliest tokens are more than 1 together", request)
     for reply in replies:
         tokens = reply.tokens or ()
         bare = [token for token in tokens if not token.top]
         if bare and len(bare) < len(tokens):
             zero = sum(token.logprob == 0 for token in bare)
             words = f"{len(bare)} of {len(tokens)} tokens of an answer lack the likeliest tokens that were asked for"
-            yield _Fault(BARE, words + (f", and {zero} have log-probability 0" if zero else ""), ask)
+            yield _Fault(BARE, words + (f", and {zero} have log-probability 0" if zero else ""), request)
 
 
 def _agreement(on: list[list[Reply]], off: list[list[Reply]]) -> Verdict:

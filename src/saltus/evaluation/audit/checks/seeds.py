@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from saltus.core.noise import Noise
-from saltus.evaluation.audit.client import Ask
+from saltus.evaluation.audit.client import Request
 from saltus.evaluation.audit.context import Audit
 from saltus.evaluation.audit.statistics import energy_test, mcnemar
 from saltus.evaluation.audit.verdicts import NOTE, SAME, Verdict, not_checked
@@ -29,10 +29,10 @@ def run(audit: Audit) -> Iterator[Verdict]:
 def _seeded(audit: Audit) -> Iterator[Verdict]:
     first = audit.settings.seed + 1
     prompts = [*audit.prompts] * SEEDS_OF_A_PROMPT
-    asks = [Ask(prompt, audit.settings.max_tokens, 1.0, first + n) for n, prompt in enumerate(prompts)]
-    on, off = audit.paired_answers(asks, 2)
+    requests = [Request(prompt, audit.settings.max_tokens, 1.0, first + n) for n, prompt in enumerate(prompts)]
+    on, off = audit.paired_answers(requests, 2)
     repeats = [[one.text == two.text for one, two in side] for side in (on, off)]
-    total = len(asks)
+    total = len(requests)
     broken = sum(b and not a for a, b in zip(*repeats, strict=True))
     mended = sum(a and not b for a, b in zip(*repeats, strict=True))
     words = (
@@ -56,8 +56,10 @@ def _distribution(audit: Audit) -> Verdict:
     made: list[np.ndarray] = []
     for number, side in enumerate(audit.sides):
         first = base + number * SAMPLES * len(prompts)
-        asks = [Ask(prompts[n // SAMPLES], SAMPLE_TOKENS, 1.0, first + n) for n in range(SAMPLES * len(prompts))]
-        texts = [reply.text for reply in audit.answers(side, asks, audit.settings.clients)]
+        requests = [
+            Request(prompts[n // SAMPLES], SAMPLE_TOKENS, 1.0, first + n) for n in range(SAMPLES * len(prompts))
+        ]
+        texts = [reply.text for reply in audit.answers(side, requests, audit.settings.clients)]
         made.append(np.array(texts, dtype=object).reshape(len(prompts), SAMPLES))
     groups = np.concatenate(made, axis=1)
     distances = np.array([[[_distance(one, other) for other in group] for one in group] for group in groups])

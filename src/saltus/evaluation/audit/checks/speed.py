@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 
-from saltus.evaluation.audit.client import Ask, Reply, Side, get_text
+from saltus.evaluation.audit.client import Reply, Request, Side, get_text
 from saltus.evaluation.audit.context import Audit
 from saltus.evaluation.audit.verdicts import FIGURE, FINDING, SAME, Verdict, not_checked
 
@@ -17,14 +17,14 @@ GAUGES = {"sglang:spec_accept_length": "tokens a call", "sglang:spec_accept_rate
 
 def run(audit: Audit) -> Iterator[Verdict]:
     """Tokens a second at one client and at many; drafts of each side."""
-    asks = [Ask(prompt, audit.settings.max_tokens) for prompt in audit.prompts]
+    requests = [Request(prompt, audit.settings.max_tokens) for prompt in audit.prompts]
     counts: list[tuple[int, int] | None] = []
     rates: dict[int, list[float]] = {1: [], audit.settings.clients: []}
     for side in audit.sides:
         before, replies = read_draft_counts(side), []
         for clients, found in rates.items():
             started = time.perf_counter()
-            made = audit.answers(side, asks, clients)
+            made = audit.answers(side, requests, clients)
             seconds = time.perf_counter() - started
             found.append(sum(reply.completion_tokens or 0 for reply in made) / seconds)
             replies += made

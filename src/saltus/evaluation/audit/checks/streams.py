@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from saltus.evaluation.audit.client import REPLACEMENT, Ask, Reply, Side, curl_line
+from saltus.evaluation.audit.client import REPLACEMENT, Reply, Request, Side, curl_line
 from saltus.evaluation.audit.context import Audit
 from saltus.evaluation.audit.verdicts import FINDING, SAME, Verdict, not_checked
 
@@ -22,19 +22,27 @@ def run(audit: Audit) -> Iterator[Verdict]:
     if not audit.features.has("streams"):
         yield not_checked("streams", audit.features.missing["streams"])
         return
-    asks = [Ask(prompt, audit.settings.max_tokens, stream=True) for prompt in (*CHARACTER_PROMPTS, *audit.prompts)]
-    whole = [Ask(ask.prompt, ask.max_tokens) for ask in asks]
+    requests = [
+        Request(prompt, audit.settings.max_tokens, stream=True) for prompt in (*CHARACTER_PROMPTS, *audit.prompts)
+    ]
+    whole = [Request(request.prompt, request.max_tokens) for request in requests]
     for side in audit.sides:
-        streamed = [reply for clients in (1, audit.settings.clients) for reply in audit.answers(side, asks, clients)]
+        streamed = [
+            reply for clients in (1, audit.settings.clients) for reply in audit.answers(side, requests, clients)
+        ]
         plain = audit.answers(side, whole, audit.settings.clients)
-        found = [(asks[n % len(asks)], n >= len(asks), fault) for n, r in enumerate(streamed) for fault in _faults(r)]
+        found = [
+            (requests[n % len(requests)], n >= len(requests), fault)
+            for n, r in enumerate(streamed)
+            for fault in _faults(r)
+        ]
         if _broken(streamed) and not _broken(plain):
             words = f"{_broken(streamed)} streams bring half characters (U+FFFD), whole answers none"
-            found.append((asks[0], False, words))
+            found.append((requests[0], False, words))
         yield _verdict(side, audit.settings.clients, len(streamed), found)
 
 
-def _verdict(side: Side, clients: int, total: int, found: list[tuple[Ask, bool, str]]) -> Verdict:
+def _verdict(side: Side, clients: int, total: int, found: list[tuple[Request, bool, str]]) -> Verdict:
     """`found`: requests, whether they were sent beside others, and their faults."""
     name = f"streams {side.name}"
     if not found:
@@ -42,7 +50,7 @@ def _verdict(side: Side, clients: int, total: int, found: list[tuple[Ask, bool, 
     words = "; ".join(f"{number} of {total}: {fault}" for fault, number in Counter(f for _, _, f in found).items())
     if all(at_once for _, at_once, _ in found):
         words += f" (only with {clients} requests at once)"
-    examples = [f"{' '.join(ask.prompt.split())[:40]}: {fault}" for ask, _, fault in found[:3]]
+    examples = [f"{' '.join(request.prompt.split())[:40]}: {fault}" for request, _, fault in found[:3]]
     return Verdict(name, FINDING, words, examples=examples, repeat=[curl_line(side, found[0][0])])
 
 

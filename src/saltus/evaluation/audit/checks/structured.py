@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from saltus.evaluation.audit.client import Ask, Reply, curl_line
+from saltus.evaluation.audit.client import Reply, Request, curl_line
 from saltus.evaluation.audit.context import Audit
 from saltus.evaluation.audit.features import JSON_FORMAT, PERSON, TOOL_FIELDS
 from saltus.evaluation.audit.statistics import rate_interval
@@ -33,11 +33,13 @@ def _checked(
     if not audit.features.has(feature):
         yield not_checked(name, audit.features.missing[feature])
         return
-    asks = [Ask(f"Save this person, with the year of birth, as JSON: {each}", TOKENS, more=fields) for each in PEOPLE]
+    requests = [
+        Request(f"Save this person, with the year of birth, as JSON: {each}", TOKENS, more=fields) for each in PEOPLE
+    ]
     for side in audit.sides:
-        replies = [reply for clients in (1, audit.settings.clients) for reply in audit.answers(side, asks, clients)]
+        replies = [reply for clients in (1, audit.settings.clients) for reply in audit.answers(side, requests, clients)]
         finished = [reply for reply in replies if reply.finish_reason != "length"]
-        faults = [(ask, fault) for ask, reply in zip(asks * 2, replies, strict=True)
+        faults = [(request, fault) for request, reply in zip(requests * 2, replies, strict=True)
                   if reply.finish_reason != "length" and (fault := fault_of(reply))]  # fmt: skip
         found = [fault for _, fault in faults]
         low, high = rate_interval(len(finished) - len(found), len(finished))
@@ -47,7 +49,7 @@ def _checked(
         if not finished:
             yield not_checked(f"{name} {side.name}", f"all answers were cut off at {TOKENS} tokens")
         else:
-            repeat = [curl_line(side, ask) for ask, _ in faults[:1]]
+            repeat = [curl_line(side, request) for request, _ in faults[:1]]
             yield Verdict(f"{name} {side.name}", FINDING if found else SAME, words, examples=found[:3], repeat=repeat)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from saltus.evaluation.audit.client import Ask, Reply, Token, curl_line
+from saltus.evaluation.audit.client import Reply, Request, Token, curl_line
 from saltus.evaluation.audit.context import Audit
 from saltus.evaluation.audit.prompts import SHARED_PREFIX
 from saltus.evaluation.audit.statistics import exchangeability_test
@@ -18,7 +18,7 @@ from saltus.evaluation.audit.text_comparison import (
 )
 from saltus.evaluation.audit.verdicts import NOTE, SAME, Verdict, not_checked
 
-CONFIRMED_GROUPS = 3  # differences that are asked for anew
+CONFIRMED_GROUPS = 3  # differences whose requests are sent anew
 CONFIRMATIONS = 10  # times by each side: a lasting difference then has p = 4e-5, which Holm's correction of a run needs
 
 
@@ -48,16 +48,16 @@ def run(audit: Audit) -> Iterator[Verdict]:
     references.tolerance = measure_tolerance(audit)
     replies: dict[str, list[list[list[Reply]]]] = {}
     compared: list[Comparison] = []
-    asked: dict[str, list[Ask]] = {}
+    sent: dict[str, list[Request]] = {}
     for condition in CONDITIONS:
         if condition.stream and not audit.features.has("streams"):
             yield not_checked(f"texts {_name(condition, audit)}", audit.features.missing["streams"])
             continue
-        asks = condition_asks(audit, condition)
+        requests = condition_requests(audit, condition)
         clients = audit.settings.clients if condition.at_once else 1
-        made = audit.paired_answers(asks, audit.settings.repeats, clients)
-        asked[condition.name], replies[condition.name] = asks, made
-        comparison = Comparison(asks, [[*on, *off] for on, off in zip(*made, strict=True)], references)
+        made = audit.paired_answers(requests, audit.settings.repeats, clients)
+        sent[condition.name], replies[condition.name] = requests, made
+        comparison = Comparison(requests, [[*on, *off] for on, off in zip(*made, strict=True)], references)
         compared.append(comparison)
         yield _texts_verdict(audit, condition, comparison, references)
     yield _pooled_verdict(compared)
@@ -65,24 +65,24 @@ def run(audit: Audit) -> Iterator[Verdict]:
         for first, second in (("alone", "alone, streamed"), ("alone", "at once")):
             if second in replies:
                 yield _same_side_verdict(
-                    f"{second} against {first}, {side.name}", asked[first],
+                    f"{second} against {first}, {side.name}", sent[first],
                     replies[first][side_number], replies[second][side_number], references,
                 )  # fmt: skip
     yield from _repetition_verdict(audit, replies)
 
 
-def condition_asks(audit: Audit, condition: Condition) -> list[Ask]:
+def condition_requests(audit: Audit, condition: Condition) -> list[Request]:
     """The requests of a condition."""
     prefix = SHARED_PREFIX if condition.shared_prefix else ""
-    return [Ask(prefix + prompt, audit.settings.max_tokens, stream=condition.stream) for prompt in audit.prompts]
+    return [Request(prefix + prompt, audit.settings.max_tokens, stream=condition.stream) for prompt in audit.prompts]
 
 
 def measure_tolerance(audit: Audit) -> float:
     """The gap that rounding may flip, from the noise of log-probabilities of the same tokens on both sides."""
     if not audit.features.has("logprobs"):
         return rounding_tolerance(())
-    asks = [Ask(prompt, audit.settings.max_tokens, logprobs=True) for prompt in audit.prompts[:4]]
-    on, off, again = (audit.answers(side, asks) for side in (audit.on, audit.off, audit.off))
+    requests = [Request(prompt, audit.settings.max_tokens, logprobs=True) for prompt in audit.prompts[:4]]
+    on, off, again = (audit.answers(side, requests) for side in (audit.on, audit.off, audit.off))
     noise = [
         value
         for one, other, third in zip(on, off, again, strict=True)
@@ -125,7 +125,7 @@ def _texts_verdict(audit: Audit, condition: Condition, comparison: Comparison, r
     else:
         alarm, line = "", f"{parted}, each at a near tie (at most {references.tolerance:.2g} nats): rounding; {words}"
         p_value = 1.0
-    repeat = [curl_line(side, comparison.example_ask()) for side in audit.sides]
+    repeat = [curl_line(side, comparison.example_request()) for side in audit.sides]
     return Verdict(name, NOTE, line, p_value, alarm or line, figures, examples, repeat)
 
 
@@ -156,7 +156,7 @@ def _noise_words(audit: Audit, noise: Sequence[int], total: int) -> str:
 
 def _confirm(audit: Audit, condition: Condition, comparison: Comparison, references: References) -> float:
     """The p-value of fresh answers to the requests whose texts differed, so that one lasting difference is enough."""
-    chosen = [comparison.asks[number] for number, _ in comparison.faults[:CONFIRMED_GROUPS]]
+    chosen = [comparison.requests[number] for number, _ in comparison.faults[:CONFIRMED_GROUPS]]
     clients = audit.settings.clients if condition.at_once else 1
     made = audit.paired_answers(chosen, CONFIRMATIONS, clients)
     groups = [[*on, *off] for on, off in zip(*made, strict=True)]
@@ -164,10 +164,14 @@ def _confirm(audit: Audit, condition: Condition, comparison: Comparison, referen
 
 
 def _same_side_verdict(
-    name: str, asks: Sequence[Ask], first: list[list[Reply]], second: list[list[Reply]], references: References
+    name: str,
+    requests: Sequence[Request],
+    first: list[list[Reply]],
+    second: list[list[Reply]],
+    references: References,
 ) -> Verdict:
     """One side in two conditions that should not matter."""
-    comparison = Comparison(asks, [[*one, *other] for one, other in zip(first, second, strict=True)], references)
+    comparison = Comparison(requests, [[*one, *other] for one, other in zip(first, second, strict=True)], references)
     total, parted = len(comparison.groups), comparison.parted
     figures = {"texts": total, "parted": parted, "beyond_rounding": len(comparison.faults)}
     if not parted:
