@@ -10,7 +10,6 @@ import saltus
 from architectures import random_tree, text, tiny
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
-from saltus.engine import target_network
 from saltus.methods.shared.adapter_files import save_adapter
 from saltus.methods.shared.query_chains import with_query_chains, with_token_queries
 from saltus.models.causal import CausalNetwork
@@ -134,12 +133,13 @@ def test_on_a_gpu_rows_beside_queries_keep_their_bits_in_graphs(name):
 def on_an_accelerator(monkeypatch):
     """Every command loads its models as on CUDA, in fixed shapes."""
 
-    class InFixedShapes(CausalNetwork):
-        def __init__(self, model, batch_invariant=True, *settings):
-            assert batch_invariant, "nobody asked for less"
-            super().__init__(model, True, *settings, fixed_shapes=True)
+    make = CausalNetwork.__init__
 
-    monkeypatch.setattr(target_network, "CausalNetwork", InFixedShapes)
+    def in_fixed_shapes(self, model, batch_invariant=True, *settings):
+        assert batch_invariant, "nobody asked for less"
+        make(self, model, True, *settings, fixed_shapes=True)
+
+    monkeypatch.setattr(CausalNetwork, "__init__", in_fixed_shapes)
 
 
 def adapter_folder(model_folder, folder, settings=None, **training):

@@ -313,6 +313,20 @@ def test_features_are_what_the_unembedding_reads(networks):
         assert plain.hidden_states is None
 
 
+@pytest.mark.parametrize("name", ["Llama", "Cohere", "FalconH1", "Qwen3Moe"])
+@torch.inference_mode()
+def test_rows_without_logits_end_with_the_last_mixer(name):
+    """A prompt's last row is then the first one of the buffer, where hidden states of all are not wanted."""
+    network, canvas = CausalNetwork(tiny(name)), continuation(text(LENGTH), 9)
+    hidden = network.native_decoder.hidden
+    whole = network.forward([ForwardInputs(canvas, output_hidden_states=True)], [network.new_kv_cache()])[0]
+    last = hidden[LENGTH - 1].clone()
+    assert not torch.equal(hidden[0], last)
+    [outputs] = network.forward([ForwardInputs(canvas)], [network.new_kv_cache()])
+    assert torch.equal(hidden[0], last)
+    assert torch.equal(outputs.logits, whole.logits)
+
+
 @pytest.mark.parametrize("name", ["Llama", "GPT2", "Gemma", "Llama4 without experts", "GptOss"])
 @torch.inference_mode()
 def test_tapped_layers_stand_before_the_last_states_and_do_not_touch_the_logits(name):

@@ -188,6 +188,12 @@ typedef struct {
   int64_t rows, width, first, size;
 } Columns;
 
+#define MOST_KEPT 4
+typedef struct {
+  void *x[MOST_KEPT];  // [rows, size], `step` numbers apart
+  int64_t count, step[MOST_KEPT], size[MOST_KEPT];
+} KeptRows;
+
 typedef struct {
   const void *x;     // [rows, size], dense
   int32_t *columns;  // [rows, most]: of values less than `gap` below the row's greatest, the `most` greatest, ascending
@@ -232,7 +238,7 @@ static inline int is_one_of(int64_t token, const int64_t *tokens, int64_t count)
 enum {
   LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS, MIX_EXPERTS,
   CONVOLVE, RECUR, GATE_OUTPUTS, SCALE_COLUMNS, REARRANGE, MULTIPLY_HEADS, XIELU, ADD_POSITIONS,
-  SKIP_UNLESS_CHOOSING, CHOOSE_KEYS,
+  SKIP_UNLESS_CHOOSING, CHOOSE_KEYS, KEEP_SELECTED,
   PREDICT_STREAMS, CORRECT_STREAMS, MATCH_MAGNITUDE, AVERAGE, CUT_OFF
 };
 typedef struct {
@@ -262,9 +268,10 @@ typedef struct {
   const Angles *angles;
   const RecurrentText *recurrent;  // [texts], or NULL: no layer keeps a state
   void *const *kept;            // [layers + 1]: where to copy the hidden states before a layer or after all, NULL: nowhere
-  const int64_t *selected;      // [num_selected]: the rows that have logits
+  const int64_t *selected;      // [num_selected]: the rows that have logits, in their order; NULL: the first ones
   double *seconds;  // [PARTS_OF_CALL]: of each part, added up, or NULL
   int64_t texts, rows, num_selected, vocab, all_states;
+  int64_t narrows;  // rows that are not selected may end with the last mixer: nobody reads their states, and no row is gated
 } Decoder;
 
 typedef struct {

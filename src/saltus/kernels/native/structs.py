@@ -128,7 +128,7 @@ class Op(ctypes.Structure):
 # kinds of Op
 LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS, MIX_EXPERTS = range(9)
 CONVOLVE, RECUR, GATE_OUTPUTS, SCALE_COLUMNS, REARRANGE, MULTIPLY_HEADS, XIELU, ADD_POSITIONS = range(9, 17)
-SKIP_UNLESS_CHOOSING, CHOOSE_KEYS = range(17, 19)
+SKIP_UNLESS_CHOOSING, CHOOSE_KEYS, KEEP_SELECTED = range(17, 20)
 PANEL = 64  # outputs whose weights of MULTIPLY_HEADS lie together
 NORM_KINDS = {"rms": 0, "rms-float32": 1, "layer": 2}
 ACTIVATION_NUMBERS = {
@@ -256,6 +256,19 @@ class PerHead(ctypes.Structure):
     ]
 
 
+MOST_KEPT = 4
+
+
+class KeptRows(ctypes.Structure):
+    """The struct `KeptRows` of kernels.h, field for field."""
+
+    _fields_ = [
+        ("x", POINTER * MOST_KEPT),
+        ("count", INTEGER),
+        *((name, INTEGER * MOST_KEPT) for name in ("step", "size")),
+    ]
+
+
 class Decoder(ctypes.Structure):
     """The struct `Decoder` of kernels.h, field for field."""
 
@@ -268,7 +281,7 @@ class Decoder(ctypes.Structure):
         ("num_ops", INTEGER),
         *((name, POINTER) for name in ("attentions", "key_step", "value_step", "angles", "recurrent")),
         *((name, POINTER) for name in ("kept", "selected", "seconds")),
-        *((name, INTEGER) for name in ("texts", "rows", "num_selected", "vocab", "all_states")),
+        *((name, INTEGER) for name in ("texts", "rows", "num_selected", "vocab", "all_states", "narrows")),
     ]
 
 

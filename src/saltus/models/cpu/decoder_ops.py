@@ -64,6 +64,7 @@ class DecoderOps:
         self.streams = None if description.streams is None else StreamOps(self, description.streams)
         if self.streams is not None:
             self.streams.begin()
+        self.last_mixer = _last_mixer(description)
         shortcut = None
         for number, layer in enumerate(description.layers):
             self._layer(number, layer)
@@ -152,6 +153,8 @@ class DecoderOps:
             (self._mixer(number, mixer, layer.mixer_norm), mixer.output, layer.mixer_output_norm, scale)
             for mixer, scale in mixers_of(layer)
         ]
+        if number == self.last_mixer:
+            self._keep_selected([self.hidden, *(x for x, *_ in mixed)])
         if not layer.parallel:
             self._add_mixed(mixed, layer.residual_scale)
         if beside is not None:
@@ -171,6 +174,13 @@ class DecoderOps:
                 self._add_mixed(mixed, layer.residual_scale)
             scale = layer.residual_scale * layer.mlp.output_scale
             self._to_hidden(x, layer.mlp.down, layer.mlp_output_norm, scale, **settings)
+
+    def _keep_selected(self, needed: Sequence[Tensor]) -> None:
+        """Leave out rows without logits from here on; of the buffers before, only these are needed."""
+        kept = structs.KeptRows(count=len(needed))
+        for number, x in enumerate(needed):
+            kept.x[number], kept.step[number], kept.size[number] = x.data_ptr(), x.stride(0), x.shape[1]
+        self.op(structs.KEEP_SELECTED, kept)
 
     def _laurel(self, branch: Laurel, norm: Norm | None) -> Tensor:
         """n + norm(up(down n)) of the hidden states' norm n."""
@@ -309,6 +319,15 @@ class DecoderOps:
             calls.append(cache.begin_call(first, sequence.past_length, decided, sequence.parents, sequence.ends_text))
             first += sequence.num_rows
         return calls
+
+
+def _last_mixer(description: DecoderDescription) -> int | None:
+    """The last layer with a mixer, if what follows needs only the hidden states and that layer's outputs of mixers."""
+    if description.streams is not None or description.per_layer_embeddings is not None:
+        return None
+    if any(layer.laurel is not None or layer.shortcut is not None for layer in description.layers):
+        return None
+    return max((number for number, layer in enumerate(description.layers) if mixers_of(layer)), default=None)
 
 
 def _kept_sizes(mixer: Mixer) -> tuple[int, int] | None:

@@ -200,6 +200,7 @@ class NativeDecoder:
         rows = inputs.shape[0]
         made = self.prepare(rows, positions, call, logit_rows, output_hidden_states, hidden_state_layers, output_logits)
         self.set_gated_rows(gate, rows)
+        made.struct.narrows = gate is None
         if not inputs.is_floating_point():
             made.struct.tokens = inputs.data_ptr()
         if inputs.is_floating_point() or gate is not None:

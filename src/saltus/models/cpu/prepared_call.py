@@ -44,7 +44,7 @@ class PreparedRows:
         self.kept = (structs.POINTER * (1 + decoder.num_layers))()
         self.norm, self.head_out = struct.norm, struct.head.out
         self.first_number = ctypes.addressof(self.numbers)
-        struct.texts, struct.angles = 1, ctypes.addressof(self.angles)
+        struct.texts, struct.narrows, struct.angles = 1, True, ctypes.addressof(self.angles)
         struct.attentions, struct.kept = ctypes.addressof(self.attentions), ctypes.addressof(self.kept)
         struct.key_step, struct.value_step = ctypes.addressof(self.key_steps), ctypes.addressof(self.value_steps)
 
