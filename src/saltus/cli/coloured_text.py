@@ -30,12 +30,12 @@ def call_style(call_index: int, tokens: int) -> Style:
 
 def legend() -> Text:
     """An explanation of the colours."""
-    said = Text()
+    explained = Text()
     words = (("every ", 1), ("colour ", 1), ("is ", 1), ("one call of the network, ", 4), ("bold ", 1))
     words += (("if it decided several tokens at once", 6),)
     for call, (word, tokens) in enumerate(words):
-        said.append(word, call_style(call, tokens))
-    return said
+        explained.append(word, call_style(call, tokens))
+    return explained
 
 
 class PipeSafeConsole(Console):

@@ -38,26 +38,26 @@ def one_line_errors() -> Iterator[None]:
 
 def describe_error(error: Exception) -> tuple[str, int]:
     """The line and the exit code for an error."""
-    said = " ".join(str(error).split())
+    message = " ".join(str(error).split())
     if complaint := getattr(error, "format_message", None):  # a wrong command line
-        said = " ".join(complaint().split()).rstrip(".")
+        message = " ".join(complaint().split()).rstrip(".")
         context = getattr(error, "ctx", None)
-        return f"{said}; see `{context.command_path} --help`" if context else said, BAD_INPUT
+        return f"{message}; see `{context.command_path} --help`" if context else message, BAD_INPUT
     if is_out_of_memory(error):
         return "out of memory; take a smaller model, --dtype bfloat16, or fewer --max-new-tokens", BAD_INPUT
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         which = f"of {error.filename}" if error.filename else "that the output goes to"
         return f"the disk {which} is full; free some space", BAD_INPUT
     if isinstance(error, OSError):
-        what = error.strerror or said or type(error).__name__
+        what = error.strerror or message or type(error).__name__
         return f"{error.filename}: {what}" if error.filename else what, BAD_INPUT
     if isinstance(error, ModuleNotFoundError):
-        return f"{said}; install it with pip, or install saltus anew", BAD_INPUT
+        return f"{message}; install it with pip, or install saltus anew", BAD_INPUT
     if isinstance(error, ValueError):
-        return said or type(error).__name__, BAD_INPUT
+        return message or type(error).__name__, BAD_INPUT
     kind, faulty = type(error).__name__, " or ".join(["saltus", *_packages_of_methods()])
     return (
-        f"{kind}{': ' if said else ''}{said[:300]} (a fault of {faulty}; SALTUS_DEBUG=1 shows where it happened)",
+        f"{kind}{': ' if message else ''}{message[:300]} (a fault of {faulty}; SALTUS_DEBUG=1 shows where it happened)",
         INTERNAL_ERROR,
     )
 

@@ -121,6 +121,6 @@ def _print_text(infilling: Any, steps: bool) -> None:
     plain = ColouredTextWriter(painter.console, False)
     for number, piece in enumerate(infilling.layout.pieces):
         plain.write(piece, 0, 1)
-        for said in infilling.token_texts[number] if number < len(infilling.token_texts) else ():
-            painter.write(said, *next(by_call))
+        for text in infilling.token_texts[number] if number < len(infilling.token_texts) else ():
+            painter.write(text, *next(by_call))
     painter.finish_line()

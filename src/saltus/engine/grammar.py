@@ -246,11 +246,11 @@ def _matcher(definition: str, tokenizer: Any, end_tokens: frozenset[int]) -> Any
 
 def _described(problem: str) -> str:
     """What llguidance says of a grammar that cannot be used, in one line."""
-    said = re.sub(r"^at \d+\(\d+\): ", "", problem)  # a place in llguidance's form of the grammar
-    if "regex parse error" in said:
-        reason = re.search(r"error: (.+)", said.partition("regex parse error")[2])
-        said = f"its regular expression is not valid ({reason[1] if reason else first_line(said)})"
-    return f"the grammar cannot be used: {first_line(said)}"
+    message = re.sub(r"^at \d+\(\d+\): ", "", problem)  # a place in llguidance's form of the grammar
+    if "regex parse error" in message:
+        reason = re.search(r"error: (.+)", message.partition("regex parse error")[2])
+        message = f"its regular expression is not valid ({reason[1] if reason else first_line(message)})"
+    return f"the grammar cannot be used: {first_line(message)}"
 
 
 @lru_cache(maxsize=4)

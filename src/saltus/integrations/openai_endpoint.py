@@ -20,14 +20,14 @@ RETRYABLE_STATUSES = (408, 425, 429, 500, 502, 503, 504)  # of a server that may
 
 
 class EndpointError(ValueError):
-    """A server that refuses, in the words that it `said`, or does not answer (`status` is None).
+    """A server that refuses, for the `reason` that it gives, or does not answer (`status` is None).
 
     `retryable` if the same request may succeed later.
     """
 
-    def __init__(self, line: str, status: int | None = None, said: str = "", retry_after: float = 0.0) -> None:
+    def __init__(self, line: str, status: int | None = None, reason: str = "", retry_after: float = 0.0) -> None:
         super().__init__(line)
-        self.status, self.said, self.retry_after = status, said, retry_after
+        self.status, self.reason, self.retry_after = status, reason, retry_after
         self.retryable = status is None or status in RETRYABLE_STATUSES
 
 
@@ -94,11 +94,11 @@ def open_url(url: str, body: Mapping[str, Any] | None, api_key: str, headers: Ma
     try:
         return urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=TIMEOUT_SECONDS)
     except urllib.error.HTTPError as error:
-        said, pause = " ".join(error.read(300).decode(errors="replace").split()), error.headers.get("Retry-After", "")
-        if not said or (said.startswith("<") and error.code not in (400, 422)):  # a page of some other server
-            said = "is a server of OpenAI's protocol there?"
-        line = f"{url} refuses ({error.code}): {said}"
-        raise EndpointError(line, error.code, said, float(pause) if pause.isdecimal() else 0.0) from None
+        reason, pause = " ".join(error.read(300).decode(errors="replace").split()), error.headers.get("Retry-After", "")
+        if not reason or (reason.startswith("<") and error.code not in (400, 422)):  # a page of some other server
+            reason = "is a server of OpenAI's protocol there?"
+        line = f"{url} refuses ({error.code}): {reason}"
+        raise EndpointError(line, error.code, reason, float(pause) if pause.isdecimal() else 0.0) from None
     except (OSError, ValueError, HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise EndpointError(f"{url} does not answer ({reason}); is the server running?") from None

@@ -80,5 +80,5 @@ def first_line(error: BaseException | str) -> str:
     A line that ends in a colon is shown with the next one.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = " ".join(lines[: 1 + lines[0].endswith(":")]) if lines else type(error).__name__
-    return said[:200].rstrip(" .:")
+    message = " ".join(lines[: 1 + lines[0].endswith(":")]) if lines else type(error).__name__
+    return message[:200].rstrip(" .:")

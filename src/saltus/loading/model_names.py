@@ -22,7 +22,7 @@ def surely_differ(first: str, second: str) -> bool:
     """
     names = [_hub_id(name) for name in (first, second)]
     words = [_words(name) for name in names]
-    sizes = [{word for word in said if SIZE.fullmatch(word)} for said in words]
+    sizes = [{word for word in own if SIZE.fullmatch(word)} for own in words]
     if not all(sizes):
         return False
     owners = [name.rpartition("/")[0].lower() for name in names]

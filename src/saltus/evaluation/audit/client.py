@@ -165,7 +165,7 @@ def open_route(side: Side, path: str, body: Mapping[str, Any] | None) -> Any:
     except EndpointError as error:
         if error.status not in KEY_STATUSES:
             raise
-        raise EndpointError(f"{error}; give --api-key", error.status, error.said) from None
+        raise EndpointError(f"{error}; give --api-key", error.status, error.reason) from None
 
 
 def _read_whole(data: bytes) -> Reply:

@@ -74,7 +74,7 @@ def find_features(side: Side) -> Features:
         except EndpointError as error:
             if error.status is None:
                 raise
-            reason = f"the server refuses it ({error.status}): {error.said[:160]}"
+            reason = f"the server refuses it ({error.status}): {error.reason[:160]}"
         if reason:
             missing[name] = reason
     return Features(program, version, missing)

@@ -241,7 +241,7 @@ def servers_under_test(urls: Sequence[str], engine: Engine) -> list[OpenAIServer
 def _server_sent_events(response: Any) -> Iterator[dict[str, Any]]:
     """The JSON objects of a stream of server-sent events."""
     for line in response:
-        name, _, said = line.decode().strip().partition(":")
-        if name == "data" and said.strip() != "[DONE]":
-            event = json.loads(said)
+        name, _, data = line.decode().strip().partition(":")
+        if name == "data" and data.strip() != "[DONE]":
+            event = json.loads(data)
             yield event if isinstance(event, dict) else {}

@@ -45,11 +45,11 @@ def final_answer(text: str) -> str | None:
             depth += (letter == "{") - (letter == "}")
             if depth == 0:
                 return rest[1:place].strip()
-    said = _ANSWER_IS.findall(text)
-    if not said:
+    answers = _ANSWER_IS.findall(text)
+    if not answers:
         return None
-    formula = re.match(r"\$([^$]+)\$|\\\((.+?)\\\)", said[-1])
-    return (formula[1] or formula[2] if formula else said[-1].partition(". ")[0]).strip().rstrip(".*")
+    formula = re.match(r"\$([^$]+)\$|\\\((.+?)\\\)", answers[-1])
+    return (formula[1] or formula[2] if formula else answers[-1].partition(". ")[0]).strip().rstrip(".*")
 
 
 def same_answer(reference: str, answer: str) -> bool:

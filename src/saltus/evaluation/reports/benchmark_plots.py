@@ -131,8 +131,8 @@ def _plot_speedup(results: Mapping[str, Any]) -> Any:
         axes.annotate(_abbreviate(system), (0, y), xycoords=("axes fraction", "data"), xytext=(-10, 0),
                       textcoords="offset points", ha="right", va="center", weight="bold",
                       color=paint[system].light)  # fmt: skip
-        said = f"{row['speedup']:.2f} ×{_format_interval(row['ci95'].get('speedup'))}"
-        axes.annotate(said, (1, y), xycoords=("axes fraction", "data"), xytext=(8, 0), textcoords="offset points",
+        label = f"{row['speedup']:.2f} ×{_format_interval(row['ci95'].get('speedup'))}"
+        axes.annotate(label, (1, y), xycoords=("axes fraction", "data"), xytext=(8, 0), textcoords="offset points",
                       va="center", size=8.5)  # fmt: skip
     top = 22 * len(shown) + 14
     for number, category in enumerate(categories):
@@ -199,10 +199,10 @@ def _draw_problem_notes(figure: Any, results: Mapping[str, Any], height: float |
             problems.append(f"{_abbreviate(system)} {len(row['problems'])}")
     lines = [("other texts than plain’s: ", baselines, MUTED), ("other texts than plain’s: ", ours, ALARM),
              ("problems: ", problems, ALARM)]  # fmt: skip
-    for number, (what, said, colour) in enumerate(line for line in lines if line[1]):
-        count = next((n for n in (3, 2) if len(", ".join(said[:n])) <= NOTE_LENGTH), 1)
-        more = f", and {len(said) - count} more" if len(said) > count else ""
-        text = what + ", ".join(said[:count]) + more
+    for number, (what, notes, colour) in enumerate(line for line in lines if line[1]):
+        count = next((n for n in (3, 2) if len(", ".join(notes[:n])) <= NOTE_LENGTH), 1)
+        more = f", and {len(notes) - count} more" if len(notes) > count else ""
+        text = what + ", ".join(notes[:count]) + more
         figure.text(14 / WIDTH, (6 + 13 * number) / height, text, size=8, color=colour)
 
 
@@ -262,8 +262,8 @@ def _draw_equal_speed_lines(axes: Any, plain: Mapping[str, Any] | None) -> list[
         y = speed * x / 1000
         place = ((x - left) / (right - left), (y - low) / (high - low))
         mine = speed == plain_speed
-        said = f"plain: {speed:.0f} tokens/s" if mine else f"{speed:g} tokens/s" if len(taken) < 2 else f"{speed:g}"
-        half = max(0.06, 0.01 * len(said))
+        label = f"plain: {speed:.0f} tokens/s" if mine else f"{speed:g} tokens/s" if len(taken) < 2 else f"{speed:g}"
+        half = max(0.06, 0.01 * len(label))
         if place[0] < 0.04 or any(
             abs(place[0] - x_taken) < half + half_taken and abs(place[1] - y_taken) < 0.06
             for x_taken, y_taken, half_taken in taken
@@ -274,7 +274,7 @@ def _draw_equal_speed_lines(axes: Any, plain: Mapping[str, Any] | None) -> list[
                         scalex=False, scaley=False)  # fmt: skip
         strong += ray if mine else []
         outside = x >= right
-        axes.annotate(said, (x, y), xytext=(5, 0) if outside else (0, 3), textcoords="offset points", size=8.5,
+        axes.annotate(label, (x, y), xytext=(5, 0) if outside else (0, 3), textcoords="offset points", size=8.5,
                       ha="left" if outside else "center", va="center" if outside else "bottom",
                       color=INK if mine else MUTED, weight="bold" if mine else "normal")  # fmt: skip
     if plain_speed:

@@ -92,9 +92,9 @@ def _label_line_ends(axes: Any, x: float | int, ends: Sequence[tuple[float, str,
     """Labels right of the last points, moved apart if they would touch."""
     low, high = axes.get_ylim()
     least, at = 0.062 * (high - low), float("-inf")
-    for y, said, colour in sorted(ends):
+    for y, label, colour in sorted(ends):
         at = max(y, at + least)
-        axes.annotate(said, (x, at), xytext=(10, 0), textcoords="offset points", va="center", size=9.5,
+        axes.annotate(label, (x, at), xytext=(10, 0), textcoords="offset points", va="center", size=9.5,
                       color=colour if colour not in BLUES[:3] else BLUES[3], annotation_clip=False)  # fmt: skip
 
 
@@ -106,11 +106,11 @@ def _plot_roofline(result: Mapping[str, Any]) -> Any:
         return None
     nodes = [row["nodes"] for row in rows]
     can = result["speed"]
-    said = f"after {length:,} tokens; {can['bytes_per_second'] / 1e9:,.0f} GB/s, "
-    said += (
+    subtitle = f"after {length:,} tokens; {can['bytes_per_second'] / 1e9:,.0f} GB/s, "
+    subtitle += (
         f"{can['flops_per_second'] / 1e12:.2g} TFLOP/s measured; {result['model']['name']}, {result['model']['dtype']}"
     )
-    figure = _new_figure("A call and the least it could cost", said)
+    figure = _new_figure("A call and the least it could cost", subtitle)
     axes = _add_time_axes(figure, nodes, right_margin=112)
     axes.set_yscale("log")
     columns = {name: [row[name] for row in rows] for name in ("ms", "memory_ms", "compute_ms", "floor_ms")}
@@ -148,10 +148,10 @@ def _label_line_ends_log(axes: Any, x: float | int, ends: Sequence[tuple[float, 
     """`_label_line_ends` on a logarithmic scale."""
     low, high = axes.get_ylim()
     at = 0.0
-    for y, said, colour in sorted(ends):
-        lines = 1 + said.count("\n")
+    for y, label, colour in sorted(ends):
+        lines = 1 + label.count("\n")
         at = max(y, at * (high / low) ** (0.04 * (lines + 1)))
-        axes.annotate(said, (x, at), xytext=(12, 0), textcoords="offset points", va="center", size=9.5, color=colour,
+        axes.annotate(label, (x, at), xytext=(12, 0), textcoords="offset points", va="center", size=9.5, color=colour,
                       annotation_clip=False)  # fmt: skip
 
 
@@ -164,10 +164,10 @@ def _mark_knees(axes: Any, result: Mapping[str, Any], length: int, rows: Sequenc
         marks.append((knee["predicted"], rows[0]["memory_ms"], "bends at", MUTED))
     if knee["measured"] is not None:
         marks.append((knee["measured"], 1.25 * rows[0]["ms"], "+25 % at", ALARM))
-    for x, top, said, colour in marks:
+    for x, top, label, colour in marks:
         axes.plot([x, x], [bottom, top], ":", color=colour, lw=1.3, zorder=1)
         axes.plot([x], [top], "D", color=BACKGROUND, mec=colour, mew=1.4, ms=6, zorder=4)
-        axes.annotate(f"{said} {x:.3g}", (x, top), xytext=(7, -14), textcoords="offset points", size=9, color=colour)
+        axes.annotate(f"{label} {x:.3g}", (x, top), xytext=(7, -14), textcoords="offset points", size=9, color=colour)
 
 
 def _plot_parts(result: Mapping[str, Any]) -> Any:
@@ -177,8 +177,8 @@ def _plot_parts(result: Mapping[str, Any]) -> Any:
         return None
     bars = [26 * len(calls), 26 * len(loop)]
     height = 190 + sum(bars) + (96 if calls and loop else 0)
-    said = f"after {result['settings']['batch_length']:,} tokens; {_model_and_machine(result)}"
-    figure = _new_figure("Where the milliseconds go", said, height)
+    subtitle = f"after {result['settings']['batch_length']:,} tokens; {_model_and_machine(result)}"
+    figure = _new_figure("Where the milliseconds go", subtitle, height)
     top = 122
     if calls:
         axes = figure.add_axes((84 / WIDTH, 1 - (top + bars[0]) / height, (WIDTH - 150) / WIDTH, bars[0] / height))

@@ -64,9 +64,9 @@ def draw_coloured_text(results: Mapping[str, Any], records: Sequence[Mapping[str
     axes.axis("off")
     tokens, num_calls = len(record["tokens"]), len(record["calls"])
     axes.text(14, 12, f"{record['system']}: {tokens} tokens in {num_calls} calls", size=12.5, weight="bold", va="top")
-    said = f"every colour is one call; underlined where it decided several tokens · task {record['task']}"
-    said += f", {record['category']}" + (", the beginning" if cut else "")
-    axes.text(14, 35, said, size=9, color=MUTED, va="top")
+    subtitle = f"every colour is one call; underlined where it decided several tokens · task {record['task']}"
+    subtitle += f", {record['category']}" + (", the beginning" if cut else "")
+    axes.text(14, 35, subtitle, size=9, color=MUTED, va="top")
     decided = [call["decided"] for call in record["calls"]]
     for row, line in enumerate(lines):
         _draw_line(axes, line, 76 + 17 * row, decided)

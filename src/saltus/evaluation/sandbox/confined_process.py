@@ -149,10 +149,10 @@ def describe_exception(error: BaseException) -> bytes:
     """An exception as a line of at most 200 characters; its __str__ is the program's code and may fail, too."""
     name = type(error).__name__
     try:
-        said = str(error)
+        message = str(error)
     except BaseException:
-        said = ""
-    line = " ".join(f"{name}: {said[:400]}".split()) if said else name
+        message = ""
+    line = " ".join(f"{name}: {message[:400]}".split()) if message else name
     return line[:200].encode("utf-8", "replace")
 
 

@@ -302,8 +302,8 @@ def _read_attention(
     if is_muse := config.get("model_type") == MUSE_GLIMMER:
         kinds, window = kinds or ["sliding_attention"] * count, (window or 2048) + 1
     spans = layer_spans({"layer_types": kinds, "sliding_window": window}, count, folder)
-    said = [layers.get("is_causal"), flat.get("causal"), flat.get("causal_head")]
-    if stated := [bool(each) for each in said if each is not None]:
+    is_causal = [layers.get("is_causal"), flat.get("causal"), flat.get("causal_head")]
+    if stated := [bool(each) for each in is_causal if each is not None]:
         return spans, stated[0], stated[0]
     return spans if any(spans) else (), False, named and not (is_muse or config.get("sliding_window_non_causal"))
 
