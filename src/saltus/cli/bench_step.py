@@ -110,40 +110,40 @@ def measure_step(engine: Any, grid: Any) -> dict[str, Any]:
 
     network, model = engine.network, engine.network.model
     vocabulary = model.get_output_embeddings().weight.shape[0]
-    settle = synchronizer(model.device)
+    synchronize = synchronizer(model.device)
     timings, growth, done = steps.CallTimings(), {}, False
     parts: list[dict[str, Any]] = []
     loop: list[dict[str, Any]] = []
-    needs = roofline.count_demand(model)
-    can: Any = None
+    demand = roofline.count_demand(model)
+    machine_speed: Any = None
     profiled = profiled_nodes(grid.nodes)
     temperatures = (0.0, 0.8)
     with (
         suppress(KeyboardInterrupt),
         progress_bar(grid.num_calls + len(profiled) + len(temperatures) + 2, "measuring") as advance,
     ):
-        can = roofline.measure_machine_speed(model.dtype, model.device, integers=uses_integers(model))
+        machine_speed = roofline.measure_machine_speed(model.dtype, model.device, integers=uses_integers(model))
         advance()
-        for _ in steps.measure_calls(network, grid, vocabulary, timings, synchronize=settle):
+        for _ in steps.measure_calls(network, grid, vocabulary, timings, synchronize=synchronize):
             advance()
         for count in profiled:
             parts.append(
                 call_profile.profile_call(
-                    network, count, grid.batch_length, vocabulary, grid.rounds, synchronize=settle
+                    network, count, grid.batch_length, vocabulary, grid.rounds, synchronize=synchronize
                 )
             )
             advance()
         for temperature in temperatures:
-            loop.append(step_profile.profile_step(engine, temperature=temperature, synchronize=settle))
+            loop.append(step_profile.profile_step(engine, temperature=temperature, synchronize=synchronize))
             advance()
         growth = steps.kv_cache_growth(network, vocabulary, engine.target.context_length)
         advance()
         done = True
-    kv_cache = {"bytes_of_a_token": needs.token_bytes, **growth}
+    kv_cache = {"bytes_of_a_token": demand.token_bytes, **growth}
     return {
         **run_info(engine, {**asdict(grid), "batch_length": grid.batch_length}),
         "complete": done,
-        **summarise_step(grid, timings, needs, can),
+        **summarise_step(grid, timings, demand, machine_speed),
         "parts": parts,
         "loop": loop,
         "memory": kv_cache,

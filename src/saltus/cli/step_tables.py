@@ -19,9 +19,9 @@ def print_tables(result: Mapping[str, Any]) -> None:
     console.print(Text(f"{model['name']}, {model['dtype']}, {model['device']}", "bold"))
     for number, (title, table) in enumerate(_tables(result, settings["batch_length"])):
         console.print(*([""] if number else []), Text(title, "dim"), table, sep="\n")
-    if can := result["speed"]:
+    if speed := result["speed"]:
         console.print()
-        console.print(Text(_describe_machine(can), "dim"))
+        console.print(Text(_describe_machine(speed), "dim"))
     if not result["complete"]:
         console.print(Text("interrupted: this is what was measured until then", "yellow"))
 

@@ -31,17 +31,17 @@ class CallCost:
     _latest: tuple[float, float] = field(default=(0.0, 0.0), init=False, repr=False)  # rows and seconds; 0: none yet
 
     @property
-    def wants_more_rows(self) -> bool:
+    def should_try_more_rows(self) -> bool:
         """True for a few calls after many of the smallest size: a larger one would tell what rows cost."""
-        return self._wants_other_size and self._latest[0] <= min(self.seconds)
+        return self._should_vary_rows and self._latest[0] <= min(self.seconds)
 
     @property
-    def wants_fewer_rows(self) -> bool:
+    def should_try_fewer_rows(self) -> bool:
         """True for a few calls after many of one larger size."""
-        return self._wants_other_size and self._latest[0] > min(self.seconds)
+        return self._should_vary_rows and self._latest[0] > min(self.seconds)
 
     @property
-    def _wants_other_size(self) -> bool:
+    def _should_vary_rows(self) -> bool:
         return self.calls_alike % LONG_ALIKE >= LONG_ALIKE - TRIAL_CALLS
 
     def record(self, rows: int | float, seconds: float) -> None:

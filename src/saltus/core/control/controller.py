@@ -135,7 +135,7 @@ class Controller:
 
     def min_expected_tokens(self) -> float:
         """A node with fewer cannot pay for its row, even if rows cost as little as at the best number of rows."""
-        if not self.adaptive or self.call_cost.wants_more_rows:
+        if not self.adaptive or self.call_cost.should_try_more_rows:
             return 0.0
         return self.call_cost.least_row_seconds() / self.call_cost.seconds_for(1)
 
@@ -145,11 +145,11 @@ class Controller:
         After many calls without drafts some are tried, and after many of one size a call without any: what rows cost
         may have changed, or never have been known.
         """
-        if not self.adaptive or self.call_cost.wants_more_rows:
+        if not self.adaptive or self.call_cost.should_try_more_rows:
             return True
         cost = self.call_cost.least_draft_seconds() / self.call_cost.seconds_for(1)
         limit = MAX_DRAFT_COST + (MAX_DRAFT_COST_ALONE - MAX_DRAFT_COST) / self.batch_size
-        return cost < (CHEAP_DRAFT if self.call_cost.wants_fewer_rows else limit)
+        return cost < (CHEAP_DRAFT if self.call_cost.should_try_fewer_rows else limit)
 
     def offered_tree(self, drafts: Sequence[Drafts], max_depth: int) -> Tree:
         """The tree of all drafts, at most `max_draft_tokens` nodes, by what their sources' records are worth."""
@@ -175,7 +175,7 @@ class Controller:
         if not tree.tokens:
             return 0
         sampled = any(tree.distributions)
-        least = int(self.call_cost.wants_more_rows and not sampled)
+        least = int(self.call_cost.should_try_more_rows and not sampled)
         if not sampled:
             size = best_size(self.call_cost.seconds, tree.expected_tokens[: self.max_draft_tokens])
             if size is not None:

@@ -105,11 +105,9 @@ def _plot_roofline(result: Mapping[str, Any]) -> Any:
     if len(rows) < 2:
         return None
     nodes = [row["nodes"] for row in rows]
-    can = result["speed"]
-    subtitle = f"after {length:,} tokens; {can['bytes_per_second'] / 1e9:,.0f} GB/s, "
-    subtitle += (
-        f"{can['flops_per_second'] / 1e12:.2g} TFLOP/s measured; {result['model']['name']}, {result['model']['dtype']}"
-    )
+    speed, model = result["speed"], result["model"]
+    subtitle = f"after {length:,} tokens; {speed['bytes_per_second'] / 1e9:,.0f} GB/s, "
+    subtitle += f"{speed['flops_per_second'] / 1e12:.2g} TFLOP/s measured; {model['name']}, {model['dtype']}"
     figure = _new_figure("A call and the least it could cost", subtitle)
     axes = _add_time_axes(figure, nodes, right_margin=112)
     axes.set_yscale("log")
