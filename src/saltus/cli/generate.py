@@ -92,16 +92,16 @@ def _print_records(
 
     for prompt in inputs:
         conversation = Conversation(prompt, system)
-        for ask in conversation.turns():
-            written = engine.stream(ask.prompt, **settings)
+        for turn in conversation.turns():
+            written = engine.stream(turn.prompt, **settings)
             try:
                 for _ in written:
                     pass
             except BaseException:
                 if written.generation.tokens:  # keep an interrupted answer, with finish_reason null
-                    print_json(record(ask.shown_prompt, written.generation, method))
+                    print_json(record(turn.shown_prompt, written.generation, method))
                 raise
-            print_json(record(ask.shown_prompt, written.generation, method))
+            print_json(record(turn.shown_prompt, written.generation, method))
             conversation.add_answer(written.generation.text)
 
 
@@ -125,20 +125,20 @@ def _print_answers(
     first = True
     for prompt in inputs:
         conversation = Conversation(prompt, system)
-        for ask in conversation.turns():
+        for turn in conversation.turns():
             if several:
                 print("" if first else "\n", end="", flush=True)
                 if sys.stderr.isatty():
-                    shown = ask.shown_prompt if isinstance(ask.shown_prompt, str) else prompt.preview
+                    shown = turn.shown_prompt if isinstance(turn.shown_prompt, str) else prompt.preview
                     print_note(f"› {_shorten(shown)}")
             if compare and first:
-                warm_up(engine, ask.prompt, (method, "plain"), settings)
+                warm_up(engine, turn.prompt, (method, "plain"), settings)
             first = False
             if compare:
                 engine.decoder.prefix_tree.clear()  # both read the prompt
-            generation = stream_answer(engine, ask.prompt, ColouredTextWriter(console, coloured), settings)
+            generation = stream_answer(engine, turn.prompt, ColouredTextWriter(console, coloured), settings)
             if compare:
-                print_note(comparison_line(generation, run_again(engine, ask.prompt, settings), method))
+                print_note(comparison_line(generation, run_again(engine, turn.prompt, settings), method))
             else:
                 print_note(statistics_line(generation, method))
             conversation.add_answer(generation.text)

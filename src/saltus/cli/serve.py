@@ -10,14 +10,13 @@ import re
 import signal
 import socket
 from collections.abc import Sequence
-from concurrent.futures import Future
 from functools import partial
-from threading import Thread
 from typing import Annotated, Any
 
 import typer
 
 from saltus.cli import options as o
+from saltus.loading.time_limit import answer_within
 
 LEARN_SHARE = 0.08
 DEFAULT_KV_CACHE = "4GB"
@@ -307,19 +306,10 @@ def _check_address(host: str, port: int, held_by_ray: bool) -> None:
 
 def _resolved(host: str, port: int) -> Any:
     """What `socket.getaddrinfo` finds first. Errors: OSError, also where name servers do not answer."""
-    found: Future[Any] = Future()
-
-    def resolve() -> None:
-        try:
-            found.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0])
-        except UnicodeError:
-            found.set_exception(OSError(errno.EINVAL, "that is no name of a machine"))
-        except OSError as error:
-            found.set_exception(error)
-
-    Thread(target=resolve, daemon=True).start()  # nothing can interrupt it
     try:
-        return found.result(RESOLVE_SECONDS)
+        return answer_within(RESOLVE_SECONDS, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0])
+    except UnicodeError:
+        raise OSError(errno.EINVAL, "that is no name of a machine") from None
     except TimeoutError:
         raise OSError(errno.ETIMEDOUT, f"name servers did not answer within {RESOLVE_SECONDS:g} s") from None
 

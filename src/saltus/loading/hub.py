@@ -5,9 +5,7 @@ not do is here: no network where the files are there, a limit for the hub's firs
 the disk's space, and errors of one line.
 """
 
-import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from saltus.loading.model_folders import (
     check_folder,
 )
 from saltus.loading.progress import ProgressCallback, Stage
+from saltus.loading.time_limit import answer_within
 
 GATED = "{} is given only to those who accept its licence; do so on its page and log in with `hf auth login`"
 HUB_TIMEOUT = 6.0  # seconds for the hub's first answer
@@ -128,7 +127,7 @@ def _list_files(hub_id: str, revision: str | None) -> tuple[str, dict[str, int]]
         return HfApi().model_info(hub_id, revision=revision, files_metadata=True, timeout=HUB_TIMEOUT)
 
     try:
-        found = _run_with_timeout(HUB_TIMEOUT, ask)
+        found = answer_within(HUB_TIMEOUT, ask)
     except GatedRepoError:
         raise SourceError(GATED.format(hub_id)) from None
     except RevisionNotFoundError:
@@ -165,23 +164,6 @@ def _side_files(sizes: dict[str, int]) -> list[str]:
     ends = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
     templates = [n for n in sizes if n.startswith("additional_chat_templates/") and n.endswith(".jinja")]
     return [n for n in sizes if "/" not in n and n.endswith(ends)] + templates
-
-
-def _run_with_timeout(seconds: float, function: Callable[[], Any]) -> Any:
-    """The answer, or TimeoutError: a name server or a retry may hold a call far longer than its own timeout."""
-    answer: Future[Any] = Future()
-
-    def ask() -> None:
-        try:
-            answer.set_result(function())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=ask, daemon=True).start()
-    try:
-        return answer.result(seconds)
-    except TimeoutError as error:
-        raise TimeoutError(str(error) or f"no answer within {seconds:g} seconds") from None
 
 
 def _download(name: str, commit: str, sizes: dict[str, int], progress: ProgressCallback) -> Path:
