@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -173,16 +173,9 @@ def serve(
     limits = Limits(max_num_seqs, max_queue, _kv_cache_bytes(kv_cache_memory_bytes, model_options.device))
     if served_model_name == "":
         raise ValueError("--served-model-name is empty; give a name, or leave it out")
-    if not learn and (learn_share is not None or learn_reset or learn_across_keys):
-        raise ValueError("--learn-share, --learn-reset and --learn-across-keys need --learn")
     if learn and ray:
         raise ValueError("--learn is for a single server; leave out --ray, or --learn")
-    plan = None
-    if learn:
-        from saltus.server.learning import LearningPlan, group_of
-
-        share = LEARN_SHARE if learn_share is None else learn_share
-        plan = LearningPlan(share, group_of(keys, learn_across_keys), learn_reset)
+    plan = _learning_plan(learn, learn_share, learn_reset, learn_across_keys, keys)
     origins = checked_origins(allowed_origin or ())
     if ssl_certfile is None and ssl_keyfile is not None:
         raise ValueError("--ssl-keyfile needs --ssl-certfile")
@@ -199,15 +192,11 @@ def serve(
 
     _check_address(host, port, held_by_ray=ray)  # before a model is loaded
     if ray:
-        from saltus.server.replicas import Replicas, start_replicas, stop_replicas, wait_for_signal
+        from saltus.server.replicas import Replicas
 
         gpus = 1.0 if _uses_gpu(model_options.device) else 0.0
         each = Replicas(replicas, limits.max_texts, shutdown_timeout, replica_cpus, gpus)
-        start_replicas(lambda: app(new_service()), each, host, port)
-        print_note(f"{replicas} replicas of {model_options.model} on http://{host}:{port}/v1")
-        wait_for_signal()
-        print_note("finishing what runs")
-        stop_replicas()
+        _serve_replicas(lambda: app(new_service()), each, model_options.model, host, port)
         return
     service = new_service()
     what = f"{model_options.model} with {service.engine.method}"
@@ -219,6 +208,29 @@ def serve(
         server.run()
     if not server.started:
         raise typer.Exit(3)
+
+
+def _learning_plan(learn: bool, share: float | None, reset: bool, across_keys: bool, keys: Sequence[str]) -> Any:
+    """What --learn and its options ask for; None without it. Errors: ValueError for options of it alone."""
+    if not learn:
+        if share is not None or reset or across_keys:
+            raise ValueError("--learn-share, --learn-reset and --learn-across-keys need --learn")
+        return None
+    from saltus.server.learning import LearningPlan, group_of
+
+    return LearningPlan(LEARN_SHARE if share is None else share, group_of(keys, across_keys), reset)
+
+
+def _serve_replicas(make_app: Callable[[], Any], replicas: Any, model: str, host: str, port: int) -> None:
+    """Put replicas behind Ray Serve until a signal comes, and let what runs finish."""
+    from saltus.cli.answers import print_note
+    from saltus.server.replicas import start_replicas, stop_replicas, wait_for_signal
+
+    start_replicas(make_app, replicas, host, port)
+    print_note(f"{replicas.count} replicas of {model} on http://{host}:{port}/v1")
+    wait_for_signal()
+    print_note("finishing what runs")
+    stop_replicas()
 
 
 def _new_service(
