@@ -15,7 +15,7 @@ from saltus.kernels.native import structs
 from saltus.methods.assd.hole_predictions import HolePredictions
 from saltus.methods.shared.draft_tree import Chooser, PathNode
 from saltus.methods.shared.logit_correction import PairwiseCorrection
-from saltus.methods.shared.row_candidates import grow_natively, knows_chooser
+from saltus.methods.shared.row_candidates import grow_natively, supports_chooser
 
 MOST_LANES = 16  # the kernel's ranks are multiples of it
 RUN = 64  # tokens whose rows of `right` lie together: RUN of draft_paths.c
@@ -34,7 +34,7 @@ class HolePathKernel:
     def __call__(self, predictions: HolePredictions, text: Sequence[int], choose: Chooser) -> list[PathNode] | None:
         """The nodes; None for a chooser or logits that the kernel does not know."""
         holes = predictions.holes
-        if not knows_chooser(choose):
+        if not supports_chooser(choose):
             return None
         logits = [row_address(hole.outputs.logits, hole.row) for hole in holes]
         states = [row_address(hole.hidden_states, hole.row) for hole in holes]

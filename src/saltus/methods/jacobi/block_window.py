@@ -27,10 +27,10 @@ class BlockWindow:
             self.start = done
         while self.live < self.max_blocks:
             last = self.start + (self.live - 1) * self.size
-            firm = max(done, last)
-            while firm < done + len(settled) and settled[firm - done]:
-                firm += 1
-            if firm - last < self.spawn_threshold:
+            first_unsettled = max(done, last)
+            while first_unsettled < done + len(settled) and settled[first_unsettled - done]:
+                first_unsettled += 1
+            if first_unsettled - last < self.spawn_threshold:
                 break
             self.live += 1
         return self.start + self.live * self.size

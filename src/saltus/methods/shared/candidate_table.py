@@ -17,7 +17,7 @@ from saltus.core.tree import DraftNodes
 from saltus.kernels import native
 from saltus.kernels.native import structs
 from saltus.methods.shared.draft_tree import MAX_GAP, Chooser, LikelyTokens, draft_nodes, grown_nodes, most_likely
-from saltus.methods.shared.row_candidates import RowCandidates, grow_arrays, knows_chooser, rows_likely_tokens
+from saltus.methods.shared.row_candidates import RowCandidates, grow_arrays, rows_likely_tokens, supports_chooser
 
 MAX_TOKENS = 16384  # after which a table keeps candidates: 9 MB
 FIRST_TOKENS = 256  # that a new table has room for
@@ -110,7 +110,7 @@ class CandidateTable:
         """The likeliest paths after the token `last`, of at most `max_nodes` nodes, `max_depth` of them on a path."""
         if last >= len(self.rows) or self.rows[last] == NO_ROW:
             return []
-        if knows_chooser(choose):
+        if supports_chooser(choose):
             self.path_struct.last_column = last
             grown = grow_arrays(choose, max_depth, self.path_struct, max_nodes, CONFIDENCE)
             if grown is not None:

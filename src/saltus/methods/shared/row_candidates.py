@@ -149,7 +149,7 @@ class PathKernel:
         self, candidates: RowCandidates, states: np.ndarray, text: Sequence[int], choose: Chooser
     ) -> list[PathNode] | None:
         """The nodes; None for a chooser that the kernel does not know. `states` are the correction's inputs."""
-        if not knows_chooser(choose):
+        if not supports_chooser(choose):
             return None
         fields: dict[str, int] = {"ids": native.address(self.token_ids)}
         fields |= zip(("columns", "logits", "counts", "rests"), candidates.addresses(), strict=True)
@@ -178,7 +178,7 @@ class PathKernel:
         return {token: column for column, token in enumerate(self.token_ids.tolist())}
 
 
-def knows_chooser(choose: Chooser) -> bool:
+def supports_chooser(choose: Chooser) -> bool:
     """True if `grow_natively` can be used here, and for this chooser."""
     known = isinstance(choose, Likeliest) or (isinstance(choose, SharedNoise) and choose.is_gumbel_max)
     return known and native.load_kernels() is not None
