@@ -56,6 +56,8 @@ from saltus.engine.tool_calls import call_markers
 from saltus.models.packed_decoder import transformers_model
 from saltus.models.protocols import TargetNetwork
 
+SHARE_OF_NEW_TOKENS = 4  # other files leave a fourth of the context to the text in a hole, if it may become so long
+
 
 @dataclass
 class TextRequest:
@@ -287,7 +289,8 @@ class Engine:
         """What `generate` decodes for a prompt (also token ids), for callers that decode it themselves.
 
         With a `suffix` a model with fill-in-the-middle tokens writes what stands between the prompt and the suffix;
-        `files` (name, text) are other files that it reads before. `shown_tokens` are special tokens whose texts belong
+        `files` (name, text) are other files that it reads before, the last ones where there is no room for all.
+        `shown_tokens` are special tokens whose texts belong
         to the text. `reasoning_reader` makes what reads the reasoning of a text after a prompt; stop strings are looked
         for behind it.
         Errors: ValueError of one line.
@@ -308,7 +311,7 @@ class Engine:
             raw, tools, chat_template_kwargs or {}, add_generation_prompt, continue_final_message, add_special_tokens,
             parse_special,
         )  # fmt: skip
-        tokens, continues, ends = self._prompt_tokens(prompt, settings, suffix, files)
+        tokens, continues, ends = self._prompt_tokens(prompt, settings, suffix, files, max_new_tokens)
         self.target.check_tokens(tokens, "the prompt")
         max_new_tokens = self._room_after(len(tokens), max_new_tokens, min_new_tokens)
         if is_tokens(prompt):
@@ -348,7 +351,12 @@ class Engine:
         return TextRequest(prompt, request, output)
 
     def _prompt_tokens(
-        self, prompt: Any, settings: PromptSettings, suffix: str | None, files: Sequence[tuple[str, str]]
+        self,
+        prompt: Any,
+        settings: PromptSettings,
+        suffix: str | None,
+        files: Sequence[tuple[str, str]],
+        max_new_tokens: int,
     ) -> tuple[list[int], Sequence[int], frozenset[int]]:
         """The tokens of a prompt, those among them that the text goes on with, and the tokens that end the text."""
         target, ends = self.target, self.target.end_tokens
@@ -358,8 +366,10 @@ class Engine:
             return tokens, () if chat and not settings.continues(prompt) else tokens, ends
         if not isinstance(prompt, str):
             raise ValueError("with a suffix the prompt is the text before it, as a str")
-        self._require_fits("the prompt", prompt, suffix, *(text for _, text in files))
-        fim = fim_prompt(self.tokenizer, target.name, prompt, suffix, files)
+        self._require_fits("the prompt", prompt, suffix)
+        context = target.context_length
+        most = None if context is None else context - min(max_new_tokens, context // SHARE_OF_NEW_TOKENS)
+        fim = fim_prompt(self.tokenizer, target.name, prompt, suffix, files, most)
         return fim.tokens, fim.before, ends | fim.end_tokens
 
     def _room_after(self, num_tokens: int, max_new_tokens: int, min_new_tokens: int) -> int:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from saltus.engine.encoding import begin_tokens, tokens_inside_text
 from saltus.engine.fim_formats import FimFormat, find_fim_format
+from saltus.engine.text_bounds import cut_to_context
 
 KNOWN_MODELS = "Qwen2.5-Coder, StarCoder2, CodeLlama, DeepSeek-Coder or Granite Code"
 SNIPPET = "\n\n--- snippet ---\n\n"  # before each other file, where a model has no token for files
@@ -28,9 +30,18 @@ class FimPrompt:
 
 
 def fim_prompt(
-    tokenizer: Any, model_name: str, before: str, after: str, files: Sequence[tuple[str, str]] = ()
+    tokenizer: Any,
+    model_name: str,
+    before: str,
+    after: str,
+    files: Sequence[tuple[str, str]] = (),
+    most_tokens: int | None = None,
 ) -> FimPrompt:
-    """The prompt for a hole between two texts, after other files (name, text). Errors: ValueError of one line."""
+    """The prompt for a hole between two texts, after other files (name, text).
+
+    With `most_tokens` the first files are left out where a prompt with them would have more tokens.
+    Errors: ValueError of one line.
+    """
     markers = find_fim_format(tokenizer)
     if markers is None:
         raise ValueError(
@@ -38,28 +49,38 @@ def fim_prompt(
             f" them ({KNOWN_MODELS}), or an any-subset model, such as code"
         )
     vocab = tokenizer.get_vocab()
-    tokens = [*begin_tokens(tokenizer), *_context_tokens(tokenizer, markers, files)]
-    prefix = _encode(tokenizer, before)
-    tokens += [vocab[markers.before], *prefix, vocab[markers.after], *_encode(tokenizer, after), vocab[markers.middle]]
+    begin, prefix = begin_tokens(tokenizer), _encode(tokenizer, before)
+    own = [vocab[markers.before], *prefix, vocab[markers.after], *_encode(tokenizer, after), vocab[markers.middle]]
+    room = None if most_tokens is None else most_tokens - len(begin) - len(own)
+    tokens = [*begin, *_context_tokens(tokenizer, markers, files, room), *own]
     ends = {vocab[name] for name in markers.ends if name in vocab}
     return FimPrompt(
         tokens, prefix, frozenset(ends | {vocab[name] for name in (markers.before, markers.after, markers.middle)})
     )
 
 
-def _context_tokens(tokenizer: Any, form: FimFormat, files: Sequence[tuple[str, str]]) -> list[int]:
-    """Other files, as models with tokens for files read a repository, else as snippets (llama.cpp's form)."""
-    vocab, tokens = tokenizer.get_vocab(), []
-    if files and form.repository in vocab and form.file in vocab:
-        tokens += [vocab[form.repository], *_encode(tokenizer, f"{PROJECT}\n")]
-    for name, text in files:
+def _context_tokens(tokenizer: Any, form: FimFormat, files: Sequence[tuple[str, str]], room: int | None) -> list[int]:
+    """Other files, as models with tokens for files read a repository, else as snippets (llama.cpp's form).
+
+    With a number of tokens as `room` it is the last files that fit there; none if none does.
+    """
+    vocab, begin, end = tokenizer.get_vocab(), [], []
+    if form.file in vocab:
+        end = [vocab[form.file], *_encode(tokenizer, "current\n")]
+        if form.repository in vocab:
+            begin = [vocab[form.repository], *_encode(tokenizer, f"{PROJECT}\n")]
+    left, parts = None if room is None else room - len(begin) - len(end), []
+    for name, text in reversed(files):
         if form.file in vocab:
-            tokens += [vocab[form.file], *_encode(tokenizer, f"{name}\n{text}\n")]
+            part = [vocab[form.file], *_encode(tokenizer, cut_to_context(f"{name}\n{text}\n", tokenizer, left))]
         else:
-            tokens += _encode(tokenizer, SNIPPET + text)
-    if files and form.file in vocab:
-        tokens += [vocab[form.file], *_encode(tokenizer, "current\n")]
-    return tokens
+            part = _encode(tokenizer, cut_to_context(SNIPPET + text, tokenizer, left))
+        if left is not None:
+            left -= len(part)
+            if left < 0:
+                break
+        parts.append(part)
+    return [*begin, *chain.from_iterable(reversed(parts)), *end] if parts else []
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:

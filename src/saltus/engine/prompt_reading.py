@@ -39,6 +39,8 @@ class PromptReader:
         if self.tree is None or self.prefill_chunk_tokens is None:
             return False
         unread = scheduled.num_unread_tokens
+        if not scheduled.request.max_new_tokens:  # there is no first call: the prompt is read for texts to come
+            return unread > 1 + _num_unread_states(scheduled)
         return unread > self.prefill_chunk_tokens and unread > 1 + _num_unread_states(scheduled)
 
     def read_chunk(self, scheduled: ScheduledRequest) -> None:
