@@ -156,11 +156,7 @@ def _encode_chat(
 ) -> list[int]:
     """The tokens of a conversation in the chat template; words of messages that read like control tokens stay words."""
     messages: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"{model_name} has no chat template for messages; name one (--chat-template, chat_template=), such as"
-            " vicuna, or give the prompt as one str"
-        )
+    _require_chat_template(tokenizer, model_name)
     _report_lost_messages(tokenizer, str(tokenizer.chat_template), model_name)
     for number, message in enumerate(messages, start=1):
         require_unicode(str(message.get("content") or ""), f"message {number}")
@@ -175,6 +171,23 @@ def _encode_chat(
     else:
         tokens = control.encode(text)
     return _begun_once(tokenizer, [*(begin_tokens(tokenizer) if settings.add_special_tokens else ()), *tokens])
+
+
+def conversation_text(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], settings: PromptSettings, model_name: str
+) -> str:
+    """A conversation as the chat template writes it. Errors: ValueError of one line."""
+    _require_chat_template(tokenizer, model_name)
+    given = _Rendered(list(messages), list(settings.tools), dict(settings.chat_template_kwargs))
+    return require_unicode(_render(tokenizer, given, settings, settings.continues(messages), model_name), "the prompt")
+
+
+def _require_chat_template(tokenizer: Any, model_name: str) -> None:
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"{model_name} has no chat template for messages; name one (--chat-template, chat_template=), such as"
+            " vicuna, or give the prompt as one str"
+        )
 
 
 @lru_cache(maxsize=8)

@@ -45,8 +45,7 @@ class Grammar:
     has_reasoning: bool = False  # it begins with the reasoning before an answer
 
     def __post_init__(self) -> None:
-        if len(self.definition) > MAX_LENGTH:
-            raise ValueError(f"the grammar has {len(self.definition):,} characters; at most {MAX_LENGTH:,} are read")
+        _require_length(self.definition)
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str, strict: bool = True) -> Grammar:
@@ -87,6 +86,20 @@ class Grammar:
         """A context-free grammar in Lark's syntax, with llguidance's extensions (`%json {...}`)."""
         return cls(matcher_class().grammar_from_lark(grammar))
 
+    @classmethod
+    def gbnf(cls, grammar: str) -> Grammar:
+        """A context-free grammar in llama.cpp's syntax. Errors: ValueError."""
+        matcher = matcher_class()
+        from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
+        _require_length(grammar)
+        try:
+            return cls(matcher.grammar_from_lark(gbnf_to_lark(grammar)))
+        except GbnfToLarkError as error:
+            raise ValueError(f"the grammar is not in llama.cpp's GBNF: {' '.join(str(error).split())}") from error
+        except RecursionError:
+            raise ValueError("the grammar is nested too deeply") from None
+
     def validate(self) -> None:
         """Raise ValueError of one line for a grammar that cannot be used, whatever the model."""
         if problem := matcher_class().validate_grammar(self.definition, limits=grammar_limits()):
@@ -101,6 +114,11 @@ class Grammar:
         compiled = _compile(self.definition, tokenizer, ends)
         words = ends.difference(_plain_text(tokenizer).special_token_ids)  # by stop_token_ids
         return GrammarConstraint(compiled.deep_copy(), compile_anew, _grammar_tokenizer(tokenizer, ends), ends, words)
+
+
+def _require_length(definition: str) -> None:
+    if len(definition) > MAX_LENGTH:
+        raise ValueError(f"the grammar has {len(definition):,} characters; at most {MAX_LENGTH:,} are read")
 
 
 class GrammarConstraint:
