@@ -14,7 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from saltus.server.events import event_text
-from saltus.server.infill import InfillRequest
+from saltus.server.llama_request import InfillRequest
 from saltus.server.messages_request import MessagesRequest, ToolChoice
 from saltus.server.protocol import (
     ChatCompletionRequest,

@@ -132,7 +132,7 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Serve a model over HTTP, with OpenAI's routes and Anthropic's.
+    """Serve a model over HTTP, with OpenAI's routes, Anthropic's and llama.cpp's.
 
     Texts of many clients are decoded in one batch, each exactly as if it were
     alone. Ctrl-C or SIGTERM lets what runs finish, a second one stops at once.
@@ -151,8 +151,8 @@ def serve(
         saltus serve --ray --replicas 2
 
     [bold]Routes[/bold]: /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages,
-    /infill, /v1/models, /tokenize, /detokenize, /health, /version, /load,
-    /metrics (Prometheus, with vLLM's names), /docs.
+    /completion, /infill, /v1/models, /tokenize, /detokenize, /apply-template,
+    /props, /slots, /health, /version, /load, /metrics (Prometheus, with vLLM's names), /docs.
     """
     try:
         from saltus.server.app import make_app

@@ -19,9 +19,10 @@ import saltus
 from saltus.engine.fim_formats import find_fim_format
 from saltus.server.answers import Answer
 from saltus.server.error_answers import MESSAGES_ROUTE, add_error_answers
+from saltus.server.errors import ApiError
 from saltus.server.guard import BODY_IN_SCOPE, GONE, KEY_IN_SCOPE, PAGE_FILES, Guard, checked_keys
 from saltus.server.hosts import ANY_HOST
-from saltus.server.infill import InfillRequest
+from saltus.server.llama_routes import add_llama_routes
 from saltus.server.messages_request import CountTokensRequest, MessagesRequest
 from saltus.server.preparation import Prepare
 from saltus.server.protocol import (
@@ -133,9 +134,7 @@ def make_app(
     async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
         return await translate(request, service.count_tokens, body)
 
-    @app.post("/infill")
-    async def infill(request: Request, body: InfillRequest) -> Response:
-        return await respond(request, service.infill, body)
+    add_llama_routes(app, service, respond, translate)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -156,6 +155,7 @@ def make_app(
             "max_model_len": context, "max_input_tokens": context, "max_tokens": context,
             "fill_in_the_middle": find_fim_format(service.engine.tokenizer) is not None,
             "several_holes": service.engine.network.any_subset,
+            "meta": {"n_ctx": context, "n_ctx_train": context, "n_vocab": service.engine.target.num_token_ids},
         }  # fmt: skip
 
     @app.post("/tokenize")
@@ -167,8 +167,11 @@ def make_app(
         return await translate(request, service.detokenize, body)
 
     @app.api_route("/health", methods=["GET", "HEAD"])
+    @app.api_route("/v1/health", methods=["GET", "HEAD"], include_in_schema=False)
     async def health() -> Response:
-        return Response(status_code=200 if service.engine_thread.thread.is_alive() else 503)
+        if not service.engine_thread.thread.is_alive():
+            raise ApiError(503, "the server has failed or is shutting down; try another one")
+        return JSONResponse({"status": "ok"})  # llama.cpp's body; others look at the status alone
 
     @app.get("/version")
     async def version() -> dict[str, str]:

@@ -20,7 +20,7 @@ log = logging.getLogger("saltus.server")
 PAGE_FILES = ("style.css", "script.js")
 OPEN_ROUTES = (  # that need no key
     "/", *(f"/page/{name}" for name in PAGE_FILES),
-    "/health", "/version", "/metrics", "/load", "/docs", "/openapi.json",
+    "/health", "/v1/health", "/version", "/metrics", "/load", "/docs", "/openapi.json",
 )  # fmt: skip
 
 GONE = 499  # in the log: the client left before there was an answer

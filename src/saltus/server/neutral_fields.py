@@ -12,7 +12,8 @@ IGNORED = frozenset({
     # llama.cpp: timing, the order of samplers, which is always the same here, and what an answer has besides its text
     "id_slot", "n_indent", "n_keep", "n_discard", "n_probs", "min_keep", "samplers", "t_max_predict_ms",
     "t_max_prompt_ms", "timings_per_token", "return_progress", "return_tokens", "extra_context", "backend_sampling",
-    "post_sampling_probs", "penalize_nl", "sampler_seq", "time",
+    "post_sampling_probs", "penalize_nl", "sampler_seq", "time", "response_fields", "n_cache_reuse",
+    "sse_ping_interval",
     # what matters only with one of the fields below
     "dynatemp_exponent", "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
     "dry_sequence_breakers", "mirostat_tau", "mirostat_eta",
@@ -30,6 +31,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     # llama.cpp
     "dynatemp_range": (0,), "typical_p": (1,), "typ_p": (1,), "tfs_z": (1,), "xtc_probability": (0,),
     "dry_multiplier": (0,), "mirostat": (0,), "top_n_sigma": (0, -1), "grammar": ("",), "lora": ([],),
+    "multimodal_data": ([],), "n_cmpl": (1,), "reasoning_control": (False,),
     # vLLM
     "best_of": (1,), "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
     "include_stop_str_in_output": (False,), "echo": (False,), "detokenize": (True,), "bad_words": ([],),

@@ -43,7 +43,8 @@ NewTokens = Annotated[int | None, BeforeValidator(_without_no_limit)]
 """The limit of new tokens; None: as many as the model's context holds."""
 
 
-def _of_few_biases(given: Any) -> Any:
+def of_few_biases(given: Any) -> Any:
+    """Biases of few tokens."""
     if isinstance(given, dict) and len(given) > MAX_BIASES:  # each wrong one would be an error of its own
         raise ValueError(f"logit_bias has {len(given):,} tokens, but at most {MAX_BIASES:,} are read; leave some out")
     return given
@@ -103,7 +104,7 @@ class SamplingFields(Fields):
     penalty_last_n: int | None = Field(None, ge=-1)  # the same
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[dict[int, Number] | None, BeforeValidator(_of_few_biases)] = None
+    logit_bias: Annotated[dict[int, Number] | None, BeforeValidator(of_few_biases)] = None
     ignore_eos: bool = False
     speculative: bool | Speculative = True
     include_metrics: bool = False  # of drafting, in the answer
@@ -120,6 +121,17 @@ class SharedFields(SamplingFields, GrammarFields):
 
     stream_options: StreamOptions | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_openais_names(cls, given: Any) -> Any:
+        """llama.cpp's name for the limit of new tokens is taken, too."""
+        if isinstance(given, dict) and "n_predict" in given:
+            given = dict(given)
+            limit = given.pop("n_predict")
+            if limit is not None:
+                given["max_tokens"] = limit
+        return given
 
 
 def _of_text(kind: Any) -> Any:
@@ -202,8 +214,8 @@ class ChatCompletionRequest(SharedFields, ToolFields, ChatFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[Items[Message], BeforeValidator(of_few_items)] = Field(min_length=1)
-    max_tokens: NewTokens = Field(None, ge=1)
-    max_completion_tokens: NewTokens = Field(None, ge=1)
+    max_tokens: NewTokens = Field(None, ge=0)  # 0: the prompt is read for answers to come
+    max_completion_tokens: NewTokens = Field(None, ge=0)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     prediction: Prediction | None = None
@@ -230,10 +242,13 @@ class CompletionRequest(SharedFields):
 
 
 class TokenizeRequest(Fields):
-    """POST /tokenize."""
+    """POST /tokenize, in vLLM's form, or in llama.cpp's, with a `content`."""
 
     model: str | None = None
     prompt: str | None = None
+    content: str | None = None
+    add_special: bool | None = None  # with a content: the begin token, too
+    with_pieces: bool | None = None  # with a content: the text of each token, too
     messages: Annotated[Items[Message] | None, BeforeValidator(of_few_items)] = None
     tools: Items[Tool] | None = Field(None, max_length=MAX_TOOLS)
     chat_template_kwargs: JsonObject | None = None

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from saltus.engine.encoding import tokens_of_text
-from saltus.engine.engine import AnyRequest, Engine, TextRequest
+from saltus.engine.engine import Engine, TextRequest
 from saltus.engine.prompt_texts import prompt_texts
 from saltus.engine.reasoning import Reasoning
 from saltus.engine.text_bounds import PromptTooLongError, require_fits
@@ -17,7 +16,6 @@ from saltus.server.answers import Answer, Backend
 from saltus.server.choices import ChatForm, ChoicesAnswer, TextForm
 from saltus.server.engine_thread import EngineThread
 from saltus.server.errors import CONTEXT_EXCEEDED, ApiError
-from saltus.server.infill import InfillAnswer, InfillRequest
 from saltus.server.messages import MessageAnswer
 from saltus.server.messages_request import CountTokensRequest, MessagesRequest
 from saltus.server.metrics import ServerMetrics
@@ -36,11 +34,11 @@ from saltus.server.responses_request import (
 )
 from saltus.server.served_request import Limits
 from saltus.server.structured import Tools, checked_grammar, format_grammar
+from saltus.server.token_entries import token_pieces
 from saltus.server.translation import (
     chosen_seeds,
     completion_prompts,
     conversation,
-    infill_request,
     max_tokens_of,
     reasoning_of,
     requested_method,
@@ -119,8 +117,8 @@ class Service:
     async def _chat_texts(self, body: ChatCompletionRequest, prepare: Prepare) -> ChatTexts:
         """What a chat completion asks for, ready for the queue. Errors: ApiError."""
         self.check_model(body.model)
-        self._check_capacity(body.n)
-        method, limit = await self._loaded_method(body.speculative), max_tokens_of(body)
+        self.check_capacity(body.n)
+        method, limit = await self.loaded_method(body.speculative), max_tokens_of(body)
 
         def make() -> ChatTexts:
             template = str(self.engine.tokenizer.chat_template)
@@ -128,7 +126,7 @@ class Service:
             reasoning = reasoning_of(self.engine, messages, body)
             requests = text_requests(
                 self.engine, messages, body, limit, chosen_seeds(body, body.n), prompt_field="messages",
-                grammar=tools.grammar(body.grammar(self.engine)), reasoning=reasoning, tools=tools.offered,
+                grammar=tools.grammar(body.text_grammar(self.engine)), reasoning=reasoning, tools=tools.offered,
                 chat_template_kwargs=body.template_variables(body.reasoning_effort),
                 add_generation_prompt=body.add_generation_prompt, continue_final_message=body.continue_final_message,
                 add_special_tokens=body.add_special_tokens, parse_special=body.parse_special,
@@ -140,8 +138,8 @@ class Service:
     async def respond(self, body: ResponsesRequest, prepare: Prepare) -> Answer:
         """The answer in the form of OpenAI's responses."""
         self.check_model(body.model)
-        self._check_capacity(1)
-        method, form = await self._loaded_method(body.speculative), body.text.format if body.text else None
+        self.check_capacity(1)
+        method, form = await self.loaded_method(body.speculative), body.text.format if body.text else None
 
         def make() -> tuple[Tools, Reasoning | None, list[TextRequest]]:
             tools, messages = Tools(self.engine, body.tool_fields()), response_messages(body)
@@ -160,13 +158,13 @@ class Service:
         """Continuations of texts."""
         self.check_model(body.model)
         prompts = completion_prompts(body.prompt)
-        self._check_capacity(len(prompts) * body.n)
-        method, seeds = await self._loaded_method(body.speculative), chosen_seeds(body, body.n)
+        self.check_capacity(len(prompts) * body.n)
+        method, seeds = await self.loaded_method(body.speculative), chosen_seeds(body, body.n)
         if body.echo and body.logprobs is not None:
             self._check_scores_prompts(body)
         settings = {
             "prompt_field": "prompt", "raw": True, "suffix": body.suffix or None,
-            "add_special_tokens": body.add_special_tokens, "grammar": await prepare(body.grammar, self.engine),
+            "add_special_tokens": body.add_special_tokens, "grammar": await prepare(body.text_grammar, self.engine),
         }  # fmt: skip
         requests: list[TextRequest] = []
         echoed: list[list[str]] = []
@@ -181,43 +179,12 @@ class Service:
         form = TextForm(self.engine.tokenizer, body.logprobs is not None, echoes, echoed)
         return ChoicesAnswer(self.backend, form, requests, method, body)
 
-    async def infill(self, body: InfillRequest, prepare: Prepare) -> Answer:
-        """What stands between two texts, in llama.cpp's form, or in the holes between several."""
-        self.check_model(body.model)
-        self._check_capacity(1)
-        method = await self._loaded_method(body.speculative)
-        return InfillAnswer(self.backend, await prepare(self._infill_requests, body), method, body)
-
-    def _infill_requests(self, body: InfillRequest) -> Sequence[AnyRequest]:
-        seeds = chosen_seeds(body)
-        try:
-            template = body.template()
-        except ValueError as error:
-            raise ApiError(400, str(error), "parts") from error
-        if self.engine.network.any_subset:
-            for field in ("stop", "stop_token_ids", "min_tokens"):
-                if getattr(body, field):
-                    raise ApiError(
-                        400, f"the holes of this model have lengths or ends of their own; leave out {field}", field
-                    )
-            given = "n_predict" in body.model_fields_set and body.n_predict > 0
-            open_tokens = body.n_predict if given else None
-            return [infill_request(self.engine, template, body, open_tokens, seeds[0])]
-        if template.hole_lengths != (None,):
-            raise ApiError(400, "this model fills one hole and ends it itself; give two parts", "parts")
-        before, after = template.pieces
-        files = [(file.filename, file.text) for file in body.input_extra]
-        limit = body.n_predict if body.n_predict >= 0 else None
-        return text_requests(
-            self.engine, before, body, limit, seeds, prompt_field="input_prefix", raw=True, suffix=after, files=files
-        )
-
     def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """The tokens of a text or of a conversation. Errors: ApiError."""
         self.check_model(body.model)
         engine, context = self.engine, self.engine.target.context_length
-        if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "give either prompt or messages", "prompt")
+        if sum(given is not None for given in (body.prompt, body.messages, body.content)) != 1:
+            raise ApiError(400, "give one of prompt, messages and content", "prompt")
         template = str(engine.tokenizer.chat_template)
         messages = None if body.messages is None else conversation(body.messages, template)
         try:  # texts may be longer than the context, since clients cut them
@@ -234,15 +201,16 @@ class Service:
                     **{name: getattr(body, name) for name in names},
                 )
             else:
-                text = body.prompt or ""
+                text = body.prompt or body.content or ""
                 if len(text) > MAX_TOKENIZED:
                     require_fits([text], engine.tokenizer, context, engine.target.name, "the text")
-                tokens = tokens_of_text(
-                    engine.tokenizer, text, body.add_special_tokens is not False, body.parse_special is not False
-                )
+                begins = body.add_special_tokens is not False if body.content is None else bool(body.add_special)
+                tokens = tokens_of_text(engine.tokenizer, text, begins, body.parse_special is not False)
         except ValueError as error:
             code = CONTEXT_EXCEEDED if isinstance(error, PromptTooLongError) else None
             raise ApiError(400, str(error), "prompt" if messages is None else "messages", code) from error
+        if body.content is not None:
+            return {"tokens": token_pieces(engine.tokenizer, tokens) if body.with_pieces else tokens}
         strings = engine.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         return {"tokens": tokens, "token_strs": strings, "count": len(tokens), "max_model_len": context}
 
@@ -260,9 +228,10 @@ class Service:
         size = max(len(self.engine.tokenizer), self.engine.target.num_token_ids)
         if wrong := [token for token in body.tokens if not 0 <= token < size]:
             raise ApiError(400, f"token {wrong[0]} does not exist; the vocabulary has {size:,}", "tokens")
-        return {"prompt": self.engine.tokenizer.decode(body.tokens)}
+        text = self.engine.tokenizer.decode(body.tokens)
+        return {"prompt": text, "content": text}  # vLLM's name and llama.cpp's
 
-    async def _loaded_method(self, speculative: bool | Speculative) -> str:
+    async def loaded_method(self, speculative: bool | Speculative) -> str:
         """The method of a request; its networks are loaded beside the calls of other texts. Errors: ApiError."""
         method, decoder = requested_method(speculative, self.engine), self.engine.decoder
         if self.engine.network.model.device.type != "cpu":  # calls may be captured in graphs meanwhile
@@ -274,7 +243,7 @@ class Service:
             raise ApiError(400, str(error), "speculative.method") from error
         return method
 
-    def _check_capacity(self, num_texts: int) -> None:
+    def check_capacity(self, num_texts: int) -> None:
         """Refuse more texts than can be queued, before they are prepared. Errors: ApiError 400 or 429."""
         capacity = self.engine_thread.limits.max_texts
         if num_texts > capacity:
@@ -291,7 +260,7 @@ class Service:
 
     def check_model(self, model: str | None) -> None:
         """Raise ApiError 404 for another model."""
-        if model is not None and model not in (self.name, "default"):
+        if model and model not in (self.name, "default"):  # llama.vim sends an empty one
             raise ApiError(
                 404, f"the model {model!r} is not served here, but {self.name!r} is", "model", "model_not_found"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -77,7 +78,7 @@ class StructuredOutputs(Fields):
 
 
 class GrammarFields(Fields):
-    """Formats of answers, in OpenAI's and in vLLM's fields."""
+    """Formats of answers, in OpenAI's fields, in vLLM's, and in llama.cpp's: `json_schema` and `grammar`."""
 
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = Field(None, discriminator="type")
     structured_outputs: StructuredOutputs | None = None
@@ -85,8 +86,10 @@ class GrammarFields(Fields):
     guided_regex: str | None = None
     guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
+    json_schema: JsonObject | None = None
+    grammar: str | None = None  # GBNF; an empty one is none
 
-    def grammar(self, engine: Engine) -> Grammar | None:
+    def text_grammar(self, engine: Engine) -> Grammar | None:
         """What the text must be; None: anything. Errors: ApiError 400 that names the field."""
         outputs = self.structured_outputs or StructuredOutputs()  # pyright: ignore[reportCallIssue]
         makers = {
@@ -97,6 +100,8 @@ class GrammarFields(Fields):
         grammars += [("structured_outputs", make, given[kind]) for kind, make in makers.items()]
         grammars.append(("structured_outputs", lambda _: Grammar.json_object(), outputs.json_object or None))
         grammars.append(("response_format", format_grammar, self.response_format))
+        grammars.append(("json_schema", partial(Grammar.json_schema, strict=False), self.json_schema))
+        grammars.append(("grammar", Grammar.gbnf, self.grammar or None))
         grammars = [entry for entry in grammars if entry[2] is not None and not isinstance(entry[2], TextFormat)]
         if len(grammars) > 1:
             (first, *_), (second, *_) = grammars[:2]

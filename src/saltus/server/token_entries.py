@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from saltus.engine.token_texts import token_name, written_bytes
+from saltus.engine.token_texts import token_bytes, token_name, written_bytes
 from saltus.server.answers import Choice
 from saltus.server.served_request import Delta
+
+
+def token_pieces(tokenizer: Any, tokens: Sequence[int]) -> list[dict[str, Any]]:
+    """Tokens as llama.cpp lists them: with their texts, or with the bytes of those that are no whole characters."""
+    pieces = []
+    for token in tokens:
+        content = token_bytes(tokenizer, [token])
+        if content:
+            try:
+                piece: Any = content.decode()
+            except UnicodeDecodeError:
+                piece = list(content)
+        else:  # a special token
+            piece = tokenizer.decode([token])
+        pieces.append({"id": token, "piece": piece})
+    return pieces
 
 
 def token_entries(tokenizer: Any, of: Choice | Delta) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from saltus.engine.request import CallRecord
 from saltus.engine.text_bounds import PromptTooLongError
 from saltus.methods import make_methods, require_draft_models
 from saltus.server.errors import CONTEXT_EXCEEDED, ApiError
+from saltus.server.llama_request import LlamaFields
 from saltus.server.protocol import (
     MAX_SEED,
     RANDOM_SEED,
@@ -205,6 +206,8 @@ def requested_logprobs(body: SamplingFields) -> tuple[bool, int]:
     """Whether a request wants log-probabilities, and of how many of the likeliest tokens beside. Errors: ApiError."""
     if isinstance(body, CompletionRequest):
         return body.logprobs is not None, body.logprobs or 0
+    if isinstance(body, LlamaFields):
+        return body.n_probs > 0, body.n_probs
     if not isinstance(body, ChatCompletionRequest | ResponsesRequest):
         return False, 0
     if body.top_logprobs and not body.logprobs:

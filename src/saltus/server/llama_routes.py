@@ -1,0 +1,170 @@
+"""llama.cpp's own routes: texts after a prompt or in a hole, and what the server is."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+import saltus
+from saltus.engine.encoding import PromptSettings, begin_tokens, conversation_text, tokens_inside_text
+from saltus.engine.engine import AnyRequest, TextRequest
+from saltus.engine.grammar import Grammar
+from saltus.server.answers import Answer
+from saltus.server.errors import ApiError
+from saltus.server.llama_answers import LlamaAnswer
+from saltus.server.llama_request import DEFAULTS, InfillRequest, LlamaCompletionRequest, LlamaFields
+from saltus.server.preparation import Prepare
+from saltus.server.protocol import ChatCompletionRequest
+from saltus.server.service import Service
+from saltus.server.structured import Tools
+from saltus.server.translation import chosen_seeds, conversation, infill_request, text_requests
+
+Respond = Callable[[Request, Callable[..., Any], Any], Awaitable[Response]]
+"""Answers a request by what makes the answer to its body."""
+
+
+def add_llama_routes(app: FastAPI, service: Service, respond: Respond, translate: Respond) -> None:
+    """Add the routes; `respond` answers with texts, `translate` with what needs no decoding."""
+
+    async def complete(body: LlamaCompletionRequest, prepare: Prepare) -> Answer:
+        return await _answer(service, body, prepare, len(body.prompts), _completion_requests)
+
+    async def fill(body: InfillRequest, prepare: Prepare) -> Answer:
+        return await _answer(service, body, prepare, 1, _infill_requests)
+
+    @app.post("/completion")
+    async def completion(request: Request, body: LlamaCompletionRequest) -> Response:
+        return await respond(request, complete, body)
+
+    @app.post("/infill")
+    async def infill(request: Request, body: InfillRequest) -> Response:
+        return await respond(request, fill, body)
+
+    @app.post("/apply-template")
+    async def apply_template(request: Request, body: ChatCompletionRequest) -> Response:
+        return await translate(request, lambda given: _prompt_of_conversation(service, given), body)
+
+    @app.get("/props")
+    async def props() -> dict[str, Any]:
+        return _properties(service)
+
+    @app.get("/slots")
+    async def slots(fail_on_no_slot: bool = False) -> Response:
+        listed = _slots(service)
+        busy = all(slot["is_processing"] for slot in listed)
+        if busy and fail_on_no_slot:
+            raise ApiError(503, "all slots are busy; try again later", headers={"Retry-After": "1"})
+        return JSONResponse(listed)
+
+
+async def _answer(
+    service: Service,
+    body: LlamaFields,
+    prepare: Prepare,
+    num_prompts: int,
+    make: Callable[..., Sequence[AnyRequest]],
+) -> Answer:
+    service.check_model(body.model)
+    service.check_capacity(num_prompts * body.num_distinct)
+    method = await service.loaded_method(body.speculative)
+    grammar = await prepare(body.text_grammar, service.engine)
+    requests = await prepare(make, service, body, grammar, chosen_seeds(body, body.num_distinct))
+    return LlamaAnswer(service.backend, requests, method, body, service.engine.target.context_length)
+
+
+def _completion_requests(
+    service: Service, body: LlamaCompletionRequest, grammar: Grammar | None, seeds: Sequence[int]
+) -> Sequence[TextRequest]:
+    return [
+        request
+        for prompt in body.prompts
+        for request in text_requests(
+            service.engine, _tokens(service.engine.tokenizer, prompt), body, body.most_new_tokens, seeds,
+            prompt_field="prompt", grammar=grammar, raw=True,
+        )
+    ]  # fmt: skip
+
+
+def _tokens(tokenizer: Any, prompt: str | Sequence[int | str]) -> str | list[int]:
+    """A prompt for the engine; the texts among token ids become tokens, a begin token before the first of all parts."""
+    if isinstance(prompt, str):
+        return prompt
+    tokens = begin_tokens(tokenizer) if prompt and isinstance(prompt[0], str) else []
+    for part in prompt:
+        tokens += tokens_inside_text(tokenizer, part) if isinstance(part, str) else [part]
+    return tokens
+
+
+def _infill_requests(
+    service: Service, body: InfillRequest, grammar: Grammar | None, seeds: Sequence[int]
+) -> Sequence[AnyRequest]:
+    try:
+        template = body.template()
+    except ValueError as error:
+        raise ApiError(400, str(error), "parts") from error
+    engine = service.engine
+    if engine.network.any_subset:
+        if grammar is not None:
+            raise ApiError(400, "the holes of this model follow no grammar; leave it out", "grammar")
+        for field in ("stop", "stop_token_ids", "min_tokens", "n_probs"):
+            if getattr(body, field):
+                raise ApiError(
+                    400, f"the holes of this model have lengths or ends of their own; leave out {field}", field
+                )
+        given = "n_predict" in body.model_fields_set and body.n_predict > 0
+        open_tokens = body.n_predict if given else None
+        return [infill_request(engine, template, body, open_tokens, seed) for seed in seeds]
+    if template.hole_lengths != (None,):
+        raise ApiError(400, "this model fills one hole and ends it itself; give two parts", "parts")
+    before, after = template.pieces
+    files = [(file.filename, file.text) for file in body.input_extra]
+    return text_requests(
+        engine, before, body, body.most_new_tokens, seeds, prompt_field="input_prefix", grammar=grammar, raw=True,
+        suffix=after, files=files,
+    )  # fmt: skip
+
+
+def _prompt_of_conversation(service: Service, body: ChatCompletionRequest) -> dict[str, Any]:
+    """A conversation as the chat template writes it. Errors: ApiError."""
+    service.check_model(body.model)
+    engine = service.engine
+    settings = PromptSettings(
+        tools=Tools(engine, body).offered, chat_template_kwargs=body.template_variables(body.reasoning_effort),
+        add_generation_prompt=body.add_generation_prompt, continue_final_message=body.continue_final_message,
+    )  # fmt: skip
+    messages = conversation(body.messages, str(engine.tokenizer.chat_template))
+    try:
+        return {"prompt": conversation_text(engine.tokenizer, messages, settings, engine.target.name)}
+    except ValueError as error:
+        raise ApiError(400, str(error), "messages") from error
+
+
+def _properties(service: Service) -> dict[str, Any]:
+    """What the server is, and the settings of a text that a request does not change."""
+    engine = service.engine
+    tokenizer = engine.tokenizer
+    return {
+        "default_generation_settings": {
+            "n_ctx": engine.target.context_length,
+            "params": {**DEFAULTS, "seed": -1, "n_predict": -1, "max_tokens": -1, "repeat_penalty": 1.0, "stop": []},
+        },
+        "total_slots": service.engine_thread.limits.max_batch, "model_alias": service.name,
+        "model_path": engine.target.name, "modalities": {"vision": False, "audio": False},
+        "chat_template": str(tokenizer.chat_template or ""), "bos_token": tokenizer.bos_token or "",
+        "eos_token": tokenizer.eos_token or "", "build_info": f"saltus-{saltus.__version__}",
+    }  # fmt: skip
+
+
+def _slots(service: Service) -> list[dict[str, Any]]:
+    """The places of the batch; which text has which is not kept, so the first ones count as busy."""
+    engine, running = service.engine, service.engine_thread.num_running
+    return [
+        {
+            "id": place, "n_ctx": engine.target.context_length, "speculative": engine.method != "plain",
+            "is_processing": place < running,
+        }
+        for place in range(service.engine_thread.limits.max_batch)
+    ]  # fmt: skip
