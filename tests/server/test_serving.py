@@ -2,6 +2,8 @@
 
 # ruff: noqa: F811  fixtures
 
+import json
+
 import httpx
 import openai
 import pytest
@@ -61,6 +63,27 @@ def test_responses_whole_and_streamed(client, engine):
     assert client.responses.create(**{**asked, "input": parts}, extra_body={"seed": 3}).output_text == expected.text
     with pytest.raises(openai.BadRequestError, match="previous_response_id"):
         client.responses.create(**asked, previous_response_id="resp_1")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("ended_by", ["string", "token", "end", "limit"])
+def test_vllms_stop_reason(server, engine, ended_by, stream):
+    whole = alone(engine, PROMPT, raw=True, seed=3)
+    word, token = whole.text[8:11], whole.tokens[5]
+    fields, expected = {
+        "string": ({"stop": [word]}, word), "token": ({"stop_token_ids": [token]}, token),
+        "end": ({"logit_bias": {str(engine.tokenizer.eos_token_id): 100}}, None), "limit": ({"max_tokens": 3}, None),
+    }[ended_by]  # fmt: skip
+    asked = {"prompt": PROMPT, "seed": 3, "max_tokens": 24, "stream": stream, **fields}
+    answer = httpx.post(server[1] + "/v1/completions", json=asked)
+    if stream:
+        chunks = [json.loads(line[6:])["choices"][0] for line in answer.text.splitlines() if line.startswith("data: {")]
+        assert not any("stop_reason" in chunk for chunk in chunks[:-1])
+        choice = chunks[-1]
+    else:
+        choice = answer.json()["choices"][0]
+    assert choice["finish_reason"] == ("length" if ended_by == "limit" else "stop")
+    assert choice["stop_reason"] == expected
 
 
 def test_stop_strings_end_a_text_and_are_cut_off(client, engine):

@@ -186,6 +186,17 @@ def test_calls_in_openais_older_form(server):
     assert "messages[1].tool_calls" in refused["error"]["message"]
 
 
+@pytest.mark.parametrize("arguments", ['{"at": "i', "[1]", "5", "", '{"at": NaN}', "[" * 10**5])
+def test_arguments_that_are_no_object_count_as_empty(server, arguments):
+    """Clients repeat what they have of an answer that was cut off in all later requests."""
+    counts = []
+    for given in (arguments, "{}"):
+        said = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "look", "arguments": given}}]}
+        messages = [*MESSAGES, said, {"role": "tool", "tool_call_id": "1", "content": "no JSON"}]
+        counts.append(httpx.post(server[1] + "/tokenize", json={"messages": messages}).json()["tokens"])
+    assert counts[0] == counts[1]
+
+
 def test_tools_as_other_clients_describe_them(server, template):
     """Names of MCP servers, hints for caches, and what Transformers writes of a function's result."""
     template("{{ tools }}" + TEMPLATE)

@@ -163,10 +163,11 @@ def _as_text(message: Mapping[str, Any], form: ToolFormat) -> Message:
 
 
 def _as_call(function: Mapping[str, Any]) -> ToolCall:
-    """The function of a call, with its arguments as they were written."""
+    """The function of a call, with its arguments as they were written, if that is an object."""
     arguments = function.get("arguments")
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
-    return ToolCall(function["name"], written or "{}")
+    if not isinstance(arguments, str):
+        return ToolCall(function["name"], json.dumps(arguments or {}, ensure_ascii=False))
+    return ToolCall(function["name"], "{}" if _read_object(arguments) is None else arguments)
 
 
 def _with_ids_of(form: ToolFormat, messages: Sequence[Message]) -> list[Message]:
@@ -309,11 +310,14 @@ def _is_call(given: Any) -> bool:
 
 
 def _with_object(function: Mapping[str, Any], place: int) -> Message:
-    """The function of a call with its arguments as an object."""
+    """The function of a call with its arguments as an object. A text that is none counts as an empty one.
+
+    Clients repeat such a text, of an answer that was cut off, in every later request of the conversation.
+    """
     arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        return {**function, "arguments": _read_object(arguments) or {}}
     try:
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments or "{}", parse_float=finite, parse_constant=refuse_constant)
         json.dumps(arguments)  # templates do so
     except (ValueError, TypeError, RecursionError):
         raise ValueError(
@@ -324,6 +328,16 @@ def _with_object(function: Mapping[str, Any], place: int) -> Message:
             f"messages[{place}].tool_calls: the arguments of a call of {function['name']!r} must be a JSON object"
         )
     return {**function, "arguments": arguments or {}}
+
+
+def _read_object(text: str) -> dict[str, Any] | None:
+    """The object that a JSON text is; None if it is none."""
+    try:
+        given = json.loads(text, parse_float=finite, parse_constant=refuse_constant)
+        json.dumps(given)  # templates do so
+    except (ValueError, RecursionError):
+        return None
+    return given if isinstance(given, dict) else None
 
 
 def finite(written: str) -> float:

@@ -212,7 +212,8 @@ class ChoicesAnswer(Answer):
         """The answer as one object."""
         async for _ in self.arriving():
             pass
-        answer = self._object(self.form.object, [self.form.choice(choice) for choice in self.choices])
+        made = [self._with_stop_reason(self.form.choice(choice), choice) for choice in self.choices]
+        answer = self._object(self.form.object, made)
         return answer | {"usage": self._usage()} | self.metrics(self.calls)
 
     async def stream(self) -> AsyncIterator[str]:
@@ -242,13 +243,23 @@ class ChoicesAnswer(Answer):
                         yield event([opening], self._usage(len(delta.tokens)) if continuous else None)
                 if delta.text or delta.scored or delta.prompt_scores is not None or delta.finish_reason is not None:
                     counts = self._usage() if continuous else None
-                    yield event([self.form.delta(choice, delta)], counts, silent[choice.index])
+                    entry = self._with_stop_reason(self.form.delta(choice, delta), choice)
+                    yield event([entry], counts, silent[choice.index])
                     silent[choice.index] = []
             if options is not None and options.include_usage:
                 yield event([], self._usage(), self.calls)
         except ApiError as error:
             yield event_text(error.body())
         yield "data: [DONE]\n\n"
+
+    def _with_stop_reason(self, entry: dict[str, Any], choice: Choice) -> dict[str, Any]:
+        """At the end of a text also vLLM's field: the stop string or the token of `stop_token_ids` that ended it."""
+        if choice.finish_reason is None:
+            return entry
+        reason = getattr(choice.request.output, "stop_string", None)
+        if reason is None and choice.finish_reason == "stop":
+            reason = next((token for token in choice.tokens[-1:] if token in (self.body.stop_token_ids or ())), None)
+        return {**entry, "stop_reason": reason}
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
