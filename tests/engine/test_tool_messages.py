@@ -34,7 +34,7 @@ USER = {"role": "user", "content": "?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
-def call(name: str, call_id: str, arguments: str = "{}") -> dict:
+def call(name: str, call_id: str, arguments: object = "{}") -> dict:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -140,8 +140,8 @@ def test_each_template_gives_a_prompt(tokenizer, template):
 
 @pytest.mark.parametrize("calls", [
     5, "look", {"function": {"name": "look"}}, [5], [None], [{}], [{"id": "x"}], [{"function": None}],
-    [{"id": 5, "function": {"name": "look"}}], [call("look", "a", "{")], [call("look", "a", "[1]")],
-    [call("look", "a", "5")], [call("look", "a", '{"x": NaN}')], {}, "", 0, False,
+    [{"id": 5, "function": {"name": "look"}}], [call("look", "a", [1])], [call("look", "a", {"x": {2}})], {}, "", 0,
+    False,
 ])  # fmt: skip
 def test_calls_of_another_form_are_refused_by_name(tokenizer, calls):
     with pytest.raises(ValueError, match=r"messages\[1\].tool_calls"):
