@@ -353,7 +353,8 @@ def with_options(*, omit: tuple[str, ...] = (), **defaults: Any) -> Callable[[Ca
 
 def show_no_type_of_flags(command: Any, parent: Any = None) -> None:
     """Let the help name flags alone: after `--raw <bool>` users would type a value, which is another argument."""
-    context = command.make_context(command.name, [], parent, resilient_parsing=True)  # the parent names -h
+    settings = command.context_settings  # those of the parent name -h
+    context = command.context_class(command, info_name=command.name, parent=parent, **settings)
     for option in command.get_params(context):
         if getattr(option, "is_flag", False) and option.metavar is None:
             option.metavar = ""
