@@ -40,9 +40,15 @@ def pytest_configure(config: pytest.Config) -> None:
         gc.enable()
         return  # xdist's controller runs no test: its workers need not wait until it has imported torch
     import torch
+    import typer.testing
 
     if not torch.cuda.is_available():  # kernels in Triton are interpreted
         os.environ.setdefault("TRITON_INTERPRET", "1")
+        torch.cuda.manual_seed_all = lambda seed: None  # each would be kept with its stack, for devices to come
+    for device in (torch.mtia, torch.xpu):
+        if not device.is_available():
+            device.manual_seed_all = lambda seed: None
+    typer.testing._get_command = cache(typer.testing._get_command)  # the commands do not change
     config.pluginmanager.import_plugin("tiny_models")
     wide_frame.install(config)
     config.pluginmanager.register(type_checks)
@@ -90,4 +96,5 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(5000, 10, 20)  # most objects of a test end with it, and are in no cycle
     atexit.register(gc.unfreeze)
