@@ -115,11 +115,20 @@ void quantize_row(const uint16_t *row, int64_t in, int64_t r, int64_t rows, uint
   }
 }
 
+// The rows that a thread quantises at a time: where there are many, those of a tile, whose numbers share cache lines.
+static inline int by_tiles(int64_t rows) { return num_tiles(rows) >= 2 * num_threads(); }
+static inline int64_t num_row_pieces(int64_t rows) { return by_tiles(rows) ? num_tiles(rows) : (rows + PACK - 1) / PACK; }
+static inline RowTile row_piece(int64_t rows, int64_t piece) {
+  if (by_tiles(rows)) return row_tile(rows, piece);
+  return (RowTile){piece * PACK, rows - piece * PACK < PACK ? rows - piece * PACK : PACK};
+}
+
 static void quantize_rows(const void *of, int64_t piece) {
   const IntegerJob *job = of;
   const Linear *a = job->a;
   const int64_t in = a->in;
-  for (int64_t r = piece * PACK; r < a->rows && r < (piece + 1) * PACK; r++) {
+  const RowTile some = row_piece(a->rows, piece);
+  for (int64_t r = some.first; r < some.first + some.height; r++) {
     const uint16_t *from = (const uint16_t *)a->x + r * in;
     if (job->made) {
       prepare_row_bf16(a, r, job->made + r * in);
@@ -231,7 +240,7 @@ int linear_integer(const Linear *a, const float *low) {
   }
   job.x = scratch(PACKED, a->rows * (a->in / 32) * ROW_BYTES);
   if (!job.x) return 1;
-  share(quantize_rows, &job, (a->rows + PACK - 1) / PACK);
+  share(quantize_rows, &job, num_row_pieces(a->rows));
   share(integer_outputs, &job, job.pieces);
   return 0;
 }
