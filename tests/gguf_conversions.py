@@ -34,6 +34,18 @@ def convert(architecture: str, config: Any, name: str, values: np.ndarray) -> Co
     whole, shape = whole.replace(".forget_gate.", "."), values.shape
     if config.__dict__.get("fuses_qkv"):
         whole = re.sub(r"model\.(.*)self_attn\.[qkv]_proj", r"encoder.\1self_attention.query_key_value", whole)
+    if architecture == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
+        return Conversion([whole], [values.T], lambda made: made[0].T)
+    if architecture == "hy_v3" and name.endswith("e_score_correction_bias"):
+        return Conversion([name.replace("e_score_correction", "expert")], [values], lambda made: made[0])
+    if architecture == "gptneox" and "query_key_value" in name:
+        order = np.arange(len(values)).reshape(config.num_attention_heads, 3, -1).swapaxes(0, 1).ravel()
+        return Conversion([whole], [values[order]], lambda made: made[0][np.argsort(order)])
+    if architecture == "glm4" and "mrope_section" in config.rope_parameters and re.search("[qk]_proj", name):
+        rotated, dim = int(config.head_dim * config.rope_parameters["partial_rotary_factor"]), config.head_dim
+        of_head = np.concatenate([np.arange(0, rotated, 2), np.arange(1, rotated, 2), np.arange(rotated, dim)])
+        order = (np.arange(0, len(values), dim)[:, None] + of_head).ravel()
+        return Conversion([whole], [values[order]], lambda made: made[0][np.argsort(order)])
     if architecture == "kimi-linear" and name.endswith("conv1d.weight"):
         names = [whole.replace("conv1d", f"{each}_conv1d") for each in "qkv"]
         by_part = values.reshape(3, 1, -1, 1, shape[-1])
@@ -107,7 +119,7 @@ def _state(architecture: str, config: Any, name: str, whole: str, values: np.nda
         whole, stored = name, -np.exp(stored)
     if name.endswith(".D"):
         whole = name
-    if name.endswith(("A_log", ".D")) and not is_delta_net:
+    if name.endswith(("A_log", ".D")) and not is_delta_net and architecture not in ("mamba", "jamba"):
         stored = stored[:, None]
     elif "conv" in name:
         stored = stored.reshape(shape[0], shape[-1])

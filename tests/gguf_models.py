@@ -280,6 +280,27 @@ CASES = {
         "layer_types": [FULL, SLIDING, SLIDING, FULL], "mlp_layer_types": ["dense"] + ["sparse"] * 3,
         "prefix_dense_intermediate_size": 512, "intermediate_size": 64, "num_shared_experts": 2,
         "expert_selection_fn": "sigmoid"}, tied=True),
+    "apertus": Case("apertus", "apertus"),
+    "gpt2": Case("gpt2", "gpt2", tied=True),
+    "gptneox": Case("gpt_neox", "gptneox", {"num_key_value_heads": 4}),
+    "gptneox, layers after each other": Case("gpt_neox", "gptneox", {
+        "num_key_value_heads": 4, "use_parallel_residual": False, "rope_parameters": {
+            "rope_theta": 5000.0, "rope_type": "default", "partial_rotary_factor": 1.0}}),
+    "starcoder": Case("gpt_bigcode", "starcoder", {"num_key_value_heads": 1}, tied=True),
+    "mamba": Case("mamba", "mamba", {"state_size": 16, "time_step_rank": 32}, tied=True),
+    "mamba, norms": Case("falcon_mamba", "mamba", {"state_size": 16, "time_step_rank": 32}),
+    "jamba": Case("jamba", "jamba", {
+        "num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 2, "mamba_dt_rank": 32,
+        "num_experts": 4, "num_experts_per_tok": 2, "expert_layer_period": 2, "expert_layer_offset": 1}),
+    "minicpm": Case("granite", "minicpm", GRANITE | {"attention_multiplier": 0.125}),
+    "hy_v3": Case("hy_v3", "hy_v3", EXPERTS | {"head_dim": 32, "num_shared_experts": 2}),
+    "hunyuan_vl": Case("hunyuan_v1_dense", "hunyuan_vl", {"head_dim": 32, "rope_parameters": {
+        "rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}}, tied=True),
+    "bailingmoe2": Case("glm4_moe", "bailingmoe2", DEEPSEEK_EXPERTS | {
+        "head_dim": 32, "use_qk_norm": True, "n_shared_experts": 1, "fuses_qkv": True,
+        "rope_parameters": {"rope_theta": 5000.0, "rope_type": "default", "partial_rotary_factor": 0.5}}),
+    "glm4, images": Case("glm4", "glm4", {"head_dim": 64, "attention_bias": True, "rope_parameters": {
+        "rope_theta": 5000.0, "rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [4, 6, 6]}}),
     "gemma4, experts": Case("gemma4_text", "gemma4", GEMMA4 | {
         "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64,
         "hidden_size_per_layer_input": 0}, tied=True),
@@ -290,16 +311,19 @@ SAME_NAMES = {
     "deepseek32": "glm-dsa",
     "muse-glimmer": "gemma3",
     "laguna": "dots1",
+    "hy_v3": "dots1",
 }  # of tensors, as another architecture; `gguf` may not have it yet
 INTERLEAVED = {
     "llama", "granite", "smollm3", "arcee", "granitemoe", "granitehybrid", "mistral3", "olmo", "muse-glimmer",
+    "minicpm",
 }  # fmt: skip
 NEMOTRONS = ("nemotron_h", "nemotron_h_moe")
+WITHOUT_ANGLES = ("mamba", "mamba2", "jamba", "gpt2", "starcoder", "kimi-linear", *NEMOTRONS)
 MORE_IN_NORMS = {"gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe", "nemotron"}
 HALF_ROTATED = ("glm", "glm4", "phi", "stablelm", "nemotron")
 PLAIN = (
-    r"indexer\.(proj|k_norm)|_norm(_[12])?(\.weight)?$|ffn_gate_inp|exp_probs_b|\.ssm_(a|d|conv1d|norm)|shortconv\.conv"
-    r"|altup_(correct|predict)_coef"  # always in float32
+    r"indexer\.(proj|k_norm)|_norm(_[12])?(\.weight)?$|ffn_gate_inp|exp_probs_b|\.ssm_(a$|d$|conv1d|norm)|shortconv\.conv"
+    r"|altup_(correct|predict)_coef|position_embd"  # always in float32
 )
 
 
@@ -309,7 +333,7 @@ def tiny(case: Case) -> Any:
     rope = {"rope_theta": 10000.0 if case.name in MORE_IN_NORMS else 5000.0, "rope_type": "default"}
     if case.model_type in HALF_ROTATED:
         rope["partial_rotary_factor"] = 0.5
-    rope = {} if case.name in ("gemma4", "mamba2", "kimi-linear", *NEMOTRONS) else {"rope_parameters": rope}
+    rope = {} if case.name in ("gemma4", *WITHOUT_ANGLES) else {"rope_parameters": rope}
     settings = SIZES | {"tie_word_embeddings": case.tied} | rope | case.settings
     config = AutoConfig.for_model(case.model_type, **settings)
     list_causal_class(config)
@@ -322,7 +346,9 @@ def tiny(case: Case) -> Any:
             weight.data *= 8  # so that rounding to bfloat16 seldom chooses other experts
         if name == "model.embed_tokens.weight" and hasattr(config, "index_topk"):
             weight.data[config.pad_token_id] += 0.1  # of zeros, whose scores are all alike
-        if name.endswith(("A_log", "e_score_correction_bias", "sinks", "dt_bias", ".D", "output_scale")):
+        if name.endswith(
+            ("A_log", "e_score_correction_bias", "sinks", "dt_bias", ".D", "output_scale", "alpha_p", "alpha_n")
+        ):
             weight.data = torch.rand_like(weight)
     for name, scale in model.named_buffers():
         if name.endswith(("e_score_correction_bias", "expert_bias")):
@@ -353,6 +379,8 @@ def converted(
     stored = model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
     for name, weight in [*model.named_parameters(), *buffers, *(later or {}).items()]:
+        if ".act_fn." in name:
+            continue  # settings, in files
         values = weight.detach().float().numpy()
         added = case.name in MORE_IN_NORMS and name.endswith("norm.weight") and "linear_attn" not in name
         heads = _heads(config, case, name)
@@ -411,6 +439,10 @@ def write(
     out = gguf.GGUFWriter(file, case.name)
     _add_settings(out, config, case)
     add_vocabulary(out, pre)
+    if case.name == "apertus":
+        for name in ("alpha_p", "alpha_n", "beta", "eps"):
+            numbers = [getattr(layer.mlp.act_fn, name).item() for layer in model.model.layers]
+            getattr(out, f"add_xielu_{name}")(numbers)
     layers = config.num_hidden_layers
     num_later = len({name.split(".")[2] for name in later or ()})
     names = tensor_names(case, layers + num_later)
@@ -469,7 +501,7 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
         out.add_layer_norm_rms_eps(config.rms_norm_eps)
     elif case.name in ("lfm2", "lfm2moe"):
         out.add_layer_norm_rms_eps(config.norm_eps)
-    elif case.name in ("mamba2", *NEMOTRONS):
+    elif case.name in ("mamba", "mamba2", *NEMOTRONS):
         out.add_layer_norm_rms_eps(config.layer_norm_epsilon)
     elif case.name == "olmo":
         out.add_layer_norm_eps(1e-5)
@@ -481,7 +513,7 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
     if case.name == "stablelm":
         out.add_parallel_residual(True)  # also where it is not so
     add_states(out, config, case.name)
-    if case.name == "mamba2":
+    if case.name in ("mamba", "mamba2"):
         out.add_feed_forward_length(0)
         out.add_head_count(0)
         return
@@ -492,7 +524,7 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
     if "head_dim" in case.settings and case.name != "chatglm":  # whose heads share the hidden size
         out.add_key_length(config.head_dim)
         out.add_value_length(config.head_dim)
-    if case.name not in ("gemma", "gemma2", "kimi-linear", *NEMOTRONS):
+    if case.name not in ("gemma", "gemma2", *WITHOUT_ANGLES):
         _add_rope(out, config.rope_parameters)
     if window := getattr(config, "sliding_window", None):
         out.add_sliding_window(window - (case.name == "mimo2"))  # which counts the tokens before
@@ -500,7 +532,8 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
         out.add_sliding_window(0)
     head_dim = config.hidden_size // config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or head_dim
-    partial = "phi3", "glm4moe", "qwen3next", "qwen35", "qwen35moe", "minimax-m2", "mimo2"
+    partial = "phi3", "glm4moe", "qwen3next", "qwen35", "qwen35moe", "minimax-m2", "mimo2", "gptneox"
+    partial += ("bailingmoe2",)
     if case.name in partial or case.model_type in HALF_ROTATED:
         full = config.rope_parameters.get(FULL, config.rope_parameters)
         out.add_rope_dimension_count(int(head_dim * full["partial_rotary_factor"]))
@@ -510,8 +543,15 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
         out.add_attn_logit_softcapping(config.attn_logit_softcapping)
     if getattr(config, "final_logit_softcapping", None):
         out.add_final_logit_softcapping(config.final_logit_softcapping)
+    if case.name == "gptneox":
+        out.add_parallel_residual(config.use_parallel_residual)
+    if alpha := getattr(config, "rope_parameters", {}).get("alpha"):
+        out.add_rope_scaling_alpha(alpha)
+    if sections := getattr(config, "rope_parameters", {}).get("mrope_section"):
+        out.add_rope_dimension_sections([*sections, 0])
     if case.name.startswith("granite"):
         out.add_attention_scale(config.attention_multiplier)
+    if case.name.startswith("granite") or case.name == "minicpm":
         out.add_embedding_scale(config.embedding_multiplier)
         out.add_residual_scale(config.residual_multiplier)
         out.add_logit_scale(config.logits_scaling)

@@ -14,6 +14,8 @@ def heads_of_keys(config: Any, name: str) -> int | list[int]:
         return 1
     if name == "kimi-linear":
         return [int(kind == "full_attention") for kind in config.layer_types]
+    if name == "jamba":
+        return [config.num_key_value_heads * (kind == "attention") for kind in config.layers_block_type]
     if name in ("lfm2", "lfm2moe", "granitehybrid", "nemotron_h", "nemotron_h_moe"):
         return [config.num_key_value_heads * (kind == "full_attention") for kind in config.layer_types]
     if name == "mimo2":
@@ -60,7 +62,7 @@ def add_experts(out: gguf.GGUFWriter, config: Any, name: str) -> None:
         out.add_leading_dense_block_count(config.moe_layer_start_index)
         out.add_interleave_moe_layer_step(config.moe_layer_interval)
         out.add_expert_shared_count(config.moe_num_shared_experts)
-    if name in ("deepseek2", "deepseek32", "glm-dsa", "mistral4", "glm4moe", "dots1"):
+    if name in ("deepseek2", "deepseek32", "glm-dsa", "mistral4", "glm4moe", "dots1", "bailingmoe2"):
         out.add_leading_dense_block_count(config.first_k_dense_replace)
         out.add_expert_shared_count(config.n_shared_experts)
         out.add_expert_weights_scale(config.routed_scaling_factor)
@@ -78,6 +80,11 @@ def add_experts(out: gguf.GGUFWriter, config: Any, name: str) -> None:
     if name == "laguna":
         out.add_leading_dense_block_count(config.mlp_layer_types.count("dense"))
         out.add_expert_weights_scale(config.moe_routed_scaling_factor)
+        out.add_expert_weights_norm(True)
+        out.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    if name == "hy_v3":
+        out.add_expert_shared_feed_forward_length(config.moe_intermediate_size * config.num_shared_experts)
+        out.add_expert_weights_scale(config.router_scaling_factor)
         out.add_expert_weights_norm(True)
         out.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
     if name == "mimo2":
@@ -140,6 +147,14 @@ def add_states(out: gguf.GGUFWriter, config: Any, name: str) -> None:
     if name == "kimi-linear":
         out.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         out.add_kda_head_dim(config.linear_head_dim)
+    if name in ("mamba", "jamba"):
+        is_jamba = name == "jamba"
+        out.add_ssm_conv_kernel(config.mamba_d_conv if is_jamba else config.conv_kernel)
+        out.add_ssm_state_size(config.mamba_d_state if is_jamba else config.state_size)
+        out.add_ssm_time_step_rank(config.mamba_dt_rank if is_jamba else config.time_step_rank)
+        out.add_ssm_inner_size(config.hidden_size * (config.mamba_expand if is_jamba else config.expand))
+        if not is_jamba:
+            out.add_ssm_dt_b_c_rms(config.model_type == "falcon_mamba")
     if name == "mamba2":
         heads = config.num_heads
         _add_sizes(out, config.conv_kernel, config.state_size, config.n_groups, heads, heads * config.head_dim)

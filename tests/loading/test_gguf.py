@@ -336,11 +336,11 @@ def complaint(file: Path) -> str:
 
 def test_what_is_not_supported_is_one_line_that_names_it_and_what_is(tmp_path):
     file = tmp_path / "other.gguf"
-    out = gguf.GGUFWriter(file, "mamba")
+    out = gguf.GGUFWriter(file, "rwkv7")
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.close()
-    named = "architecture mamba; supported are afmoe, arcee, chatglm, cohere2, cohere2moe, command-r, deepseek2"
+    named = "architecture rwkv7; supported are afmoe, apertus, arcee, bailingmoe2, chatglm, cohere2, cohere2moe"
     assert named in complaint(file)
     file = tmp_path / "matrix.gguf"
     out = gguf.GGUFWriter(file, "")

@@ -142,7 +142,24 @@ def write_weights_index(
             for target, found in _tensors(tensor, architecture, config, bool(is_of_head), file, part, own_scales):
                 if found_in.setdefault(target.name, {}).setdefault(target.number, found) is not found:
                     raise SourceError(f"{file.name} has {tensor.name} more than once; fetch it again")
+    for name, number in _numbers_of_layers(headers[0], architecture, last, files[0]).items():
+        weights[name] = {0: number}
     write_index(folder, stored_as, *map(_in_turn, (weights, heads)))
+
+
+def _numbers_of_layers(
+    header: GgufHeader, architecture: GgufArchitecture, layers: int, file: Path
+) -> dict[str, GgufTensor]:
+    """Weights of one number, which settings have for all layers. Errors: SourceError."""
+    found = {}
+    for key, name in architecture.numbers.items():
+        if key not in header.floats or len(header.metadata[key]) < layers:
+            raise SourceError(f"{file.name} lacks {key}, a number for each layer in float32; fetch it again")
+        for layer in range(layers):
+            place = header.floats[key] + 4 * layer
+            number = GgufTensor(int(Q.F32), (1,), place, 4, is_reshaped=True)
+            found[f"{architecture.layers}.{layer}.{name}"] = number
+    return found
 
 
 def _tensor_places(headers: Sequence[GgufHeader], files: Sequence[Path]) -> dict[str, tuple[TensorInfo, Path]]:

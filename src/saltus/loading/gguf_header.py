@@ -21,6 +21,7 @@ MAX_HEADER = 1 << 27  # bytes; a vocabulary of 262,144 tokens with merges takes 
 MAX_DIMENSIONS = 4  # of a tensor in ggml
 MAX_NESTING = 4  # of arrays
 DEFAULT_ALIGNMENT = 32
+FLOAT32 = GGUFValueType.FLOAT32.to_bytes(4, "little")
 MAY_BE_INFINITE = ".activation_sparsity_scale"  # -infinity where Gemma 3n keeps all activations
 NUMBER_FORMATS = {
     GGUFValueType.UINT8: "B", GGUFValueType.INT8: "b", GGUFValueType.UINT16: "H", GGUFValueType.INT16: "h",
@@ -50,6 +51,7 @@ class GgufHeader:
 
     metadata: dict[str, Any]
     tensors: list[TensorInfo]
+    floats: dict[str, int]  # where the numbers of settings that are lists in float32 begin
 
 
 def read_gguf_header(file: Path) -> GgufHeader:
@@ -65,16 +67,20 @@ def read_gguf_header(file: Path) -> GgufHeader:
             raise UnknownVersionError(version)
         num_tensors, num_metadata = fields.number("Q"), fields.number("Q")
         metadata: dict[str, Any] = {}
+        floats: dict[str, int] = {}
         for _ in range(fields.checked_count(num_metadata, 13)):
             key = fields.text()
             if key in metadata:
                 raise ValueError(f"it has {key!r} twice")
-            metadata[key] = fields.value(fields.number("I"))
+            kind, begin = fields.number("I"), fields.position
+            metadata[key] = fields.value(kind)
+            if kind == GGUFValueType.ARRAY and content[begin : begin + 4] == FLOAT32:
+                floats[key] = begin + 12  # after its type and its length
             if not key.endswith(MAY_BE_INFINITE) and not _is_finite(metadata[key]):
                 raise ValueError(f"its {key} is no finite number")
         infos = [_tensor_info(fields) for _ in range(fields.checked_count(num_tensors, 24))]
         tensors = _placed(infos, _aligned(fields.position, metadata), len(content))
-    return GgufHeader(metadata, tensors)
+    return GgufHeader(metadata, tensors, floats)
 
 
 class _FieldReader:

@@ -74,12 +74,22 @@ def load_gguf_model(
     def read(name: str) -> tuple[Any, str, Tensor]:
         path, _, attribute = name.rpartition(".")
         module = model.get_submodule(path)
-        shape, is_transposed = getattr(module, attribute).shape, has_transposed_stacks(module)
+        shape, is_transposed = tuple(getattr(module, attribute).shape), has_transposed_stacks(module)
+        flips = _is_flipped(module, shape)
         weight = read_weight(
-            name, tensors[name], contents, tuple(shape), is_transposed, packed, arithmetic, model.huge_pages.zeros
+            name,
+            tensors[name],
+            contents,
+            shape[::-1] if flips else shape,
+            is_transposed,
+            packed,
+            arithmetic,
+            model.huge_pages.zeros,
         )
         if not isinstance(weight, PackedWeight):
             weight = weight if any(each in name for each in exact) else weight.to(torch.bfloat16).to(dtype)
+        if flips:
+            weight = weight.flipped() if isinstance(weight, PackedWeight) else weight.mT.contiguous()
         return module, attribute, weight
 
     with ThreadPoolExecutor(native.allowed_processors()) as threads:  # most of it is done by compiled code
@@ -97,6 +107,11 @@ def load_gguf_model(
         for content in contents:
             cast("mmap.mmap", content.base).madvise(mmap.MADV_DONTNEED)
     return model.eval()
+
+
+def _is_flipped(module: Any, shape: Sequence[int]) -> bool:
+    """True for a matrix [in, out], as GPT-2's layers have; files have [out, in]."""
+    return type(module).__name__ == "Conv1D" and len(shape) == 2
 
 
 def _divide_frequencies(model: Any, divisors: np.ndarray, file: Path) -> None:
@@ -163,9 +178,10 @@ def _check_complete(
             f"{files[0]} lacks {wrong[0]}, or has it in another shape than its architecture; fetch it again"
         )
     for name, parts in tensors.items():
-        is_transposed = has_transposed_stacks(model.get_submodule(name.rpartition(".")[0]))
+        module, shape = model.get_submodule(name.rpartition(".")[0]), expected[name]
+        is_transposed = has_transposed_stacks(module)
         for part in parts:
             check_part(name, part, files[part.part])
-        check_parts(name, parts, expected[name], is_transposed, files[0])
+        check_parts(name, parts, shape[::-1] if _is_flipped(module, shape) else shape, is_transposed, files[0])
         for part in parts:
             check_end(part, sizes[part.part], files[part.part])

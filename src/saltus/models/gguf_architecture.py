@@ -151,6 +151,7 @@ class GgufArchitecture:
     added_to_norms: int = 0  # the weights of norms are stored as so much more
     ignored: Callable[[Mapping[str, Any], str], bool] = lambda config, tensor: False  # of this configuration
     repeated: Mapping[str, str] = field(default_factory=dict)  # not read beside a tensor that has the same numbers
+    numbers: Mapping[str, str] = field(default_factory=dict)  # settings with a number of each layer, and its weight
 
     def repeats(self, tensor: str, names: Container[str]) -> bool:
         """True for a tensor ("blk.0.attn_k_b.weight") whose numbers another one of the file has, too."""

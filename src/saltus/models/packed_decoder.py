@@ -21,6 +21,7 @@ ATTENTION_TYPES: dict[str, type] = {  # of fields that configurations with atten
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"), int),
     "rope_parameters": dict,
 }
+OF_SOME = ("head_dim", "rope_parameters")  # of these fields; the others are never left out
 
 
 def check_sizes(**sizes: Any) -> None:
@@ -86,7 +87,7 @@ def read_decoder_config(fields: Mapping[str, Any]) -> DecoderConfig:
     types = {"model_type": str, "tie_word_embeddings": bool}
     types |= dict.fromkeys(("hidden_size", "num_hidden_layers", "vocab_size"), int)
     if hasattr(config, "num_attention_heads"):
-        types |= {name: type for name, type in ATTENTION_TYPES.items() if name != "head_dim" or hasattr(config, name)}
+        types |= {name: type for name, type in ATTENTION_TYPES.items() if name not in OF_SOME or hasattr(config, name)}
     _check_types(config, types)
     check_decoder_config(config)
     if isinstance(rope := getattr(config, "rope_parameters", None), dict):

@@ -4,6 +4,7 @@ from typing import Any
 
 from saltus.models.common_layers import head_norms, llama_attention, llama_decoder, llama_layer
 from saltus.models.decoder_description import MLP, DecoderDescription, NotDescribed
+from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config
 from saltus.models.mixer_description import Norm, Weight
 
 CLASSES = {"ApertusForCausalLM"}
@@ -27,3 +28,13 @@ def describe(config: Any) -> DecoderDescription:
             )
         )  # fmt: skip
     return llama_decoder(config, layers)
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture."""
+    return llama_config(model, "apertus", "ApertusForCausalLM", hidden_act="xielu")
+
+
+TENSORS = {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}
+NUMBERS = {f"xielu.{name}": f"mlp.act_fn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")}
+GGUF = GgufArchitecture("apertus", gguf_config, TENSORS, numbers=NUMBERS)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from saltus.models.architectures.deepseek_v3 import deepseek_expert_counts
+from saltus.models.architectures.glm import FUSED_QUERIES
 from saltus.models.common_layers import deepseek_mlp, head_norms, llama_attention, llama_decoder, llama_layer
 from saltus.models.decoder_description import DecoderDescription
 from saltus.models.gguf_architecture import (
@@ -29,10 +30,10 @@ def describe(config: Any) -> DecoderDescription:
 
 def gguf_config(model: GgufModel) -> dict[str, Any]:
     """See GgufArchitecture."""
-    if model.has("rope.dimension_sections"):
-        raise ValueError("it has positions of images (M-RoPE), which are not supported")
+    has_biases = bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & set(model.shapes))
     return llama_config(
         model, "glm4_moe", "Glm4MoeForCausalLM", rope_parameters=partial_rope(model),
+        attention_bias=has_biases,
         use_qk_norm="blk.0.attn_q_norm.weight" in model.shapes, **deepseek_expert_counts(model),
     )  # fmt: skip
 
@@ -41,4 +42,7 @@ TENSORS = {
     **expert_tensors(), **shared_expert_tensors("mlp.shared_experts"),
     "post_attention_norm": "post_attention_layernorm",
 }  # fmt: skip
-GGUF = GgufArchitecture("glm4moe", gguf_config, TENSORS)
+GGUF = (
+    GgufArchitecture("glm4moe", gguf_config, TENSORS),
+    GgufArchitecture("bailingmoe2", gguf_config, {**TENSORS, **FUSED_QUERIES}),  # Ling and Ring 2, Sarvam
+)

@@ -4,6 +4,7 @@ from typing import Any
 
 from saltus.models.common_layers import activation, layer_norms
 from saltus.models.decoder_description import MLP, DecoderDescription, Layer, NotDescribed, PositionEmbedding
+from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, num_layers
 from saltus.models.mixer_description import Attention, Norm, Weight
 
 CLASSES = {"GPT2LMHeadModel"}
@@ -35,3 +36,33 @@ def decoder(config: Any, kv_heads: int) -> DecoderDescription:
     return DecoderDescription(
         tuple(layers), Norm("ln_f", epsilon, "layer"), embedding="wte", position_embedding=PositionEmbedding("wpe")
     )  # fmt: skip
+
+
+def gguf_config(model: GgufModel) -> dict[str, Any]:
+    """See GgufArchitecture."""
+    return gpt2_config(model, "gpt2", "GPT2LMHeadModel", activation_function="gelu_new")
+
+
+def gpt2_config(model: GgufModel, model_type: str, architecture: str, **more: Any) -> dict[str, Any]:
+    """A configuration with the names of GPT-2's, and what other parts of Saltus ask for."""
+    layers, heads = num_layers(model), model.size("attention.head_count")
+    length, size, width = (
+        model.size("context_length"),
+        model.size("embedding_length"),
+        model.rows("blk.0.ffn_up.weight"),
+    )
+    return {
+        "architectures": [architecture], "model_type": model_type, "n_layer": layers, "num_hidden_layers": layers,
+        "n_head": heads, "num_attention_heads": heads, "n_embd": size, "hidden_size": size, "n_positions": length,
+        "max_position_embeddings": length, "n_inner": width, "intermediate_size": width,
+        "num_key_value_heads": heads,
+        "layer_norm_epsilon": model.number("attention.layer_norm_epsilon"), **more,
+    }  # fmt: skip
+
+
+TENSORS = {
+    "token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f",
+    "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj",
+}  # fmt: skip
+GGUF = GgufArchitecture("gpt2", gguf_config, TENSORS, layers="transformer.h")

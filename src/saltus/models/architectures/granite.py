@@ -4,7 +4,7 @@ from typing import Any
 
 from saltus.models.common_layers import llama_attention, llama_decoder, llama_layer
 from saltus.models.decoder_description import DecoderDescription
-from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config
+from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config, num_layers
 
 CLASSES = {"GraniteForCausalLM"}
 
@@ -42,4 +42,19 @@ def gguf_config(model: GgufModel) -> dict[str, Any]:
     return granite_config(model, "granite", "GraniteForCausalLM")
 
 
-GGUF = GgufArchitecture("granite", gguf_config, interleaves_heads=True)
+def minicpm_config(model: GgufModel) -> dict[str, Any]:
+    """MiniCPM 1, 2 and 4, with the multipliers of the first where a file has none."""
+    size = model.size("embedding_length")
+    return llama_config(
+        model, "granite", "GraniteForCausalLM",
+        attention_multiplier=(size // model.size("attention.head_count")) ** -0.5,
+        embedding_multiplier=model.number("embedding_scale", 12.0),
+        residual_multiplier=model.number("residual_scale", 1.4 / num_layers(model) ** 0.5),
+        logits_scaling=model.number("logit_scale", size / 256),
+    )  # fmt: skip
+
+
+GGUF = (
+    GgufArchitecture("granite", gguf_config, interleaves_heads=True),
+    GgufArchitecture("minicpm", minicpm_config, interleaves_heads=True),
+)

@@ -4,7 +4,7 @@ from typing import Any
 
 from saltus.models.common_layers import llama_attention, llama_decoder, llama_layer
 from saltus.models.decoder_description import DecoderDescription
-from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config
+from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, llama_config, rope
 from saltus.models.mixer_description import Attention, Norm
 
 CLASSES = {"HunYuanDenseV1ForCausalLM"}
@@ -26,9 +26,15 @@ def describe(config: Any) -> DecoderDescription:
 
 
 def gguf_config(model: GgufModel) -> dict[str, Any]:
-    """See GgufArchitecture; the base of angles in a file has Hunyuan's scaling."""
-    return llama_config(model, "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM")
+    """See GgufArchitecture; the base of angles in a file has Hunyuan's scaling, or it stands beside it."""
+    parameters = rope(model)
+    if alpha := model.number("rope.scaling.alpha", 0.0):
+        dim = model.size("attention.key_length", model.size("embedding_length") // model.size("attention.head_count"))
+        parameters["rope_theta"] *= alpha ** (dim / (dim - 2))
+    return llama_config(model, "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", rope_parameters=parameters)
 
 
 TENSORS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
-GGUF = GgufArchitecture("hunyuan-dense", gguf_config, TENSORS)
+GGUF = tuple(  # also the text part of HunyuanOCR and of Hunyuan's other models of images
+    GgufArchitecture(name, gguf_config, TENSORS) for name in ("hunyuan-dense", "hunyuan_vl")
+)

@@ -68,7 +68,9 @@ class Resolver:
     def _transposed(self, path: str) -> Tensor:
         """The matrix [outputs, inputs] of a layer that has it the other way around, as GPT-2's have."""
         if path not in self.transposed:
-            self.transposed[path] = self.module(path).weight.detach().T.contiguous()
+            weight = self.module(path).weight
+            is_packed = isinstance(weight, PackedWeight)
+            self.transposed[path] = weight.flipped() if is_packed else weight.detach().T.contiguous()
         return self.transposed[path]
 
     def output_layer(self, model: Any) -> Matrix:
