@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import set_seed
 
 from architectures import ARCHITECTURES, LLAMA_LIKE, VOCAB, chain, read, text
@@ -22,6 +22,11 @@ TEXT = {
 EYE = {"hidden_size": 32, "intermediate_size": 32}
 PATCHES = {**EYE, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
 BLOCKS = {**EYE, "depth": 1, "num_heads": 2, "out_hidden_size": LLAMA_LIKE["hidden_size"]}
+SOUNDS = {
+    "d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "num_mel_bins": 16,
+    "output_dim": 48, "max_source_positions": 20, "downsample_hidden_size": 16,
+}  # fmt: skip
+MIXTURE = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 THREE_DIMENSIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 WHOLE = {
     "Gemma3": ("Gemma3ForCausalLM", {**TEXT, "head_dim": 16}, PATCHES, {"mm_tokens_per_image": 4}),
@@ -38,9 +43,30 @@ WHOLE = {
         {**EYE, "num_hidden_layers": 1, "num_attention_heads": 2},
         {"out_hidden_size": 128, "projector_hidden_size": 32},
     ),
+    "Glm4v": ("Glm4ForCausalLM", {**TEXT, "rope_parameters": {**THREE_DIMENSIONS, "partial_rotary_factor": 0.5,
+        "mrope_section": [1, 0, 1]}}, BLOCKS, {}),
+    "Glm4vMoe": (
+        "Glm4MoeForCausalLM", {**TEXT, **ARCHITECTURES["Glm4Moe"], "rope_parameters": {
+            **THREE_DIMENSIONS, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}}, BLOCKS, {},
+    ),
+    "HunYuanVL": (
+        "HunYuanDenseV1ForCausalLM", {**TEXT, "head_dim": 16, "rope_parameters": {
+            "rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0, "mrope_section": [2, 2, 2, 2]}},
+        {**EYE, "num_hidden_layers": 1, "num_attention_heads": 2, "text_hidden_size": 48}, {},
+    ),
+    "Granite4Vision": (
+        "GraniteForCausalLM", {**TEXT, **ARCHITECTURES["Granite"]},
+        {**PATCHES, "hidden_size": 64, "model_type": "siglip_vision_model"},
+        {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"},
+    ),
+    "Qwen2_5OmniThinker": (
+        "Qwen2ForCausalLM", {**TEXT, "rope_parameters": THREE_DIMENSIONS}, BLOCKS, {"audio_config": SOUNDS},
+    ),
+    "Qwen3OmniMoeThinker": (
+        "Qwen3MoeForCausalLM", {**TEXT, **MIXTURE, "norm_topk_prob": False}, BLOCKS, {"audio_config": SOUNDS},
+    ),
     "Qwen3VLMoe": (
-        "Qwen3MoeForCausalLM",
-        {**TEXT, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}, BLOCKS, {},
+        "Qwen3MoeForCausalLM", {**TEXT, **MIXTURE}, BLOCKS, {},
     ),
 }  # fmt: skip
 
@@ -52,6 +78,11 @@ def test_the_text_part_of_a_model_has_the_logits_of_the_whole(name, tmp_path):
     config = getattr(transformers, f"{kind}Config")(text_config=settings, vision_config=vision, **more)
     whole = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
     whole.save_pretrained(tmp_path)
+    if kind.endswith("Thinker"):  # published with the part that speaks
+        spoken = getattr(transformers, f"{kind.removesuffix('Thinker')}Config")(thinker_config=config.to_dict())
+        spoken.save_pretrained(tmp_path)
+        weights = load_file(tmp_path / "model.safetensors")
+        save_file({f"thinker.{key}": weight for key, weight in weights.items()}, tmp_path / "model.safetensors")
     model, tokens = load_model(name, tmp_path), text(30)
     assert type(model).__name__ == of_text
     with torch.inference_mode():
@@ -75,7 +106,7 @@ def test_the_text_part_of_tied_embeddings_is_packed_with_its_output_layer(tmp_pa
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (transformers.Glm4vConfig, "no causal language model for the text part of glm4v"),
+        (transformers.PaddleOCRVLConfig, "no causal language model for the text part of paddleocr_vl"),
         (transformers.T5Config, "no causal language model of the type t5"),
     ],
 )

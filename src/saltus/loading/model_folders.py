@@ -19,9 +19,17 @@ HEADS_FILE = re.compile(r"(model[-_])?mtp\.safetensors")  # of heads for multi-t
 LAYER_COUNT = re.compile(r"(num_|n_)?((hidden|encoder|decoder)_)?layers?")  # keys of configurations
 KINDS_OF_LAYERS = re.compile(r"layer_types|layers_block_type|block_types|mlp_layer_types")  # one for each layer
 MIN_LAYER_BYTES = 100  # of a layer in a pickled file
-LAYERS_OF_TEXT_PARTS = {  # that have no class of their own: of texts alone, positions in three dimensions are one
-    "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe",
-}  # fmt: skip
+LAYERS_OF_TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {  # that have no class of their own, and what they fix
+    # Of texts alone, positions in several dimensions are one.
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"), ("qwen2", {})),
+    "qwen3_vl_text": ("qwen3", {}),
+    "qwen3_vl_moe_text": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3_omni_moe_text": ("qwen3_moe", {}),
+    "glm4v_text": ("glm4", {"attention_bias": True}),
+    "glm4v_moe_text": ("glm4_moe", {"use_qk_norm": False}),
+    "hunyuan_vl_text": ("hunyuan_v1_dense", {}),
+    "granite4_vision_text": ("granite", {}),
+}
 OWN_CLASSES = {  # that no mapping of causal models lists: Transformers', or ours of its layers
     "mistral4": ("transformers", "Mistral4ForCausalLM"),
     "muse_glimmer_text": ("saltus.models.muse_glimmer", "MuseGlimmerForCausalLM"),
@@ -31,6 +39,8 @@ TEXT_PART_NAMES = {  # in models that read more than text, by pattern
     r"^(?:model\.)?language_model\.(?:model\.)?(?!lm_head)": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
     r"^model\.text_model\.": "model.",  # Idefics 3, SmolVLM
+    r"^thinker\.(?:model\.)?(?:language_model\.)?(?=(?:embed_tokens|layers|norm)\.)": "model.",  # Qwen's Omni
+    r"^thinker\.lm_head\.": "lm_head.",
 }
 MAX_WEIGHTS_PER_BYTE = 8  # of quantised files
 MAX_OTHER_WEIGHTS = 1 << 26  # that a model computes, such as masks and angles
@@ -222,11 +232,16 @@ def text_part(folder: Path) -> dict[str, Any]:
         return {"config": AutoConfig.for_model(alike, **{name: given[name] for name in given if name not in own})}
     whole = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     text: Any = whole.get_text_config(decoder=True)
+    whole = getattr(whole, "thinker_config", whole)  # of a model that speaks, too: the part that writes
     if alike := LAYERS_OF_TEXT_PARTS.get(text.model_type):
+        kind, fixed = alike
         fields = {name: value for name, value in text.to_dict().items() if name not in ("model_type", "architectures")}
         rope = {name: value for name, value in fields["rope_parameters"].items() if not name.startswith("mrope")}
-        fields |= {"rope_parameters": rope, "norm_topk_prob": True}  # of experts, which the whole model always does
-        text = AutoConfig.for_model(alike, **fields)
+        dim = fields.get("head_dim") or text.hidden_size // text.num_attention_heads
+        if kind.startswith("glm4"):
+            rope.setdefault("partial_rotary_factor", 1.0)  # which is another number for models of texts alone
+        fields |= {"rope_parameters": rope, "head_dim": dim} | fixed
+        text = AutoConfig.for_model(kind, **fields)
     list_causal_class(text)
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(whole) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         kind, is_part = whole.model_type, text.model_type != whole.model_type
