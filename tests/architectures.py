@@ -313,6 +313,13 @@ RECURRENT: dict[str, dict] = {  # on our kernels alone
         "linear_head_dim": 20, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "mlp_layer_types": ["dense", "sparse", "sparse"],
     },
+    "BailingHybrid": {
+        **LLAMA_LIKE, "num_key_value_heads": 6, "num_hidden_layers": 3, "kv_lora_rank": 16, "q_lora_rank": None,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 12, "head_dim": 8, "num_local_experts": 8,
+        "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "moe_intermediate_size": 40,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
     "OlmoHybrid": {
         **LLAMA_LIKE, "num_hidden_layers": 3, "head_dim": 8, "linear_num_key_heads": 3, "linear_num_value_heads": 6,
         "linear_key_head_dim": 12, "linear_value_head_dim": 20, "rope_parameters": None,

@@ -46,7 +46,14 @@ def convert(architecture: str, config: Any, name: str, values: np.ndarray) -> Co
         of_head = np.concatenate([np.arange(0, rotated, 2), np.arange(1, rotated, 2), np.arange(rotated, dim)])
         order = (np.arange(0, len(values), dim)[:, None] + of_head).ravel()
         return Conversion([whole], [values[order]], lambda made: made[0][np.argsort(order)])
-    if architecture == "kimi-linear" and name.endswith("conv1d.weight"):
+    if architecture == "bailingmoe3" and re.search(r"[fg]_proj", name):
+        is_recurrent = config.layer_types[int(name.split(".")[2])] == "linear_attention"
+        whole = whole.replace("_proj", "_a_proj") if is_recurrent else whole
+    if architecture == "bailingmoe3" and name.endswith("A_log"):
+        return Conversion(
+            [whole.removesuffix(".weight")], [np.exp(values)[:, None]], lambda made: np.log(made[0][:, 0])
+        )
+    if architecture in ("kimi-linear", "bailingmoe3") and name.endswith("conv1d.weight"):
         names = [whole.replace("conv1d", f"{each}_conv1d") for each in "qkv"]
         by_part = values.reshape(3, 1, -1, 1, shape[-1])
         return Conversion(names, [*by_part], lambda made: np.concatenate(made, 1).reshape(shape))

@@ -280,6 +280,10 @@ CASES = {
         "layer_types": [FULL, SLIDING, SLIDING, FULL], "mlp_layer_types": ["dense"] + ["sparse"] * 3,
         "prefix_dense_intermediate_size": 512, "intermediate_size": 64, "num_shared_experts": 2,
         "expert_selection_fn": "sigmoid"}, tied=True),
+    "bailingmoe3": Case("bailing_hybrid", "bailingmoe3", LATENT | {
+        "num_hidden_layers": 3, "layer_types": MIXED, "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "q_lora_rank": None, "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
+        "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "head_dim": 64, "qk_nope_head_dim": 64}),
     "apertus": Case("apertus", "apertus"),
     "gpt2": Case("gpt2", "gpt2", tied=True),
     "gptneox": Case("gpt_neox", "gptneox", {"num_key_value_heads": 4}),
@@ -312,6 +316,7 @@ SAME_NAMES = {
     "muse-glimmer": "gemma3",
     "laguna": "dots1",
     "hy_v3": "dots1",
+    "bailingmoe3": "kimi-linear",
 }  # of tensors, as another architecture; `gguf` may not have it yet
 INTERLEAVED = {
     "llama", "granite", "smollm3", "arcee", "granitemoe", "granitehybrid", "mistral3", "olmo", "muse-glimmer",
@@ -521,7 +526,7 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
     out.add_head_count(config.num_attention_heads)
     out.add_head_count_kv(heads_of_keys(config, case.name))
     add_experts(out, config, case.name)
-    if "head_dim" in case.settings and case.name != "chatglm":  # whose heads share the hidden size
+    if "head_dim" in case.settings and case.name not in ("chatglm", "bailingmoe3"):
         out.add_key_length(config.head_dim)
         out.add_value_length(config.head_dim)
     if case.name not in ("gemma", "gemma2", *WITHOUT_ANGLES):

@@ -12,7 +12,7 @@ def heads_of_keys(config: Any, name: str) -> int | list[int]:
     """One number, or one for each layer where some have no attention."""
     if name in ("deepseek2", "deepseek32", "glm-dsa", "mistral4"):
         return 1
-    if name == "kimi-linear":
+    if name in ("kimi-linear", "bailingmoe3"):
         return [int(kind == "full_attention") for kind in config.layer_types]
     if name == "jamba":
         return [config.num_key_value_heads * (kind == "attention") for kind in config.layers_block_type]
@@ -91,12 +91,14 @@ def add_experts(out: gguf.GGUFWriter, config: Any, name: str) -> None:
         out.add_expert_group_count(config.n_group)
         out.add_expert_group_used_count(config.topk_group)
         out.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
-    if name == "kimi-linear":
+    if name in ("kimi-linear", "bailingmoe3"):
         out.add_leading_dense_block_count(config.mlp_layer_types.count("dense"))
         out.add_expert_shared_count(config.num_shared_experts)
         out.add_expert_weights_scale(config.routed_scaling_factor)
         out.add_expert_group_count(config.n_group)
         out.add_expert_group_used_count(config.topk_group)
+        if name == "bailingmoe3":
+            out.add_expert_weights_norm(config.norm_topk_prob)
     if name == "afmoe":
         out.add_expert_shared_count(config.num_shared_experts)
         out.add_expert_weights_scale(config.route_scale)
@@ -116,7 +118,7 @@ def add_experts(out: gguf.GGUFWriter, config: Any, name: str) -> None:
         out.add_indexer_top_k(config.index_topk)
     if name == "glm-dsa":
         out.add_array("glm-dsa.attention.indexer.types", [kind == "full" for kind in config.indexer_types])
-    if name in ("deepseek2", "deepseek32", "glm-dsa", "mistral4", "kimi-linear"):
+    if name in ("deepseek2", "deepseek32", "glm-dsa", "mistral4", "kimi-linear", "bailingmoe3"):
         rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
         if config.q_lora_rank:
             out.add_q_lora_rank(config.q_lora_rank)
@@ -144,9 +146,12 @@ def add_states(out: gguf.GGUFWriter, config: Any, name: str) -> None:
             heads * config.linear_value_head_dim,
         )  # fmt: skip
         out.add_full_attention_interval(4)
-    if name == "kimi-linear":
+    if name in ("kimi-linear", "bailingmoe3"):
         out.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         out.add_kda_head_dim(config.linear_head_dim)
+    if name == "bailingmoe3":
+        out.add_bool("bailingmoe3.kda.safe_gate", True)
+        out.add_float32("bailingmoe3.kda.gate_lower_bound", config.kda_lower_bound)
     if name in ("mamba", "jamba"):
         is_jamba = name == "jamba"
         out.add_ssm_conv_kernel(config.mamba_d_conv if is_jamba else config.conv_kernel)

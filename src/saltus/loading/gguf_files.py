@@ -254,6 +254,7 @@ def _tensors(
                 *_place(tensor, target.matrix), interleaved, number, added,
                 rows=target.rows(config, tensor.shape[0]) if target.rows else (), alternating=target.alternating,
                 is_transposed=target.is_transposed, is_negative_exponential=target.is_negative_exponential,
+                is_exponential=target.is_exponential,
                 is_reshaped=target.is_reshaped, scales=scales if target.matrix is None else scales[target.matrix :][:1],
             ),
         )

@@ -38,13 +38,15 @@ class GgufTensor:
     alternating: bool = False  # rows of the tensors that are joined
     is_transposed: bool = False
     is_negative_exponential: bool = False
+    is_exponential: bool = False
     is_reshaped: bool = False
     scales: tuple[float, ...] = ()  # in float32: of a matrix in NVFP4, or of each of a stack; empty: 1
 
     @property
     def is_stored_as_it_is(self) -> bool:
         """True if its blocks are those of the weight, perhaps in another order."""
-        return not (self.added or self.is_transposed or self.is_negative_exponential or self.is_reshaped)
+        is_logarithm = self.is_negative_exponential or self.is_exponential
+        return not (self.added or self.is_transposed or is_logarithm or self.is_reshaped)
 
 
 DEFAULTS = {field.name: field.default for field in fields(GgufTensor)}

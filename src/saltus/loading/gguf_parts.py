@@ -172,8 +172,8 @@ def _numbers(rows: np.ndarray, part: GgufTensor) -> Tensor:
     numbers = numbers.reshape(-1) if len(part.shape) == 1 else numbers
     if part.added:
         numbers = numbers - part.added
-    if part.is_negative_exponential:
-        numbers = (-numbers).log()
+    if part.is_negative_exponential or part.is_exponential:
+        numbers = (numbers if part.is_exponential else -numbers).log()
     return numbers.transpose(-1, -2) if part.is_transposed else numbers
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from saltus.models.mixer_description import LatentAttention, Mixer, Norm, ParallelMixers, Weight
+from saltus.models.mixer_description import KimiDeltaNet, LatentAttention, Mixer, Norm, ParallelMixers, Weight
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu_squared", "sigmoid"]
 
@@ -246,12 +246,14 @@ def mlp_of(layer: Layer) -> MLP | None:
 def weights_perhaps_in_float32(description: DecoderDescription) -> tuple[str, ...]:
     """How parameters end that may be in float32 beside the model's dtype, as Transformers keeps some.
 
-    They are those of routers, sinks, the constants of recurrences, and what weighs the heads of indexers.
+    They are those of routers, sinks, the constants and kernels of recurrences, and what weighs the heads of indexers.
     """
     found = [".A_log", ".dt_bias", ".D", ".sinks"]
     for mixer in (mixer for layer in description.layers for mixer, _ in mixers_of(layer)):
         if isinstance(mixer, LatentAttention) and mixer.indexer is not None:
             found.append(f"{mixer.indexer.weights}.weight")
+        if isinstance(mixer, KimiDeltaNet):
+            found.append(f"{mixer.kernel}.weight")
     for experts in filter(None, map(experts_of, description.layers)):
         named = experts.selection_bias, experts.expert_scale, experts.router_scale
         found += [f"{experts.router}.weight", f"{experts.router}.bias", *filter(None, named)]

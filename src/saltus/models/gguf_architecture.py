@@ -127,6 +127,7 @@ class TensorPart:
     rows: Callable[[Mapping[str, Any], int], Rows] | None = None  # which of so many rows, in turn; (): all
     is_transposed: bool = False
     is_negative_exponential: bool = False  # -exp(weight) is stored
+    is_exponential: bool = False  # exp(weight) is stored
     is_reshaped: bool = False  # stored with the numbers in the same order
     matrix: int | None = None  # which one of a stack, that has a matrix for each of several weights
 

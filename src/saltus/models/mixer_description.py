@@ -148,6 +148,7 @@ class LatentAttention:
     query_norm: Norm | None = None
     growth: float = 0.0
     steps: int = 1
+    head_gate: Weight | None = None  # gives a number for each head, by whose sigmoid its output is multiplied
     query_scale: float = 1.0  # of queries
     latent_scale: float = 1.0  # of latent vectors, after their norm
     indexer: Indexer | None = None
@@ -189,14 +190,15 @@ class KimiDeltaNet:
     """The gated delta rule with channel-wise decays, of each number of a key (Kimi Team 2025); heads share no keys.
 
     Queries, keys and values have a linear layer each, and parts of one convolution, in this order; decays and the gate
-    of outputs, a sigmoid after a norm, two, one after the other.
+    of outputs, a sigmoid after a norm, one, or two, one after the other. The logarithm of a decay is −exp(A_log) ·
+    softplus(x + dt_bias), or, where there is a `least_decay`, this number times sigmoid(exp(A_log) · (x + dt_bias)).
     """
 
     query: Weight
     key: Weight
     value: Weight
-    decay: tuple[Weight, Weight]
-    gate: tuple[Weight, Weight]
+    decay: tuple[Weight, ...]
+    gate: tuple[Weight, ...]
     weight: Weight  # of values, β
     kernel: str  # the path of the convolution
     decays: str  # of A_log and dt_bias
@@ -205,6 +207,7 @@ class KimiDeltaNet:
     heads: int
     dim: int
     epsilon: float
+    least_decay: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,7 @@ class Recurrence(ctypes.Structure):
             (name, INTEGER)
             for name in ("heads", "groups", "key_dim", "value_dim", "state_place", "node_place", "steps")
         ),
-        *((name, REAL) for name in ("least", "most", "scale", "epsilon", "weight_scale")),
+        *((name, REAL) for name in ("least", "most", "scale", "epsilon", "weight_scale", "least_decay")),
         ("text", POINTER),
     ]
 

@@ -21,15 +21,18 @@ from saltus.models.mixer_description import KimiDeltaNet, Weight
 CLASSES = {"KimiLinearForCausalLM"}
 
 
-def delta_net(config: Any, layer: int) -> KimiDeltaNet:
-    """A layer with a state."""
+def delta_net(config: Any, layer: int, **changes: Any) -> KimiDeltaNet:
+    """A layer with a state, changed in places."""
     path = f"layers.{layer}.self_attn"
-    query, key, value, weight, output = (Weight(f"{path}.{name}_proj") for name in "qkvbo")
-    return KimiDeltaNet(
-        query, key, value, (Weight(f"{path}.forget_gate.f_a_proj"), Weight(f"{path}.forget_gate.f_b_proj")),
-        (Weight(f"{path}.g_a_proj"), Weight(f"{path}.g_b_proj")), weight, f"{path}.conv1d", f"{path}.forget_gate",
-        f"{path}.o_norm", output, config.linear_num_heads, config.linear_head_dim, config.rms_norm_eps,
-    )  # fmt: skip
+    settings: dict[str, Any] = {
+        **{name: Weight(f"{path}.{name[0]}_proj") for name in ("query", "key", "value", "output")},
+        "weight": Weight(f"{path}.b_proj"), "kernel": f"{path}.conv1d", "decays": f"{path}.forget_gate",
+        "norm": f"{path}.o_norm", "heads": config.linear_num_heads, "dim": config.linear_head_dim,
+        "epsilon": config.rms_norm_eps,
+        "decay": (Weight(f"{path}.forget_gate.f_a_proj"), Weight(f"{path}.forget_gate.f_b_proj")),
+        "gate": (Weight(f"{path}.g_a_proj"), Weight(f"{path}.g_b_proj")),
+    }  # fmt: skip
+    return KimiDeltaNet(**settings | changes)
 
 
 def describe(config: Any) -> DecoderDescription:

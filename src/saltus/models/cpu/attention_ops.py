@@ -85,6 +85,8 @@ class AttentionOps:
         check_sizes(kv_lora_rank=latent, qk_nope_head_dim=nope, v_head_dim=layer.value_dim)
         q, made = ops.buffer("q", heads * (nope + rope)), ops.buffer("latent", latent + rope)
         given, indexer = [(layer.latent, made)], layer.indexer
+        if layer.head_gate is not None:
+            given.append((layer.head_gate, ops.buffer("head gate", heads)))
         if indexer is not None:
             check_sizes(index_topk=indexer.top_k, index_n_heads=indexer.heads, index_head_dim=indexer.dim)
             given.append((indexer.key, ops.buffer("index key", indexer.dim)))
@@ -128,6 +130,9 @@ class AttentionOps:
         self._attend(number, simple, new_queries, new_keys, None, new_values, index_key)
         out = ops.buffer("out", heads * layer.value_dim)
         self._multiply_heads(attended, to_values, out)
+        if layer.head_gate is not None:
+            gate, sigmoid = ops.buffer("head gate", heads), structs.ACTIVATION_NUMBERS["sigmoid"]
+            MixerOps(ops).gate(out, gate[..., None], layer.value_dim, None, activation=sigmoid)
         return out
 
     def _indexer(self, layer: LatentAttention, indexer: Indexer, norm: Norm | None) -> tuple[structs.Indexer, Tensor]:

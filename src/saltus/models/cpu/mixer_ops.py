@@ -68,15 +68,18 @@ class MixerOps:
         heads, dim, size = mixer.heads, mixer.dim, mixer.heads * mixer.dim
         projections = [mixer.query, mixer.key, mixer.value]
         given = self._inputs((*projections, mixer.weight), (size, size, size, heads), norm)
-        low = self._inputs((mixer.decay[0], mixer.gate[0]), (dim, dim), norm, "low")
-        decay, gate = (
-            self._inputs((weight,), (size,), None, name, x)[0]
-            for name, weight, x in zip(("decay", "gate"), (mixer.decay[1], mixer.gate[1]), low, strict=True)
-        )
+        if len(mixer.decay) == 1:
+            decay, gate = self._inputs((*mixer.decay, *mixer.gate), (size, size), norm, "decay and gate")
+        else:
+            low = self._inputs((mixer.decay[0], mixer.gate[0]), (dim, dim), norm, "low")
+            decay, gate = (
+                self._inputs((weight,), (size,), None, name, x)[0]
+                for name, weight, x in zip(("decay", "gate"), (mixer.decay[1], mixer.gate[1]), low, strict=True)
+            )
         query, key, value = self._convolve_parts(mixer.kernel, given[:3])
         out = self._recur(
             mixer.decays, query, key, value, decay, given[3], heads=heads, groups=heads, key_dim=dim, value_dim=dim,
-            scale=dim**-0.5, epsilon=1e-6, most=float("inf"), weight_scale=1.0,
+            scale=dim**-0.5, epsilon=1e-6, most=float("inf"), weight_scale=1.0, least_decay=mixer.least_decay,
         )  # fmt: skip
         sigmoid = structs.ACTIVATION_NUMBERS["sigmoid"]
         self.gate(out, gate, dim, mixer.norm, epsilon=mixer.epsilon, activation=sigmoid)

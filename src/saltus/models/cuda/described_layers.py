@@ -123,7 +123,7 @@ def _are_known_angles(a: Attention, base: Any) -> bool:
 
 
 def _is_known_latent_attention(a: LatentAttention, base: Any) -> bool:
-    if a.indexer is not None or a.shares_choice is not None:
+    if a.indexer is not None or a.shares_choice is not None or a.head_gate is not None:
         return False
     whole = [each for each in (a.query, a.latent, a.expand, a.output, a.query_latent) if each is not None]
     biases = [base.get_submodule(each.path).bias is None for each in whole]

@@ -257,6 +257,8 @@ def recurrence_of(mixer: Mixer, weights: Resolver) -> GPURecurrence | GPUShortCo
 def is_known_recurrence(mixer: Mixer | None, base: Any) -> bool:
     """True for a recurrent mixer that our kernels compute. `base` is the model without its output layer."""
     if isinstance(mixer, KimiDeltaNet):
+        if len(mixer.decay) == 1 or mixer.least_decay:
+            return False
         inputs = mixer.query, mixer.key, mixer.value, mixer.weight, *mixer.decay, *mixer.gate
     elif isinstance(mixer, ShortConvolution | DeltaNet | Mamba2):
         inputs = mixer.inputs if isinstance(mixer, DeltaNet) else (mixer.inputs,)
