@@ -91,8 +91,9 @@ def convolution(dtype, channels=75, width=4, bias=True, silu=True, gated=False) 
 
 
 def recurrence(
-    dtype, delta=True, heads=6, groups=2, key_dim=18, value_dim=70, limits=(0.0, float("inf")), channelwise=False
-) -> Mixer:
+    dtype, delta=True, heads=6, groups=2, key_dim=18, value_dim=70, limits=(0.0, float("inf")), channelwise=False,
+    least_decay=0.0,
+) -> Mixer:  # fmt: skip
     steps = heads * key_dim if channelwise else heads
     inputs = {"query": groups * key_dim, "key": groups * key_dim, "value": heads * value_dim, "step": steps}
     inputs |= {"weight": heads} if delta else {}
@@ -103,7 +104,7 @@ def recurrence(
     constants = {
         "heads": heads, "groups": groups, "key_dim": key_dim, "value_dim": value_dim, "least": limits[0],
         "most": limits[1], "scale": key_dim**-0.5 if delta else 1.0, "epsilon": 1e-6, "steps": steps,
-        "weight_scale": 1.0,
+        "weight_scale": 1.0, "least_decay": least_decay,
     }  # fmt: skip
     sizes = StateSizes(padded(state), padded(numbers * dtype.itemsize))
     return Mixer("recur", inputs, heads * value_dim, sizes, constants, tensors, dtype)
@@ -154,8 +155,10 @@ def expected_recurrence(mixer: Mixer, x: dict[str, Tensor]) -> Tensor:
     value, bias = x["value"].float().view(1, rows, at["heads"], -1), mixer.tensors["bias"]
     weights = x["weight"].float().sigmoid()[None] if "weight" in x else None
     if at["steps"] > at["heads"]:
-        steps = F.softplus(x["step"].float() + bias).view(1, rows, at["heads"], -1)
-        decay = mixer.tensors["rate"][:, None] * steps
+        given, rate = (x["step"].float() + bias).view(1, rows, at["heads"], -1), mixer.tensors["rate"][:, None]
+        decay = rate * F.softplus(given)
+        if at["least_decay"]:  # as Ling 3 has them, in its own dtype
+            decay = (at["least_decay"] * torch.sigmoid(-rate * given)).to(x["step"].dtype)
         out, _ = recurrent_kimi_delta_attention(
             query, key, value, decay, weights, None, False, use_qk_l2norm_in_kernel=True
         )
@@ -177,6 +180,9 @@ MIXERS = {
     "delta rule": recurrence,
     "delta rule of whole blocks": lambda dtype: recurrence(dtype, heads=2, groups=2, key_dim=64, value_dim=64),
     "delta rule of channel-wise decays": lambda dtype: recurrence(dtype, heads=3, groups=3, channelwise=True),
+    "delta rule of bounded decays": lambda dtype: recurrence(
+        dtype, heads=3, groups=3, channelwise=True, least_decay=-5.0
+    ),
     "scan": lambda dtype: recurrence(dtype, delta=False, limits=(0.3, 1.5)),
     "scan with steps of channels": mamba,
 }
