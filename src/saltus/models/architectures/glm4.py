@@ -53,9 +53,9 @@ def _interleaved(config: Mapping[str, Any], count: int) -> Rows:
         return ()
     dim = config["head_dim"]
     rotated = int(dim * config["rope_parameters"]["partial_rotary_factor"])
-    order = [half * (rotated // 2) + pair for pair in range(rotated // 2) for half in (0, 1)]
-    order += range(2 * (rotated // 2), dim)
-    return tuple((head + row, head + row + 1) for head in range(0, count, dim) for row in order)
+    runs = [(half * (rotated // 2) + pair, 1) for pair in range(rotated // 2) for half in (0, 1)]
+    runs += [(len(runs), dim - len(runs))] if len(runs) < dim else []
+    return tuple((head + row, head + row + length) for head in range(0, count, dim) for row, length in runs)
 
 
 SECTIONS = "rope.dimension_sections"
