@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+
+ALLOCATIONS = 50_000  # between collections of garbage: imports and a model make 200 thousand objects, which stay
 
 
 def main() -> None:
@@ -14,6 +17,7 @@ def main() -> None:
     if os.environ.get("COLUMNS") == "0":  # as some terminals say; rich would write lines of no width
         del os.environ["COLUMNS"]
     prepare_streams()
+    gc.set_threshold(ALLOCATIONS)
     with one_line_errors():
         from saltus.cli.app import app
 
