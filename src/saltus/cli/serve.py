@@ -152,7 +152,8 @@ def serve(
 
     [bold]Routes[/bold]: /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages,
     /completion, /infill, /v1/models, /tokenize, /detokenize, /apply-template,
-    /props, /slots, /health, /version, /load, /metrics (Prometheus, with vLLM's names), /docs.
+    /props, /slots, /health, /version, /load, /docs, /metrics (Prometheus, with
+    vLLM's names).
     """
     try:
         from saltus.server.app import make_app
