@@ -15,6 +15,7 @@ import numpy as np
 
 from saltus.core.constraint import Constraint
 from saltus.engine.control_tokens import with_renamed_tokens
+from saltus.engine.gbnf import gbnf_to_lark
 from saltus.engine.json_schemas import MAX_LENGTH, followed_schema, grammar_limits, matcher_class
 from saltus.loading.fetching import first_line
 
@@ -89,16 +90,13 @@ class Grammar:
     @classmethod
     def gbnf(cls, grammar: str) -> Grammar:
         """A context-free grammar in llama.cpp's syntax. Errors: ValueError."""
-        matcher = matcher_class()
-        from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
-
         _require_length(grammar)
         try:
-            return cls(matcher.grammar_from_lark(gbnf_to_lark(grammar)))
-        except GbnfToLarkError as error:
-            raise ValueError(f"the grammar is not in llama.cpp's GBNF: {' '.join(str(error).split())}") from error
-        except RecursionError:
-            raise ValueError("the grammar is nested too deeply") from None
+            translated = gbnf_to_lark(grammar)
+        except ValueError as error:
+            raise ValueError(f"the grammar is not in llama.cpp's GBNF: {error}") from None
+        _require_length(translated, "the grammar, translated to Lark's syntax,")
+        return cls.lark(translated)
 
     def validate(self) -> None:
         """Raise ValueError of one line for a grammar that cannot be used, whatever the model."""
@@ -116,9 +114,9 @@ class Grammar:
         return GrammarConstraint(compiled.deep_copy(), compile_anew, _grammar_tokenizer(tokenizer, ends), ends, words)
 
 
-def _require_length(definition: str) -> None:
+def _require_length(definition: str, what: str = "the grammar") -> None:
     if len(definition) > MAX_LENGTH:
-        raise ValueError(f"the grammar has {len(definition):,} characters; at most {MAX_LENGTH:,} are read")
+        raise ValueError(f"{what} has {len(definition):,} characters; at most {MAX_LENGTH:,} are read")
 
 
 class GrammarConstraint:
