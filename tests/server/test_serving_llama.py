@@ -153,6 +153,37 @@ def test_formats_of_a_text_in_llamas_fields(server):
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "grammar")
 
 
+def test_requests_that_no_text_answers_are_refused(server):
+    url = server[1]
+    for given, param in (
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[], "a"]}, "prompt"),
+        ({"prompt": [5, "\ud800"]}, "prompt"),
+        ({"prompt": [5, "the " * 9000]}, "prompt"),
+        ({"prompt": [5, *[""] * 5000]}, "prompt"),
+        ({"t_max_predict_ms": float("inf")}, "t_max_predict_ms"),
+        ({"prompt": [PROMPT] * 100, "n_cmpl": 128, "temperature": 0}, "n_cmpl"),
+        ({"samplers": "k" * 10**4}, "samplers"),
+        ({"samplers": ["k" * 10**4]}, "samplers"),
+        ({"response_fields": ["a/" * 10**4]}, "response_fields"),
+        ({"max_tokens": "many", "n_predict": None}, "n_predict"),
+        ({"grammar": "root ::= other"}, "grammar"),
+    ):
+        body = json.dumps({"prompt": PROMPT, "n_predict": 2, **given})
+        answer = httpx.post(url + "/completion", content=body, headers={"content-type": "application/json"})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"].split(".")[0]) == (400, param), error
+        assert "a JSON object of content type" not in error["message"]
+    wrong = httpx.get(url + "/slots?fail_on_no_slot=perhaps")
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "fail_on_no_slot")
+
+
+def test_a_text_that_the_context_ends_is_truncated(server):
+    asked = {"prompt": [7 + place % 200 for place in range(500)], "ignore_eos": True}
+    assert post(server, **asked)["truncated"]
+    assert not post(server, **asked, n_predict=4)["truncated"]
+
+
 def test_a_limit_of_no_tokens_reads_the_prompt_for_texts_to_come(server):
     prompt = [7 + place % 200 for place in range(400)]
     for route, given, limit in (

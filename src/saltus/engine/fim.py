@@ -71,6 +71,8 @@ def _context_tokens(tokenizer: Any, form: FimFormat, files: Sequence[tuple[str, 
             begin = [vocab[form.repository], *_encode(tokenizer, f"{PROJECT}\n")]
     left, parts = None if room is None else room - len(begin) - len(end), []
     for name, text in reversed(files):
+        if left is not None and left <= 0:
+            break
         if form.file in vocab:
             part = [vocab[form.file], *_encode(tokenizer, cut_to_context(f"{name}\n{text}\n", tokenizer, left))]
         else:

@@ -47,6 +47,8 @@ async def _invalid_request(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = _error_that_fits(error.errors())
     names = _names_in(error.body, first["loc"], first["type"] == "missing")
+    if not names and len(first["loc"]) > 1 and (first["loc"][0] == "query" or isinstance(error.body, dict)):
+        names = [str(first["loc"][1])]  # of the query, or of a field that was given by another name
     if first["type"] == "extra_forbidden":
         message = f"the field {names[-1]!r} is not supported; leave it out"
     elif first["type"] == "value_error":

@@ -104,7 +104,7 @@ class LlamaAnswer(Answer):
             fields["prompt"] = str(getattr(choice.request, "prompt", ""))
         return fields | {
             "generation_settings": generation_settings(body, choice.request, self.context),
-            "stop_type": kind, "stopping_word": word, "truncated": False,
+            "stop_type": kind, "stopping_word": word, "truncated": self._fills_context(choice),
             "has_new_line": "\n" in choice.text, "tokens_cached": _num_cached(choice),
         }  # fmt: skip
 
@@ -115,6 +115,12 @@ class LlamaAnswer(Answer):
             return "limit", ""
         word = limits.output.stop_string
         return ("eos", "") if word is None else ("word", word)
+
+    def _fills_context(self, choice: Choice) -> bool:
+        """Whether the context ended the text, before `n_predict` tokens."""
+        read, written = len(choice.request.request.prompt), len(choice.tokens)
+        most = self.body.most_new_tokens
+        return self.context is not None and read + written >= self.context and (most is None or written < most)
 
     def _probabilities(self, of: Choice | Delta) -> list[dict[str, Any]]:
         """The tokens of a text, or of a part of it, with the likeliest ones beside."""

@@ -35,6 +35,9 @@ SAMPLERS = {
 LETTERS = {"t": "temperature", "k": "top_k", "p": "top_p", "m": "min_p", "e": "penalties", "i": "infill"}
 UNSIGNED_RANDOM_SEED = 2**32 - 1  # −1 in llama.cpp's type of seeds
 DEFAULT_MIDDLE_TOKENS = 128
+MAX_NAME = 256  # characters of a sampler or of a field of the answer
+
+Name = Annotated[str, Field(max_length=MAX_NAME)]
 
 
 def _biases_by_token(given: Any) -> Any:
@@ -52,14 +55,16 @@ class LlamaFields(SamplingFields, GrammarFields):
     n_predict: int = Field(-1, ge=-2)  # new tokens, at most; below 0: as many as the context holds
     n_cmpl: int = Field(1, ge=1, le=MAX_CHOICES)  # texts of a prompt
     n_indent: int = Field(0, ge=0)  # white space that lines after the first begin with; another line ends the text
-    t_max_predict_ms: float = 0  # since the first token; after it the next line break ends the text; 0: off
-    samplers: str | Annotated[Items[str], Field(max_length=64)] | None = None  # those in use
+    t_max_predict_ms: float = Field(
+        0, allow_inf_nan=False
+    )  # since the first token; after it the next line break ends the text; 0: off
+    samplers: Name | Annotated[Items[Name], Field(max_length=64)] | None = None  # those in use
     n_probs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)  # likeliest tokens at each place, with log-probabilities
     post_sampling_probs: bool = False
     return_tokens: bool = False
     timings_per_token: bool = False
     # which fields the answer has; "timings/prompt_n" is a field in a field
-    response_fields: Items[str] | None = Field(None, max_length=1024)
+    response_fields: Items[Name] | None = Field(None, max_length=1024)
     logit_bias: Annotated[dict[int, Number] | None, BeforeValidator(_biases_by_token)] = None
 
     @model_validator(mode="before")
@@ -111,17 +116,15 @@ class TextPrompt(Fields):
     prompt_string: str
 
 
-PromptParts = Annotated[Items[Integer | str], Field(max_length=MAX_TOKENS)]
-Prompts = Annotated[Items[str | TextPrompt | PromptParts], Field(max_length=MAX_ITEMS)]
+PromptParts = Annotated[Items[Integer | str], Field(min_length=1, max_length=MAX_TOKENS)]
+Prompts = Annotated[Items[str | TextPrompt | PromptParts], Field(min_length=1, max_length=MAX_ITEMS)]
 
 
 class LlamaCompletionRequest(LlamaFields):
     """POST /completion."""
 
     # a text, token ids, both by turns, or a list of such prompts
-    prompt: (
-        str | TextPrompt | PromptParts | Annotated[Items[str | TextPrompt | PromptParts], Field(max_length=MAX_ITEMS)]
-    )
+    prompt: str | TextPrompt | PromptParts | Prompts
 
     @property
     def prompts(self) -> list[str | Sequence[int | str]]:

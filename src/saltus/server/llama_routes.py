@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -10,14 +11,15 @@ from fastapi.responses import JSONResponse, Response
 
 import saltus
 from saltus.engine.encoding import PromptSettings, begin_tokens, conversation_text, tokens_inside_text
-from saltus.engine.engine import AnyRequest, TextRequest
+from saltus.engine.engine import AnyRequest, Engine, TextRequest
 from saltus.engine.grammar import Grammar
+from saltus.engine.text_bounds import PromptTooLongError, require_fits
 from saltus.server.answers import Answer
-from saltus.server.errors import ApiError
+from saltus.server.errors import CONTEXT_EXCEEDED, ApiError
 from saltus.server.llama_answers import LlamaAnswer
 from saltus.server.llama_request import DEFAULTS, InfillRequest, LlamaCompletionRequest, LlamaFields
 from saltus.server.preparation import Prepare
-from saltus.server.protocol import ChatCompletionRequest
+from saltus.server.protocol import MAX_CHOICES, MAX_ITEMS, ChatCompletionRequest
 from saltus.server.service import Service
 from saltus.server.structured import Tools
 from saltus.server.translation import chosen_seeds, conversation, infill_request, text_requests
@@ -30,10 +32,10 @@ def add_llama_routes(app: FastAPI, service: Service, respond: Respond, translate
     """Add the routes; `respond` answers with texts, `translate` with what needs no decoding."""
 
     async def complete(body: LlamaCompletionRequest, prepare: Prepare) -> Answer:
-        return await _answer(service, body, prepare, len(body.prompts), _completion_requests)
+        return await _answer(service, body, prepare, [partial(_completion_requests, each) for each in body.prompts])
 
     async def fill(body: InfillRequest, prepare: Prepare) -> Answer:
-        return await _answer(service, body, prepare, 1, _infill_requests)
+        return await _answer(service, body, prepare, [_infill_requests])
 
     @app.post("/completion")
     async def completion(request: Request, body: LlamaCompletionRequest) -> Response:
@@ -61,40 +63,59 @@ def add_llama_routes(app: FastAPI, service: Service, respond: Respond, translate
 
 
 async def _answer(
-    service: Service,
-    body: LlamaFields,
-    prepare: Prepare,
-    num_prompts: int,
-    make: Callable[..., Sequence[AnyRequest]],
+    service: Service, body: LlamaFields, prepare: Prepare, makers: Sequence[Callable[..., Sequence[AnyRequest]]]
 ) -> Answer:
+    """The answer to a request; `makers` make the texts of each prompt."""
     service.check_model(body.model)
-    service.check_capacity(num_prompts * body.num_distinct)
+    most, asked = max(service.engine_thread.limits.max_texts, MAX_CHOICES), len(makers) * body.n_cmpl
+    if asked > most:  # also of texts that are the same, and so are decoded once
+        raise ApiError(
+            400, f"the answer would have {asked:,} texts, but may have {most:,}; split the request", "n_cmpl"
+        )
+    service.check_capacity(len(makers) * body.num_distinct)
     method = await service.loaded_method(body.speculative)
     grammar = await prepare(body.text_grammar, service.engine)
-    requests = await prepare(make, service, body, grammar, chosen_seeds(body, body.num_distinct))
+    seeds = chosen_seeds(body, body.num_distinct)
+    requests: list[AnyRequest] = []
+    for make in makers:  # one by one: others have their turn between them, and a client that leaves ends it
+        requests += await prepare(make, service, body, grammar, seeds)
     return LlamaAnswer(service.backend, requests, method, body, service.engine.target.context_length)
 
 
 def _completion_requests(
-    service: Service, body: LlamaCompletionRequest, grammar: Grammar | None, seeds: Sequence[int]
+    prompt: str | Sequence[int | str],
+    service: Service,
+    body: LlamaCompletionRequest,
+    grammar: Grammar | None,
+    seeds: Sequence[int],
 ) -> Sequence[TextRequest]:
-    return [
-        request
-        for prompt in body.prompts
-        for request in text_requests(
-            service.engine, _tokens(service.engine.tokenizer, prompt), body, body.most_new_tokens, seeds,
-            prompt_field="prompt", grammar=grammar, raw=True,
-        )
-    ]  # fmt: skip
+    return text_requests(
+        service.engine, _tokens(service.engine, prompt), body, body.most_new_tokens, seeds, prompt_field="prompt",
+        grammar=grammar, raw=True,
+    )  # fmt: skip
 
 
-def _tokens(tokenizer: Any, prompt: str | Sequence[int | str]) -> str | list[int]:
-    """A prompt for the engine; the texts among token ids become tokens, a begin token before the first of all parts."""
+def _tokens(engine: Engine, prompt: str | Sequence[int | str]) -> str | list[int]:
+    """A prompt for the engine; the texts among token ids become tokens, a begin token before the first of all parts.
+
+    Errors: ApiError 400.
+    """
     if isinstance(prompt, str):
         return prompt
-    tokens = begin_tokens(tokenizer) if prompt and isinstance(prompt[0], str) else []
-    for part in prompt:
-        tokens += tokens_inside_text(tokenizer, part) if isinstance(part, str) else [part]
+    tokenizer, texts = engine.tokenizer, [part for part in prompt if isinstance(part, str)]
+    if len(texts) > MAX_ITEMS:
+        message = (
+            f"a prompt has {len(texts):,} texts among its token ids, but at most {MAX_ITEMS:,} are read; join some"
+        )
+        raise ApiError(400, message, "prompt")
+    try:
+        require_fits(texts, tokenizer, engine.target.context_length, engine.target.name, "the prompt")
+        tokens = begin_tokens(tokenizer) if isinstance(prompt[0], str) else []
+        for part in prompt:
+            tokens += tokens_inside_text(tokenizer, part) if isinstance(part, str) else [part]
+    except ValueError as error:
+        code = CONTEXT_EXCEEDED if isinstance(error, PromptTooLongError) else None
+        raise ApiError(400, str(error), "prompt", code) from error
     return tokens
 
 
