@@ -163,6 +163,7 @@ def test_requests_that_no_text_answers_are_refused(server):
         ({"prompt": [5, *[""] * 5000]}, "prompt"),
         ({"t_max_predict_ms": float("inf")}, "t_max_predict_ms"),
         ({"prompt": [PROMPT] * 100, "n_cmpl": 128, "temperature": 0}, "n_cmpl"),
+        ({"prompt": [PROMPT] * 1000}, "prompt"),
         ({"samplers": "k" * 10**4}, "samplers"),
         ({"samplers": ["k" * 10**4]}, "samplers"),
         ({"response_fields": ["a/" * 10**4]}, "response_fields"),

@@ -69,9 +69,8 @@ async def _answer(
     service.check_model(body.model)
     most, asked = max(service.engine_thread.limits.max_texts, MAX_CHOICES), len(makers) * body.n_cmpl
     if asked > most:  # also of texts that are the same, and so are decoded once
-        raise ApiError(
-            400, f"the answer would have {asked:,} texts, but may have {most:,}; split the request", "n_cmpl"
-        )
+        message = f"the answer would have {asked:,} texts, but may have {most:,}; split the request"
+        raise ApiError(400, message, "prompt" if body.n_cmpl == 1 else "n_cmpl")
     service.check_capacity(len(makers) * body.num_distinct)
     method = await service.loaded_method(body.speculative)
     grammar = await prepare(body.text_grammar, service.engine)
