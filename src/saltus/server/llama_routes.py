@@ -172,7 +172,7 @@ def _properties(service: Service) -> dict[str, Any]:
             "params": {**DEFAULTS, "seed": -1, "n_predict": -1, "max_tokens": -1, "repeat_penalty": 1.0, "stop": []},
         },
         "total_slots": service.engine_thread.limits.max_batch, "model_alias": service.name,
-        "model_path": engine.target.name, "modalities": {"vision": False, "audio": False},
+        "model_path": service.name, "modalities": {"vision": False, "audio": False},
         "chat_template": str(tokenizer.chat_template or ""), "bos_token": tokenizer.bos_token or "",
         "eos_token": tokenizer.eos_token or "", "build_info": f"saltus-{saltus.__version__}",
     }  # fmt: skip
