@@ -166,7 +166,8 @@ def make_app(
     async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
         return await translate(request, service.detokenize, body)
 
-    @app.api_route("/health", methods=["GET", "HEAD"])
+    @app.get("/health")
+    @app.head("/health", include_in_schema=False)
     @app.api_route("/v1/health", methods=["GET", "HEAD"], include_in_schema=False)
     async def health() -> Response:
         if not service.engine_thread.thread.is_alive():

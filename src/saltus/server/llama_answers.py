@@ -21,7 +21,7 @@ from saltus.server.translation import speculation_metrics
 
 
 @dataclass
-class Clock:
+class TokenTimes:
     """When a text's first and last tokens came, by `time.perf_counter`."""
 
     first: float
@@ -39,7 +39,7 @@ class LlamaAnswer(Answer):
         super().__init__(backend, requests, method, body)
         self.context, self.copies = context, body.n_cmpl // body.num_distinct
         self.limits = {choice.index: _limited(choice.request, body) for choice in self.choices}
-        self.submitted, self.clocks = 0.0, {}
+        self.submitted, self.times = 0.0, {}
 
     def draft_from(self, memory: AnswerMemory) -> None:
         if isinstance(self.choices[0].request, TextRequest):  # tokens of holes do not follow on those given
@@ -67,10 +67,10 @@ class LlamaAnswer(Answer):
             yield event_text(error.body())
 
     async def _timed(self) -> AsyncIterator[tuple[Choice, Delta]]:
-        """Each delta as it comes; of its text the clock is set before."""
+        """Each delta as it comes, after its time has been noted."""
         async for choice, delta in self.arriving():
             now = time.perf_counter()
-            self.clocks.setdefault(choice.index, Clock(now, now)).last = now
+            self.times.setdefault(choice.index, TokenTimes(now, now)).last = now
             yield choice, delta
 
     def _events(self, choice: Choice, new: Delta, stop: bool) -> str:
@@ -138,12 +138,12 @@ class LlamaAnswer(Answer):
 
     def _timings(self, choice: Choice) -> dict[str, Any]:
         """Numbers of tokens and milliseconds: until the first tokens came, and from then on."""
-        clock, cached = self.clocks[choice.index], _num_cached(choice)
+        times, cached = self.times[choice.index], _num_cached(choice)
         drafted = speculation_metrics(choice.calls)
         timings = {
             "cache_n": cached,
-            **_timing("prompt", len(choice.request.request.prompt) - cached, clock.first - self.submitted),
-            **_timing("predicted", len(choice.tokens), clock.last - clock.first),
+            **_timing("prompt", len(choice.request.request.prompt) - cached, times.first - self.submitted),
+            **_timing("predicted", len(choice.tokens), times.last - times.first),
         }
         if drafted["num_draft_tokens"]:
             timings |= {

@@ -70,7 +70,8 @@ def _scales(
 ):  # fmt: skip
     """The scale · RAISED / UNIT, and the minimum · LOWERED, of each output's first or second 32 inputs, [outputs, 1].
 
-    Where halves of these have their own, [outputs, words]; `upper` says which words belong to the second half.
+    Where halves of these have their own, [outputs, words]; `upper` says which words belong to the second half. The
+    scale of 8-bit floats is given as it is, and without minimums the second value means nothing.
     """
     raised: tl.constexpr = RAISED / UNIT  # pyright: ignore[reportAssignmentType]
     if SPAN:
