@@ -649,6 +649,15 @@ def test_attention_that_overlooks_the_tree_is_found_out(tiny_folder, monkeypatch
         saltus.load(str(tiny_folder()))
 
 
+def test_a_refusal_says_that_transformers_is_older_than_the_tested_release(tiny_folder, monkeypatch):
+    overlook_the_tree(monkeypatch)
+    with pytest.raises(ValueError, match="alone; take a model"):
+        saltus.load(str(tiny_folder()))
+    monkeypatch.setattr(target_network.transformers, "__version__", "5.17.0")
+    with pytest.raises(ValueError, match=r"alone; install Transformers .* or later \(this is 5.17.0\), or take"):
+        saltus.load(str(tiny_folder()))
+
+
 @pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
 def test_memory_that_ends_while_a_model_is_checked_is_no_fault_of_its_attention(tiny_folder, monkeypatch, error):
     def fail(*_):

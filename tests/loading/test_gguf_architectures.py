@@ -9,6 +9,7 @@ from functools import cache, lru_cache
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import GGMLQuantizationType as Q
 
 import gguf_models
@@ -149,6 +150,16 @@ def test_texts_of_methods_are_those_of_plain_decoding(name, tmp_path):
         for method in ("plain", "lookup", "jacobi+lookup")
     }
     assert len(texts) == 1
+
+
+def test_a_file_of_a_type_that_transformers_does_not_know_is_one_line(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise ValueError("The checkpoint has model type `gemma` but Transformers does not recognize this architecture.")
+
+    file = file_of("gemma", tmp_path, PACKED)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", fail)
+    with pytest.raises(SourceError, match=r"tiny\.gguf is of the type gemma, which Transformers .* does not know"):
+        load_checkpoint(str(file), "cpu")
 
 
 def test_a_file_with_both_forms_of_an_expansion_is_read_by_the_whole_one(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from saltus.core.canvas import continuation
@@ -34,6 +35,7 @@ from saltus.models.recurrent_layers import other_key_types, recurrent_layer_type
 
 OTHER_MODEL = "take a model of an architecture that docs/models.md lists, such as Llama, Qwen3 or Gemma 3"
 MAX_OTHER_TEXTS = 3  # on which a model in 16 bits is checked where the first one differs
+TESTED_TRANSFORMERS = 5, 24  # the release that the tests run with; the layers of some models are wrong in older ones
 ROUNDINGS = 3  # logits may differ by as many times what another rounding of the embeddings makes of them
 
 
@@ -62,8 +64,17 @@ def make_network(model: Any, name: str, exact: bool = True, max_draft_tokens: in
             made = _checked_network(model, name, exact, max_draft_tokens)
         if not isinstance(made, str):
             return made
-        why = made
+        why, cure = made, _newer_transformers() + OTHER_MODEL
     raise ValueError(f"{name} ({type(model).__name__}) cannot be served: {why}; {cure}")
+
+
+def _newer_transformers() -> str:
+    """The cure of an older release than the tested one, as the first of two."""
+    major, minor, *_ = transformers.__version__.split(".")
+    if (int(major), int(minor)) >= TESTED_TRANSFORMERS:
+        return ""
+    tested = ".".join(map(str, TESTED_TRANSFORMERS))
+    return f"install Transformers {tested} or later (this is {transformers.__version__}), or "
 
 
 def _checked_network(model: Any, name: str, exact: bool, max_draft_tokens: int) -> CausalNetwork | str:

@@ -21,7 +21,7 @@ from saltus.loading.gguf_files import ROPE_FACTORS
 from saltus.loading.gguf_index import GgufTensor, read_gguf_index
 from saltus.loading.gguf_parts import check_end, check_part, check_parts, map_file, part_bytes, read_weight
 from saltus.loading.huge_pages import HugePages
-from saltus.loading.model_folders import list_causal_class
+from saltus.loading.model_folders import list_causal_class, unknown_type
 from saltus.models.packed_decoder import (
     LLAMA_TYPES,
     ROPE_TYPES,
@@ -64,9 +64,9 @@ def load_gguf_model(
         and config.model_type in LLAMA_TYPES
         and config.rope_parameters["rope_type"] in ROPE_TYPES
     ):
-        model: Any = PackedDecoder(config, lambda: _transformers_model(folder, dtype))
+        model: Any = PackedDecoder(config, lambda: _transformers_model(folder, dtype, files[0]))
     else:
-        model = _transformers_model(folder, dtype)
+        model = _transformers_model(folder, dtype, files[0])
     _check_complete(model, tensors, files, [len(content) for content in contents])
     exact = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     model.huge_pages = HugePages()
@@ -136,8 +136,8 @@ def _read_config(folder: Path, tensors: Mapping[str, Sequence[GgufTensor]]) -> D
     return config
 
 
-def _transformers_model(folder: Path, dtype: torch.dtype) -> Any:
-    """The model of Transformers, with weights on "meta". Errors: SourceError for numbers that it does not take."""
+def _transformers_model(folder: Path, dtype: torch.dtype, file: Path) -> Any:
+    """The model of Transformers, with weights on "meta". Errors: SourceError for what it does not take."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     try:
@@ -148,6 +148,8 @@ def _transformers_model(folder: Path, dtype: torch.dtype) -> Any:
         _compute_buffers(model)
         model.generation_config = GenerationConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the classes check their numbers in many ways
+        if (unknown := unknown_type(folder, error)) is not None:
+            raise SourceError(f"{file} is {unknown}") from None
         raise SourceError(f"{folder / 'config.json'} describes no model that loads ({first_line(error)})") from error
     return model
 

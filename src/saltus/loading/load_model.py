@@ -21,6 +21,7 @@ from saltus.loading.model_folders import (
     foreign_quantization,
     integer_weight,
     text_part,
+    unknown_type,
     weight_files,
 )
 from saltus.loading.packing import PACKINGS, pack_model
@@ -134,14 +135,8 @@ def _why_it_does_not_load(name: str, folder: Path, error: Exception) -> str:
             f"{name} has weights in {files[0].name}, but neither a model.safetensors nor a model.safetensors.index.json"
             " that names the files of weights; copy that, too, or fetch the model again"
         )
-    if "does not recognize this architecture" in str(error):
-        from transformers import PreTrainedConfig, __version__
-
-        kind = PreTrainedConfig.get_config_dict(folder)[0].get("model_type")
-        return (
-            f"{name} is of the type {kind}, which Transformers {__version__} does not know; choose another model, or"
-            " update Transformers"
-        )
+    if (unknown := unknown_type(folder, error)) is not None:
+        return f"{name} is {unknown}"
     why = f"{'KeyError: ' if isinstance(error, KeyError) else ''}{first_line(error)}"  # its message is the key alone
     return f"{name} does not load as a causal language model ({why}); choose one that does"
 

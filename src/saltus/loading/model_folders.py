@@ -216,6 +216,17 @@ def check_size(folder: Path) -> None:
         )
 
 
+def unknown_type(folder: Path, error: Exception) -> str | None:
+    """What a model is and the cure, if Transformers' error says that it does not know the type of a folder."""
+    from transformers import PreTrainedConfig, __version__
+
+    if "does not recognize this architecture" not in str(error):
+        return None
+    kind = PreTrainedConfig.get_config_dict(folder)[0].get("model_type")
+    unknown = f"of the type {kind}, which Transformers {__version__} does not know"
+    return f"{unknown}; choose another model, or update Transformers"
+
+
 def text_part(folder: Path) -> dict[str, Any]:
     """What `from_pretrained` needs to load the text part of a model that reads images or sounds, too, or a model that
     Transformers knows by another name; {} for others.

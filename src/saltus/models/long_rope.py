@@ -9,7 +9,6 @@ Dynamic scaling has one set for all long texts, that of the longest one.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -38,16 +37,12 @@ class LongRope:
         """While open, all calls compute the angles of long texts, or all those of short ones."""
         with ExitStack() as stack:
             for place, embedding in enumerate(self.embeddings):
-                if embedding.rope_type == "dynamic":
-                    stack.callback(setattr, embedding, "rope_type", embedding.rope_type)
-                    stack.callback(setattr, embedding, "inv_freq", embedding.inv_freq)
-                    embedding.rope_type = FIXED  # Transformers may have stretched the frequencies in a call before
-                    inverse = self._stretched(place) if long else embedding.original_inv_freq
-                    embedding.inv_freq = inverse.to(embedding.inv_freq.device)
-                    continue
-                parameters = embedding.config.rope_parameters
-                stack.callback(parameters.__setitem__, BORDER, parameters[BORDER])
-                parameters[BORDER] = 0 if long else sys.maxsize
+                stack.callback(setattr, embedding, "rope_type", embedding.rope_type)
+                stack.callback(setattr, embedding, "inv_freq", embedding.inv_freq)
+                of_long = self._stretched(place) if embedding.rope_type == "dynamic" else embedding.long_inv_freq
+                inverse = of_long if long else embedding.original_inv_freq
+                embedding.rope_type = FIXED  # so that Transformers leaves the frequencies as they are
+                embedding.inv_freq = inverse.to(embedding.inv_freq.device)
             yield
 
     def _stretched(self, place: int) -> Any:
@@ -74,7 +69,7 @@ def find_long_rope(model: Any) -> LongRope | None:
     if not modules:
         return None
     borders = []
-    for embedding in modules:  # those of LongRoPE are kept once they were needed
+    for embedding in modules:  # LongRoPE's keep `long_inv_freq`, the frequencies of long texts, once they were needed
         if embedding.rope_type == "dynamic":
             borders.append(embedding.original_max_seq_len)
             continue
