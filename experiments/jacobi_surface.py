@@ -25,7 +25,7 @@ from saltus.cli.bench_step import synchronizer
 from saltus.cli.report import write_result
 from saltus.cli.tune import MAX_DEPTH, NODE_COUNTS, select_prompts
 from saltus.engine.engine import Engine
-from saltus.engine.results import PromptLike
+from saltus.engine.settings import PromptLike
 from saltus.evaluation.profiling import call_timing as steps
 from saltus.evaluation.profiling.jacobi_tuning import PLAIN, Setting, affordable_draft_tokens
 from saltus.evaluation.profiling.roofline import measured_knee

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from saltus.engine.infill_template import InfillLayout, InfillTemplate
     from saltus.engine.load import load
     from saltus.engine.request import CallRecord
-    from saltus.engine.results import Chunk, Generation, Infilling, InfillStream, Settings, Statistics, Stream
+    from saltus.engine.results import Chunk, Generation, Infilling, InfillStream, Statistics, Stream
+    from saltus.engine.settings import Settings
     from saltus.integrations.transformers_generate import custom_generate
     from saltus.loading.fetching import SourceError
 
@@ -41,6 +42,7 @@ _MODULES = {
     "InfillLayout": "engine.infill_template",
     "InfillTemplate": "engine.infill_template",
     "Sampling": "core.sampling",
+    "Settings": "engine.settings",
     "SourceError": "loading.fetching",
     "custom_generate": "integrations.transformers_generate",
 }

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 import saltus
-from saltus.engine.engine import Engine, TextRequest
+from saltus.engine.engine import Engine
 from saltus.engine.prefix_tree import PrefixTree
 from saltus.engine.scheduled_request import ScheduledRequest
 from saltus.engine.scheduler import Scheduler
+from saltus.engine.text_request import TextRequest
 from saltus.kernels import native
 
 pytestmark = [pytest.mark.slow, pytest.mark.unchecked]

@@ -30,6 +30,11 @@ def typed_value(value: Any, hint: Any, name: str) -> Any:
     return found
 
 
+def typed_values(values: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
+    """The values by name, each as `typed_value` returns it; one without a hint as it is. Errors: as there."""
+    return {name: typed_value(value, hints[name], name) if name in hints else value for name, value in values.items()}
+
+
 def require_at_least(settings: Any, prefix: str = "", **least: int) -> None:
     """Raise ValueError for the first field that is less than it may be; the message begins with the prefix."""
     for name, minimum in least.items():
@@ -48,11 +53,7 @@ def with_checked_types(function: Function) -> Function:
 
     @wraps(function)
     def checked(*arguments: Any, **settings: Any) -> Any:
-        hints = hints_of(function)
-        settings = {
-            name: typed_value(value, hints[name], name) if name in hints else value for name, value in settings.items()
-        }
-        return function(*arguments, **settings)
+        return function(*arguments, **typed_values(settings, hints_of(function)))
 
     return cast(Function, checked)
 

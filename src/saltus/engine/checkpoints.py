@@ -11,6 +11,7 @@ import torch
 
 from saltus.core.sampling import Sampling
 from saltus.engine.target_network import make_network
+from saltus.engine.text_bounds import require_fits
 from saltus.kernels.packed_weight import ARITHMETICS
 from saltus.loading.fetching import first_line
 from saltus.loading.huge_pages import place_in_huge_pages
@@ -54,6 +55,10 @@ class Checkpoint:
             text = self.tokenizer.convert_ids_to_tokens(wrong) if 0 <= wrong < len(self.tokenizer) else None
             named = f"token {wrong}" + (f" ({text})" if text else "")
             raise ValueError(f"{named} of {what} has no embedding in {self.name}, which has {limit:,}; leave it out")
+
+    def require_fits(self, what: str, *texts: str) -> None:
+        """Raise PromptTooLongError if the texts together are longer than anything that fits into the context."""
+        require_fits(texts, self.tokenizer, self.context_length, self.name, what)
 
     def check_sampling(self, sampling: Sampling) -> None:
         """Raise ValueError of one line if a token that the model does not have is forced, banned or biased."""

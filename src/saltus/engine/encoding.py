@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from jinja2 import TemplateSyntaxError
 
 from saltus.engine.control_tokens import control_tokens
 from saltus.engine.message_parts import template_loses_messages, template_reads_parts, with_parts
-from saltus.engine.results import PromptLike
+from saltus.engine.settings import PromptLike
 from saltus.engine.template_limits import render_chat
 from saltus.engine.text_bounds import require_fits
 from saltus.engine.tool_messages import has_tools, readable_messages, template_knows_tools
@@ -34,7 +34,7 @@ class PromptSettings:
 
     raw: bool = False  # a str is not put into the chat template
     tools: Sequence[Mapping[str, Any]] = ()  # what the answer may call, as OpenAI describes them
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
+    chat_template_kwargs: Mapping[str, Any] | None = None  # variables of the chat template
     add_generation_prompt: bool | None = None  # begin an answer; None: unless the final message is continued
     continue_final_message: bool | None = None  # None: if it is the assistant's, without calls
     add_special_tokens: bool | None = None  # the tokenizer's begin token; None: not to what a chat template wrote
@@ -160,7 +160,7 @@ def _encode_chat(
     _report_lost_messages(tokenizer, str(tokenizer.chat_template), model_name)
     for number, message in enumerate(messages, start=1):
         require_unicode(str(message.get("content") or ""), f"message {number}")
-    given = _Rendered(messages, list(settings.tools), dict(settings.chat_template_kwargs))
+    given = _Rendered(messages, list(settings.tools), dict(settings.chat_template_kwargs or {}))
     control = None if settings.parse_special else control_tokens(tokenizer, str(tokenizer.chat_template), end_tokens)
     shown = given if control is None else _Rendered(*(control.marked(value) for value in given))
     text = require_unicode(_render(tokenizer, shown, settings, settings.continues(prompt), model_name), "the prompt")
@@ -178,7 +178,7 @@ def conversation_text(
 ) -> str:
     """A conversation as the chat template writes it. Errors: ValueError of one line."""
     _require_chat_template(tokenizer, model_name)
-    given = _Rendered(list(messages), list(settings.tools), dict(settings.chat_template_kwargs))
+    given = _Rendered(list(messages), list(settings.tools), dict(settings.chat_template_kwargs or {}))
     return require_unicode(_render(tokenizer, given, settings, settings.continues(messages), model_name), "the prompt")
 
 

@@ -3,83 +3,26 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Unpack, cast, overload
 
 import torch
 
-from saltus.core.constraint import Constraint
-from saltus.core.noise import Noise
-from saltus.core.value_types import short_repr, with_checked_types
+from saltus.core.value_types import with_checked_types
 from saltus.engine.checkpoints import Checkpoint
 from saltus.engine.decoder import Decoder, engine_is_closed
-from saltus.engine.detokenizer import (
-    Detokenizer,
-    SeparatesReasoning,
-    TextOutput,
-    check_stop_strings,
-    shown_special_tokens,
-)
-from saltus.engine.encoding import (
-    PromptSettings,
-    encode_prompt,
-    is_batch,
-    is_tokens,
-    require_unicode,
-    uses_chat_template,
-)
-from saltus.engine.fim import fim_prompt
-from saltus.engine.fim_formats import find_fim_format
-from saltus.engine.grammar import MakesConstraint
-from saltus.engine.infill import FimRequest, HolesRequest, fim_layout, infill_request
+from saltus.engine.encoding import PromptSettings, encode_prompt, is_batch
+from saltus.engine.infill import FimRequest, HolesRequest, fim_request, infill_request
 from saltus.engine.infill_template import DEFAULT_MIDDLE_TOKENS, DEFAULT_OPEN_TOKENS, InfillTemplate, as_template
 from saltus.engine.request import Request
-from saltus.engine.results import (
-    Chunk,
-    Generation,
-    Infilling,
-    InfillSettings,
-    InfillStream,
-    PromptLike,
-    Settings,
-    Stream,
-    make_sampling,
-    statistics_of,
-)
+from saltus.engine.results import Chunk, Generation, Infilling, InfillStream, Stream
 from saltus.engine.scheduler import run_requests
-from saltus.engine.text_bounds import PromptTooLongError, cut_to_context, require_fits
-from saltus.engine.token_texts import TokenTexts
-from saltus.engine.tool_calls import call_markers
+from saltus.engine.settings import InfillSettings, PromptLike, Settings
+from saltus.engine.text_request import TextRequest, make_text_request
 from saltus.models.packed_decoder import transformers_model
 from saltus.models.protocols import TargetNetwork
-
-SHARE_OF_NEW_TOKENS = 4  # other files leave a fourth of the context to the text in a hole, if it may become so long
-
-
-@dataclass
-class TextRequest:
-    """A prompt, its request, and its text so far."""
-
-    prompt: PromptLike
-    request: Request
-    output: TextOutput
-
-    def generation(self) -> Generation:
-        request = self.request
-        log_probabilities = request.log_probabilities if request.logprobs else None
-        return Generation(
-            self.prompt, self.output.text, request.tokens, request.finish_reason, list(request.calls),
-            log_probabilities, statistics_of(request),
-        )  # fmt: skip
-
-    def with_seed(self, seed: int, constraint: Constraint | None = None) -> TextRequest:
-        """The same before its first call, for another seed; a constraint is of one text."""
-        output = self.output.unread()
-        request = replace(self.request, seed=seed, is_end=output.add, constraint=constraint)
-        return TextRequest(self.prompt, request, output)
 
 
 @dataclass(frozen=True)
@@ -90,9 +33,6 @@ class _Closed:
 
     def __getattr__(self, attribute: str) -> Any:
         raise engine_is_closed(self.name)
-
-
-AnyRequest = TextRequest | HolesRequest | FimRequest  # all have a `request`, and an `output` to `release` text from
 
 
 @dataclass
@@ -257,133 +197,12 @@ class Engine:
     def _run(self, requests: Sequence[Request], method: str | None) -> Generator[list[Request]]:
         return run_requests(self.decoder, requests, self.method if method is None else method)
 
-    @with_checked_types
-    def text_request(
-        self,
-        prompt: Any,
-        *,
-        max_new_tokens: int = 256,
-        seed: int = 0,
-        stop: str | Sequence[str] | None = None,
-        logprobs: bool = False,
-        ignore_eos: bool = False,
-        prediction: str | None = None,
-        top_logprobs: int = 0,
-        grammar: MakesConstraint | None = None,
-        suffix: str | None = None,
-        files: Sequence[tuple[str, str]] = (),
-        min_new_tokens: int = 0,
-        stop_token_ids: Sequence[int] = (),
-        skip_special_tokens: bool = True,
-        shown_tokens: Sequence[int] = (),
-        reasoning_reader: Callable[[Sequence[int]], SeparatesReasoning | None] = lambda prompt: None,
-        raw: bool = False,
-        tools: Sequence[Mapping[str, Any]] = (),
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool | None = None,
-        add_special_tokens: bool | None = None,
-        parse_special: bool = False,
-        **sampling: Any,
-    ) -> TextRequest:
+    def text_request(self, prompt: Any, **settings: Any) -> TextRequest:
         """What `generate` decodes for a prompt (also token ids), for callers that decode it themselves.
 
-        With a `suffix` a model with fill-in-the-middle tokens writes what stands between the prompt and the suffix;
-        `files` (name, text) are other files that it reads before, the last ones where there is no room for all.
-        `shown_tokens` are special tokens whose texts belong
-        to the text. `reasoning_reader` makes what reads the reasoning of a text after a prompt; stop strings are looked
-        for behind it.
-        Errors: ValueError of one line.
+        The settings are the fields of `PromptSettings`, `TextSettings` and `Sampling`. Errors: ValueError of one line.
         """
-        if tools and is_tokens(prompt):
-            raise ValueError("tools stand in the prompt, which token ids are already; give messages")
-        if files and suffix is None:
-            raise ValueError("files are read before a hole; give a suffix, the text after it, which may be empty")
-        if max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens is {max_new_tokens}, but must be 0 or more")
-        if top_logprobs < 0:
-            raise ValueError(f"top_logprobs is {top_logprobs}, but must be 0 or more")
-        if min_new_tokens > max_new_tokens:
-            raise ValueError(f"min_new_tokens is {min_new_tokens}, but max_new_tokens is {max_new_tokens}; lower it")
-        Noise(seed)  # refuses a negative seed
-        self.target.check_tokens(stop_token_ids, "stop_token_ids")
-        settings = PromptSettings(
-            raw, tools, chat_template_kwargs or {}, add_generation_prompt, continue_final_message, add_special_tokens,
-            parse_special,
-        )  # fmt: skip
-        tokens, continues, ends = self._prompt_tokens(prompt, settings, suffix, files, max_new_tokens)
-        self.target.check_tokens(tokens, "the prompt")
-        max_new_tokens = self._room_after(len(tokens), max_new_tokens, min_new_tokens)
-        if is_tokens(prompt):
-            prompt = self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
-        stops = check_stop_strings(stop)
-        stopping = frozenset(stop_token_ids) | (frozenset() if ignore_eos else ends)
-        shown = shown_special_tokens(self.tokenizer, stops, shown_tokens, not skip_special_tokens, stopping | ends)
-        markers = call_markers(self.tokenizer) if tools else {}
-        unshown = {token: shown[token] for token in stopping & shown.keys() if token not in {*shown_tokens, *markers}}
-        shown |= markers
-        detokenizer = Detokenizer(self.tokenizer, continues, stopping | ends, shown)
-        wants_logprobs = logprobs or top_logprobs > 0
-        token_texts = TokenTexts(self.tokenizer, shown) if wants_logprobs else None
-        output = TextOutput(
-            detokenizer, stopping, stops, min_new_tokens, token_texts, unshown, partial(reasoning_reader, tokens)
-        )
-        if min_new_tokens:
-            sampling |= {"min_new_tokens": min_new_tokens, "end_tokens": tuple(sorted(stopping))}
-        request = Request(
-            tokens, max_new_tokens, seed, make_sampling(sampling, Settings), output.add, wants_logprobs,
-            top_logprobs=top_logprobs,
-        )  # fmt: skip
-        self.target.check_sampling(request.sampling)
-        if grammar is not None:
-            if not isinstance(grammar, MakesConstraint):
-                given = short_repr(grammar)
-                raise ValueError(f"grammar is {given}, but must be a saltus.Grammar, such as Grammar.regex(…)")
-            if ignore_eos:
-                raise ValueError("ignore_eos and a grammar contradict each other: a complete text has to end")
-            request.constraint = grammar.constraint(self.tokenizer, stopping, tokens)
-        if prediction:
-            text = require_unicode(prediction, "the prediction")
-            context = self.target.context_length
-            text = cut_to_context(text, self.tokenizer, context)  # no text is longer
-            request.prediction = self.tokenizer(text, add_special_tokens=False).input_ids[:context]
-            self.target.check_tokens(request.prediction, "the prediction")
-        return TextRequest(prompt, request, output)
-
-    def _prompt_tokens(
-        self,
-        prompt: Any,
-        settings: PromptSettings,
-        suffix: str | None,
-        files: Sequence[tuple[str, str]],
-        max_new_tokens: int,
-    ) -> tuple[list[int], Sequence[int], frozenset[int]]:
-        """The tokens of a prompt, those among them that the text goes on with, and the tokens that end the text."""
-        target, ends = self.target, self.target.end_tokens
-        if suffix is None or (not suffix and find_fim_format(self.tokenizer) is None):
-            tokens = encode_prompt(self.tokenizer, prompt, settings, target.name, target.context_length, ends)
-            chat = not is_tokens(prompt) and uses_chat_template(self.tokenizer, prompt, settings.raw)
-            return tokens, () if chat and not settings.continues(prompt) else tokens, ends
-        if not isinstance(prompt, str):
-            raise ValueError("with a suffix the prompt is the text before it, as a str")
-        self._require_fits("the prompt", prompt, suffix)
-        context = target.context_length
-        most = None if context is None else context - min(max_new_tokens, context // SHARE_OF_NEW_TOKENS)
-        fim = fim_prompt(self.tokenizer, target.name, prompt, suffix, files, most)
-        return fim.tokens, fim.before, ends | fim.end_tokens
-
-    def _room_after(self, num_tokens: int, max_new_tokens: int, min_new_tokens: int) -> int:
-        """How many new tokens a text may have after a prompt of so many. Errors: PromptTooLongError."""
-        context = self.target.context_length
-        if context is None:
-            return max_new_tokens
-        sizes = f"the prompt has {num_tokens:,} tokens, but {self.target.name} reads at most {context:,}"
-        if num_tokens > context:
-            raise PromptTooLongError(f"{sizes}; shorten it")
-        least = min(max(min_new_tokens, 1), max_new_tokens)
-        if num_tokens + least > context:
-            raise PromptTooLongError(f"{sizes}, so that no room is left for {least:,} new ones; shorten it")
-        return min(max_new_tokens, context - num_tokens)
+        return make_text_request(self.target, prompt, settings)
 
     @with_checked_types
     def infill_request(
@@ -406,21 +225,12 @@ class Engine:
         if open_tokens < 1:
             raise ValueError(f"open_tokens is {open_tokens}, but a hole has one token or more")
         template = as_template(text, suffix)
-        self._require_fits("the text", *template.pieces)
+        self.target.require_fits("the text", *template.pieces)
         if not self.network.any_subset:
-            return self._fim_request(template, open_tokens, seed=seed, logprobs=logprobs, **sampling)
+            return fim_request(self.target, template, open_tokens, {"seed": seed, "logprobs": logprobs, **sampling})
         return infill_request(
             self.target, template, verbatim or suffix is not None, open_tokens, seed, logprobs, sampling
         )
-
-    def _require_fits(self, what: str, *texts: str) -> None:
-        require_fits(texts, self.tokenizer, self.target.context_length, self.target.name, what)
-
-    def _fim_request(self, template: InfillTemplate, max_tokens: int, **settings: Any) -> FimRequest:
-        before, *_, after = template.pieces
-        text_request = self.text_request(before, suffix=after, max_new_tokens=max_tokens, **settings)
-        layout = fim_layout(template, fim_prompt(self.tokenizer, self.target.name, before, after).before, max_tokens)
-        return FimRequest(layout, text_request.request, text_request.output)
 
 
 def _each(given: Any, many: bool, what: str, make: Callable[[Any], Any]) -> list[Any]:

@@ -10,9 +10,12 @@ from saltus.core.canvas import continuation
 from saltus.engine.checkpoints import Checkpoint
 from saltus.engine.detokenizer import Detokenizer, TextOutput
 from saltus.engine.encoding import require_unicode
+from saltus.engine.fim import fim_prompt
 from saltus.engine.infill_template import InfillLayout, InfillTemplate, hole_end_rules, tokenize_template
 from saltus.engine.request import Request
-from saltus.engine.results import Infilling, InfillSettings, make_sampling, statistics_of
+from saltus.engine.results import Infilling, statistics_of
+from saltus.engine.settings import InfillSettings, make_sampling
+from saltus.engine.text_request import TextRequest, make_text_request
 from saltus.models.protocols import FillsHoles
 
 
@@ -144,6 +147,20 @@ class FimRequest:
         detokenizer = Detokenizer(shown.tokenizer, before, shown.hidden)
         parts = [detokenizer.add(token) for token in request.tokens]
         return replace(_infilling(self.layout, request, [text], [parts]), finish_reason=request.finish_reason)
+
+
+AnyRequest = TextRequest | HolesRequest | FimRequest
+"""One text to decode: all have a `request`, and an `output` to `release` text from."""
+
+
+def fim_request(
+    target: Checkpoint, template: InfillTemplate, max_tokens: int, settings: Mapping[str, Any]
+) -> FimRequest:
+    """The request that fills the one hole of a template by a causal model. Errors: ValueError of one line."""
+    before, *_, after = template.pieces
+    middle = make_text_request(target, before, dict(suffix=after, max_new_tokens=max_tokens, **settings))
+    layout = fim_layout(template, fim_prompt(target.tokenizer, target.name, before, after).before, max_tokens)
+    return FimRequest(layout, middle.request, middle.output)
 
 
 def _infilling(layout: InfillLayout, request: Request, texts: list[str], token_texts: list[list[str]]) -> Infilling:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from saltus.engine.engine import AnyRequest
+from saltus.engine.infill import AnyRequest
 from saltus.engine.prompt_scores import PromptScores
 from saltus.engine.request import CallRecord
 from saltus.engine.token_texts import TokenText

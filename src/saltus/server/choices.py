@@ -10,9 +10,9 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 from saltus.engine.channel_reader import ChannelReader
-from saltus.engine.engine import TextRequest
 from saltus.engine.reasoning import Reasoning, ReasoningCounter, ReasoningReader
 from saltus.engine.request import CallRecord
+from saltus.engine.text_request import TextRequest
 from saltus.engine.token_texts import token_name
 from saltus.engine.tool_calls import ToolCallReader
 from saltus.server.answers import Answer, Backend, Choice

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from saltus.engine.engine import AnyRequest, TextRequest
-from saltus.engine.infill import HolesRequest
+from saltus.engine.infill import AnyRequest, HolesRequest
+from saltus.engine.text_request import TextRequest
 from saltus.methods.shared.answer_memory import AnswerMemory
 from saltus.server.answers import Answer, Backend, Choice
 from saltus.server.errors import ApiError

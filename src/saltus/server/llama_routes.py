@@ -11,9 +11,11 @@ from fastapi.responses import JSONResponse, Response
 
 import saltus
 from saltus.engine.encoding import PromptSettings, begin_tokens, conversation_text, tokens_inside_text
-from saltus.engine.engine import AnyRequest, Engine, TextRequest
+from saltus.engine.engine import Engine
 from saltus.engine.grammar import Grammar
+from saltus.engine.infill import AnyRequest
 from saltus.engine.text_bounds import PromptTooLongError, require_fits
+from saltus.engine.text_request import TextRequest
 from saltus.server.answers import Answer
 from saltus.server.errors import CONTEXT_EXCEEDED, ApiError
 from saltus.server.llama_answers import LlamaAnswer

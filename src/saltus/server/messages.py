@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from saltus.engine.engine import TextRequest
 from saltus.engine.reasoning import Reasoning, ReasoningCounter
+from saltus.engine.text_request import TextRequest
 from saltus.engine.tool_calls import ToolCall
 from saltus.engine.tool_formats.json_calls import refuse_constant
 from saltus.engine.tool_messages import finite

@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from saltus.engine.engine import TextRequest
 from saltus.engine.reasoning import Reasoning, ReasoningCounter
+from saltus.engine.text_request import TextRequest
 from saltus.engine.tool_calls import ToolCall
 from saltus.server.answers import Answer, Backend, Choice
 from saltus.server.errors import ApiError

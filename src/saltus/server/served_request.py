@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from saltus.engine.detokenizer import TextOutput
-from saltus.engine.engine import AnyRequest
+from saltus.engine.infill import AnyRequest
 from saltus.engine.prompt_scores import PromptScores
 from saltus.engine.request import CallRecord
 from saltus.engine.scheduled_request import ScheduledRequest

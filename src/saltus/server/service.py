@@ -7,10 +7,11 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from saltus.engine.encoding import tokens_of_text
-from saltus.engine.engine import Engine, TextRequest
+from saltus.engine.engine import Engine
 from saltus.engine.prompt_texts import prompt_texts
 from saltus.engine.reasoning import Reasoning
 from saltus.engine.text_bounds import PromptTooLongError, require_fits
+from saltus.engine.text_request import TextRequest
 from saltus.methods.shared.answer_memory import AnswerMemories
 from saltus.server.answers import Answer, Backend
 from saltus.server.choices import ChatForm, ChoicesAnswer, TextForm
@@ -29,9 +30,7 @@ from saltus.server.protocol import (
     template_variables,
 )
 from saltus.server.responses import ResponseAnswer, response_messages
-from saltus.server.responses_request import (
-    ResponsesRequest,
-)
+from saltus.server.responses_request import ResponsesRequest
 from saltus.server.served_request import Limits
 from saltus.server.structured import Tools, checked_grammar, format_grammar
 from saltus.server.token_entries import token_pieces

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from saltus.engine.encoding import PromptSettings
-from saltus.engine.engine import AnyRequest, Engine, TextRequest
+from saltus.engine.engine import Engine
 from saltus.engine.grammar import MakesConstraint
+from saltus.engine.infill import AnyRequest
 from saltus.engine.infill_template import InfillTemplate
 from saltus.engine.reasoning import Reasoning, reasoning_tags
 from saltus.engine.request import CallRecord
 from saltus.engine.text_bounds import PromptTooLongError
+from saltus.engine.text_request import TextRequest
 from saltus.methods import make_methods, require_draft_models
 from saltus.server.errors import CONTEXT_EXCEEDED, ApiError
 from saltus.server.llama_request import LlamaFields
@@ -27,10 +29,7 @@ from saltus.server.protocol import (
     SamplingFields,
     Speculative,
 )
-from saltus.server.responses_request import (
-    LOGPROBS,
-    ResponsesRequest,
-)
+from saltus.server.responses_request import LOGPROBS, ResponsesRequest
 
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}

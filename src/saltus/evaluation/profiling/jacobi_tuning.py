@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from saltus.engine.engine import Engine
-from saltus.engine.results import PromptLike
+from saltus.engine.settings import PromptLike
 
 PLAIN = "plain"
 VALUES: Mapping[str, Sequence[int | float]] = {  # that are tried, in this order of options
