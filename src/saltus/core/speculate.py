@@ -14,14 +14,7 @@ from saltus.core.distributions import DecodeGenerator, Step, TargetDistributions
 from saltus.core.draft_calls import DraftCalls, DraftGenerator
 from saltus.core.forward import ForwardInputs, GumbelMax
 from saltus.core.noise import Noise
-from saltus.core.protocols import (
-    Drafter,
-    FusedDrafter,
-    StopCondition,
-    UsesCandidates,
-    UsesHiddenStates,
-    checked_drafts,
-)
+from saltus.core.protocols import Drafter, FusedDrafter, StopCondition, UsesCandidates, UsesHiddenStates, checked_drafts
 from saltus.core.rules import Rule, match
 from saltus.core.sampling import Sampling
 from saltus.core.tree import Drafts

@@ -7,12 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
 from pathlib import Path
 
-from saltus.loading.fetching import (
-    SourceError,
-    as_source_errors,
-    atomic_folder,
-    exclusive_lock,
-)
+from saltus.loading.fetching import SourceError, as_source_errors, atomic_folder, exclusive_lock
 from saltus.loading.hub import fetch_file_from_hub, fetch_from_hub, fetch_tokenizer_from_hub
 from saltus.loading.model_folders import MANIFEST, check_folder
 from saltus.loading.peft_adapters import adapted_model

@@ -25,15 +25,8 @@ from saltus.server.hosts import ANY_HOST
 from saltus.server.llama_routes import add_llama_routes
 from saltus.server.messages_request import CountTokensRequest, MessagesRequest
 from saltus.server.preparation import Prepare
-from saltus.server.protocol import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
-from saltus.server.responses_request import (
-    ResponsesRequest,
-)
+from saltus.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from saltus.server.responses_request import ResponsesRequest
 from saltus.server.service import Service
 
 Result = TypeVar("Result")

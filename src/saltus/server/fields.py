@@ -7,15 +7,7 @@ from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, LiteralString, TypeVar, Union, get_args, get_origin
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    Strict,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from saltus.engine.encoding import require_unicode

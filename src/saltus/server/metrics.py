@@ -5,14 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from saltus.engine.request import CallRecord
 from saltus.server.engine_thread import EngineThread

@@ -9,12 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from saltus.engine.decoder import MAX_DRAFT_TOKENS
 from saltus.server.fields import Fields, Integer, Items, JsonObject, Number
-from saltus.server.structured import (
-    MAX_TOOLS,
-    GrammarFields,
-    Tool,
-    ToolFields,
-)
+from saltus.server.structured import MAX_TOOLS, GrammarFields, Tool, ToolFields
 
 MAX_CHOICES = 128
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1

@@ -12,14 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from saltus.loading.quantised.gptq import FLOATS, unsigned_groups
-from saltus.loading.quantised_numbers import (
-    WORDS,
-    ScaledIntegers,
-    check_groups,
-    check_shape,
-    required,
-    unpack_words,
-)
+from saltus.loading.quantised_numbers import WORDS, ScaledIntegers, check_groups, check_shape, required, unpack_words
 
 PARTS = dict.fromkeys(("qweight", "qzeros", "scales"), "weight")
 PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # in a word, of each output

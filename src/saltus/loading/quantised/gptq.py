@@ -14,14 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saltus.loading.quantised_numbers import (
-    WORDS,
-    ScaledIntegers,
-    check_groups,
-    check_shape,
-    required,
-    unpack_words,
-)
+from saltus.loading.quantised_numbers import WORDS, ScaledIntegers, check_groups, check_shape, required, unpack_words
 
 PARTS = dict.fromkeys(("qweight", "qzeros", "scales", "g_idx"), "weight")
 STORED_LESS = {"gptq": 1, "gptq_v2": 0}  # by checkpoint_format: what was taken off zeros

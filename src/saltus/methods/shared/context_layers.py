@@ -12,13 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode
-from saltus.methods.shared.context_rows import (
-    MAX_ROWS_PER_CALL,
-    ContextKVCache,
-    ContextRows,
-    plan_pass,
-    run_in_passes,
-)
+from saltus.methods.shared.context_rows import MAX_ROWS_PER_CALL, ContextKVCache, ContextRows, plan_pass, run_in_passes
 from saltus.methods.shared.gpu_context_layers import GPUContextLayers
 from saltus.models.cpu import attention
 from saltus.models.cpu.attention import AttentionCall

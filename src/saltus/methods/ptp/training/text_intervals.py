@@ -14,12 +14,7 @@ from torch import Tensor
 
 from saltus.core.picking import Coupling
 from saltus.loading.model_identity import layers_digest, model_fingerprint
-from saltus.training.data.hidden_states import (
-    Sample,
-    load_shards,
-    truncation_metadata,
-    write_shards,
-)
+from saltus.training.data.hidden_states import Sample, load_shards, truncation_metadata, write_shards
 from saltus.training.data.packed_forward import pack_causal, packed_logits, prepare_model
 from saltus.training.data.uniform_intervals import ROWS_PER_CHUNK, Truncation, uniform_intervals
 from saltus.training.loop.processes import ONE_PROCESS, Processes
