@@ -139,9 +139,8 @@ class Step:
     inputs: ForwardInputs
     outputs: ForwardOutputs
     distributions: TargetDistributions
-    tokens: (
-        np.ndarray
-    )  # decided by the step: accepted draft tokens, the verifier's own token, padding of a hole that ended
+    # decided by the step: accepted draft tokens, the verifier's own token, padding of a hole that ended
+    tokens: np.ndarray
     last_node: int  # the last accepted node, −1 if none was
     num_padding_tokens: int = 0  # tokens at the end that pad a hole that ended
 

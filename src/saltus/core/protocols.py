@@ -16,11 +16,11 @@ from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.tree import Drafts
 from saltus.core.value_types import short_repr
 
-DraftResult = Sequence[Drafts] | Generator[ForwardInputs, ForwardOutputs, Sequence[Drafts]]
-"""Branches, or a generator that returns them, which is not run while its drafts do not pay for their time.
+DraftGenerator = Generator[ForwardInputs, ForwardOutputs, Sequence[Drafts]]
+"""Yields the forward passes of a draft model, if there is one, and returns branches."""
 
-It yields forward passes of a draft model, if it has one.
-"""
+DraftResult = Sequence[Drafts] | DraftGenerator
+"""Branches, or a generator that returns them, which is not run while its drafts do not pay for their time."""
 
 
 @runtime_checkable

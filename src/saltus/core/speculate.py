@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,10 +12,18 @@ from saltus.core.canvas import Canvas
 from saltus.core.constraint import Constraint, constrained_branches
 from saltus.core.control.controller import Controller
 from saltus.core.distributions import DecodeGenerator, Step, TargetDistributions
-from saltus.core.draft_calls import DraftCalls, DraftGenerator
-from saltus.core.forward import ForwardInputs, GumbelMax
+from saltus.core.draft_calls import DraftModelCalls
+from saltus.core.forward import ForwardInputs, ForwardOutputs, GumbelMax
 from saltus.core.noise import Noise
-from saltus.core.protocols import Drafter, FusedDrafter, StopCondition, UsesCandidates, UsesHiddenStates, checked_drafts
+from saltus.core.protocols import (
+    Drafter,
+    DraftGenerator,
+    FusedDrafter,
+    StopCondition,
+    UsesCandidates,
+    UsesHiddenStates,
+    checked_drafts,
+)
 from saltus.core.rules import Rule, match
 from saltus.core.sampling import Sampling
 from saltus.core.tree import Drafts
@@ -42,73 +51,99 @@ def speculate(
     target can read: beyond it nothing may be drafted.
     """
     controller = controller or Controller(adaptive=False)
-    readers = [
-        drafter for drafter in drafters if isinstance(drafter, UsesHiddenStates) and drafter.output_hidden_states
-    ]
     fused = [drafter for drafter in drafters if isinstance(drafter, FusedDrafter)]
-    gumbel_max = None
-    if rule is match and sampling.plain_gumbel_max and constraint is None:
-        gumbel_max = GumbelMax(noise, sampling.temperature)
-    candidate_temperature = sampling.temperature if sampling.needs_candidates and constraint is None else 0.0
-    reads_logits |= constraint is not None or not (
-        gumbel_max or candidate_temperature or (rule is match and sampling.plain_argmax)
-    )
+    state_readers = [each for each in drafters if isinstance(each, UsesHiddenStates) and each.output_hidden_states]
     drafts_candidates = any(isinstance(drafter, UsesCandidates) for drafter in drafters)
-    last: Step | None = None
-    draft_calls = DraftCalls(controller, vocab)
+    needed = _needed_outputs(noise, sampling, rule, constraint, reads_logits)
+    draft_calls = DraftModelCalls(controller, vocab)
     controller.draft_model.begin_text()
+    last: Step | None = None
     while len(canvas.open_positions):
         # The distribution after the last accepted node decides one hole more than the tree is deep.
         max_depth = min(len(canvas.open_positions) - 1, controller.max_draft_tokens)
-        drafted: list[Drafts] = []
-        waiting: list[tuple[Drafter, DraftGenerator]] = []  # these call draft models, after all others have drafted
-        draft_calls.begin_step(last)
+        step_calls = draft_calls.begin_step(last)
         started = time.perf_counter()
         can_pay = controller.can_pay()
         should_draft = controller.should_draft() and can_pay
-        asked = drafters if can_pay else readers  # which keep the states of every step
-        for drafter in asked if max_depth else ():
-            drafts = drafter(canvas, last, max_depth)
-            if isinstance(drafts, Generator):
-                waiting.append((drafter, drafts))
-            else:
-                drafted += checked_drafts(drafter, drafts, vocab)
-        for drafter, drafts in waiting if should_draft else ():
-            drafted = yield from draft_calls.draft(drafter, drafts, drafted, max_depth)
+        asked = drafters if can_pay else state_readers  # which keep the states of every step
+        drafted = yield from _draft(asked, draft_calls, canvas, max_depth, should_draft)
         if constraint is not None and drafters and max_depth:
             drafted = [*constrained_branches(drafted, constraint, canvas.new_tokens.tolist(), max_depth)]
         offered = controller.offered_tree(drafted, max_depth)
         tree = offered.prune(controller.num_nodes(offered))
-        hidden_states = any(controller.needs_hidden_states(reader.max_unread) for reader in readers)
-        draft_distributions = tree.distributions if any(tree.distributions) else None
         inputs = ForwardInputs(
-            canvas, tree.tokens, tree.parents, hidden_states, draft_distributions=draft_distributions,
-            gumbel_max=gumbel_max,
-            candidate_temperature=candidate_temperature or float(drafts_candidates and should_draft),
-            reads_logits=reads_logits, drafts=drafted,
+            canvas, tree.tokens, tree.parents,
+            any(controller.needs_hidden_states(reader.max_unread) for reader in state_readers),
+            draft_distributions=tree.distributions if any(tree.distributions) else None,
+            gumbel_max=needed.gumbel_max,
+            candidate_temperature=needed.candidate_temperature or float(drafts_candidates and should_draft),
+            reads_logits=needed.logits, drafts=drafted,
         )  # fmt: skip
         for drafter in fused if should_draft else ():
             probabilities = list(map(controller.calibrated_probability, tree.sources, tree.acceptance_probabilities))
             inputs = drafter.add_draft_queries(inputs, probabilities, controller)
-        other_seconds = time.perf_counter() - started - draft_calls.waited
+        other_seconds = time.perf_counter() - started - step_calls.waited
         outputs = yield inputs
         started = time.perf_counter()
-        distributions = TargetDistributions(inputs, outputs, sampling, noise, constraint)
-        tokens, node = rule(inputs, distributions)
-        padding = distributions.num_padding_after(tokens) if sampling.hole_end_tokens else 0
-        if padding:
-            tokens = np.append(tokens, tokens[-1:].repeat(padding))
-        end = stop(canvas, tokens) if stop else None
-        # Padding that the end of the text cuts off does not count.
-        padding = padding if end is None else max(padding - (len(tokens) - end), 0)
-        is_first = last is None  # such a step may time calls, index the prompt, and import what was not needed yet
-        last = Step(canvas, inputs, outputs, distributions, tokens[:end], node, padding)
+        step, is_end = _verify(TargetDistributions(inputs, outputs, sampling, noise, constraint), rule, stop)
         other_seconds += time.perf_counter() - started
-        drafters_on = draft_calls.asked or (should_draft and bool(fused))
-        seconds = None if draft_calls.read_prompt else draft_calls.seconds
-        controller.record(offered, last, seconds, 0.0 if is_first else other_seconds, drafters_on)
-        canvas = canvas.fill(last.tokens)
-        on_step(last)
-        if end is not None:
+        if last is None:  # the first step may time calls, index the prompt, and import what was not needed yet
+            other_seconds = 0.0
+        draft_seconds = None if step_calls.read_prompt else step_calls.seconds
+        drafters_on = step_calls.asked or (should_draft and bool(fused))
+        controller.record(offered, step, draft_seconds, other_seconds, drafters_on)
+        canvas, last = canvas.fill(step.tokens), step
+        on_step(step)
+        if is_end:
             break
     controller.draft_model.end_text(canvas.num_decided)
+
+
+class _NeededOutputs(NamedTuple):
+    """What the host needs of the target's calls, so that a GPU need copy no more (see `ForwardInputs`)."""
+
+    gumbel_max: GumbelMax | None
+    candidate_temperature: float
+    logits: bool
+
+
+def _needed_outputs(
+    noise: Noise, sampling: Sampling, rule: Rule, constraint: Constraint | None, reads_logits: bool
+) -> _NeededOutputs:
+    if constraint is not None:
+        return _NeededOutputs(None, 0.0, True)
+    gumbel_max = GumbelMax(noise, sampling.temperature) if rule is match and sampling.plain_gumbel_max else None
+    candidate_temperature = sampling.temperature if sampling.needs_candidates else 0.0
+    found_without_logits = gumbel_max or candidate_temperature or (rule is match and sampling.plain_argmax)
+    return _NeededOutputs(gumbel_max, candidate_temperature, reads_logits or not found_without_logits)
+
+
+def _draft(
+    drafters: Sequence[Drafter], draft_calls: DraftModelCalls, canvas: Canvas, max_depth: int, calls_models: bool
+) -> Generator[ForwardInputs, ForwardOutputs, list[Drafts]]:
+    """What drafters offer in a step: those that call draft models come last, and not at all unless `calls_models`."""
+    drafted: list[Drafts] = []
+    waiting: list[tuple[Drafter, DraftGenerator]] = []
+    for drafter in drafters if max_depth else ():
+        drafts = drafter(canvas, draft_calls.last, max_depth)
+        if isinstance(drafts, Generator):
+            waiting.append((drafter, drafts))
+        else:
+            drafted += checked_drafts(drafter, drafts, draft_calls.vocab)
+    for drafter, drafts in waiting if calls_models else ():
+        drafted = yield from draft_calls.draft(drafter, drafts, drafted, max_depth)
+    return drafted
+
+
+def _verify(distributions: TargetDistributions, rule: Rule, stop: StopCondition | None) -> tuple[Step, bool]:
+    """The step that a call decides, and whether it ends the text."""
+    inputs = distributions.inputs
+    tokens, node = rule(inputs, distributions)
+    padding = distributions.num_padding_after(tokens) if distributions.sampling.hole_end_tokens else 0
+    if padding:
+        tokens = np.append(tokens, tokens[-1:].repeat(padding))
+    end = stop(inputs.canvas, tokens) if stop else None
+    if end is not None:  # which may cut off some of the padding
+        padding = max(padding - (len(tokens) - end), 0)
+    step = Step(inputs.canvas, inputs, distributions.outputs, distributions, tokens[:end], node, padding)
+    return step, end is not None

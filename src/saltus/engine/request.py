@@ -81,22 +81,14 @@ class Request:
 
     def record(self, step: Step) -> None:
         """Add a decoding step to the record."""
-        tokens, inputs, outputs, num_padding = (
-            tuple(step.tokens.tolist()),
-            step.inputs,
-            step.outputs,
-            step.num_padding_tokens,
-        )
+        inputs, outputs, num_padding = step.inputs, step.outputs, step.num_padding_tokens
+        tokens = tuple(step.tokens.tolist())
         self.calls.append(
             CallRecord(
-                len(self.calls),
-                tokens,
-                inputs.num_draft_tokens,
-                outputs.seconds,
-                outputs.context_tokens_read,
+                len(self.calls), tokens, inputs.num_draft_tokens, outputs.seconds, outputs.context_tokens_read,
                 num_padding,
             )
-        )
+        )  # fmt: skip
         self.num_decided += len(tokens)
         if self.logprobs:
             rows = [0, *(node + 1 for node in inputs.path(step.last_node))]

@@ -317,8 +317,8 @@ def counting_generator(setup: DecodingSetup, request: Request, controller: Contr
         controller = Controller(adaptive=False)
     generator = speculate(
         request.new_canvas(), noise, request.sampling, drafters, request.record, RULES[setup.rule], controller,
-        request.stop, request.constraint, request.logprobs,
-        embedding_rows(getattr(setup.networks[TARGET], "model", None)),
+        stop=request.stop, constraint=request.constraint, reads_logits=request.logprobs,
+        vocab=embedding_rows(getattr(setup.networks[TARGET], "model", None)),
     )  # fmt: skip
     outputs: ForwardOutputs | None = None
     while True:

@@ -26,9 +26,8 @@ class MtpFamily:
     embeddings: str = ""  # empty: the target's; modules may have copies of these two
     head: str = ""
     state_first: bool = False  # the projection reads [state; embedding]
-    renamed: Mapping[str, str] = field(
-        default_factory=dict
-    )  # what is called otherwise in the layer, by Transformers' name
+    # what is called otherwise in the layer, by Transformers' name
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     def parts(self, module: int, num_layers: int) -> dict[str, str]:
         """The beginning of the names of each part that a module may have."""

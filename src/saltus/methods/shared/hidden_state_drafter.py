@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,14 +11,13 @@ from torch import Tensor
 
 from saltus.core.canvas import Canvas
 from saltus.core.distributions import Step
-from saltus.core.forward import ForwardInputs, ForwardOutputs
+from saltus.core.protocols import DraftGenerator
 from saltus.core.tree import Drafts
 from saltus.models.cuda.host_copies import to_device
 
 MAX_UNREAD = 32  # hidden states that a draft network reads at once: of a prompt or after a pause, the last ones
 
-DraftCalls = Generator[ForwardInputs, ForwardOutputs, Sequence[Drafts]]
-"""Yields the forward passes of a draft network and returns its branches."""
+DraftCalls = DraftGenerator
 
 
 @dataclass
