@@ -87,8 +87,8 @@ def test_of_a_text_too_long_for_the_tree_the_beginning_is_kept():
 def test_no_more_than_a_node_is_copied_where_a_text_leaves_another(monkeypatch):
     text, tree, copied = [number % 90 for number in range(2000)], PrefixTree(), []
     tree.put(text, {"target": cache_of(text)})
-    split = prefix_tree._split
-    monkeypatch.setattr(prefix_tree, "_split", lambda node, at: copied.append(len(node.tokens)) or split(node, at))
+    split = prefix_tree.split
+    monkeypatch.setattr(prefix_tree, "split", lambda node, at: copied.append(len(node.tokens)) or split(node, at))
     other = [*text[:700], 5]
     tree.put(other, {"target": cache_of(other)})
     assert copied == [MAX_NODE_TOKENS]

@@ -11,13 +11,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from saltus.engine.prefix_path import (
+    Node,
+    Path,
+    Snapshot,
+    copy,
+    cut,
+    find_path,
+    joined,
+    num_tokens,
+    snapshots_along,
+    split,
+)
+from saltus.engine.whole_caches import WholeCaches
 from saltus.models.cpu.hybrid_kv_cache import HybridKVCache, StateSizes
 from saltus.models.cpu.kv_cache import MIN_GROWTH, KVCache
 from saltus.models.cuda.kv_pages import FixedShapeKVCache, KVPagePool
 from saltus.models.cuda.state_pages import StateKVCache
 from saltus.models.protocols import TargetNetwork
 
-MAX_WHOLE_CACHES = 4
 MAX_NODE_TOKENS = 512  # where a text leaves another one inside a node, the node is copied, and all texts wait meanwhile
 
 
@@ -36,42 +48,6 @@ def supports_prefix_tree(network: TargetNetwork) -> bool:
 
 Reader = Callable[[slice], tuple[Tensor, Tensor]]
 """A copy of the keys and values, [layers, kv_heads, tokens, dim], of some tokens of a cache."""
-
-
-def _reader(kv_cache: KVCache) -> Reader:
-    keys, values = kv_cache.keys, kv_cache.values
-    assert keys is not None and values is not None
-    return lambda span: (keys[:, :, span].clone(), values[:, :, span].clone())
-
-
-@dataclass(eq=False)
-class _State:
-    """The states of recurrent layers after one of a node's tokens."""
-
-    states: Tensor
-    node: _Node
-    place: int  # how many of the node's tokens they have read, 1 or more
-
-
-@dataclass(eq=False)
-class _Node:
-    """A run of tokens after its parent's, with the keys and values of exactly these tokens."""
-
-    tokens: np.ndarray  # at most MAX_NODE_TOKENS
-    keys: Tensor  # [layers, kv_heads, tokens, dim]
-    values: Tensor
-    parent: _Node | None
-    children: dict[int, _Node] = field(default_factory=dict)  # by first token
-    states: dict[int, _State] = field(default_factory=dict)  # by place; of networks with recurrent layers
-
-    @property
-    def num_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
-
-    @property
-    def bytes_per_token(self) -> int:
-        layers, heads, _, dim = self.keys.shape
-        return layers * heads * (dim + self.values.shape[-1]) * self.keys.element_size()
 
 
 @dataclass
@@ -93,27 +69,27 @@ class PrefixTree:
     """
 
     max_bytes: int = 2**30
-    num_bytes: int = field(default=0, init=False)
-    _roots: dict[str, _Node] = field(default_factory=dict, init=False)  # by network
-    _pools: dict[str, KVPagePool] = field(default_factory=dict, init=False)  # of networks whose caches have pages
-    _whole: list[tuple[str, int, KVCache | StateKVCache]] = field(
-        default_factory=list, init=False
-    )  # network, prompt's length, cache
+    _roots: dict[str, Node] = field(default_factory=dict, init=False)  # by network, as the next two
+    _pools: dict[str, KVPagePool] = field(default_factory=dict, init=False)  # where caches have pages
+    _state_sizes: dict[str, StateSizes] = field(default_factory=dict, init=False)  # where they have states
     # All nodes but the roots, those first that were not used for longest. A use moves children before their parents to
     # the end, so that the first node of all is always an end of the tree.
-    _by_use: OrderedDict[_Node, None] = field(default_factory=OrderedDict, init=False, repr=False)
-    _states_by_use: OrderedDict[_State, None] = field(default_factory=OrderedDict, init=False, repr=False)
-    _state_bytes: int = field(default=0, init=False)  # of `num_bytes`
-    _state_sizes: dict[str, StateSizes] = field(default_factory=dict, init=False)  # by network
+    _nodes_by_use: OrderedDict[Node, None] = field(default_factory=OrderedDict, init=False, repr=False)
+    _node_bytes: int = field(default=0, init=False)
+    _snapshots_by_use: OrderedDict[Snapshot, None] = field(default_factory=OrderedDict, init=False, repr=False)
+    _snapshot_bytes: int = field(default=0, init=False)
+    _whole: WholeCaches = field(default_factory=WholeCaches, init=False, repr=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that is kept."""
+        return self._node_bytes + self._snapshot_bytes + self._whole.num_bytes
 
     def clear(self) -> None:
         """Forget everything."""
-        self._roots.clear()
-        self._pools.clear()
-        self._by_use.clear()
-        self._whole.clear()
-        self._states_by_use.clear()
-        self.num_bytes = self._state_bytes = 0
+        for kept in (self._roots, self._pools, self._nodes_by_use, self._snapshots_by_use, self._whole):
+            kept.clear()
+        self._node_bytes = self._snapshot_bytes = 0
 
     def take(
         self, prompt: Sequence[int], networks: Collection[str] | None = None, max_tokens: int | None = None
@@ -125,23 +101,39 @@ class PrefixTree:
         """
         tokens, taken = np.asarray(prompt, dtype=np.int64), {}
         for name, root in self._roots.items():
-            if networks is not None and name not in networks:
-                continue
-            path = self._path(root, tokens)
-            self._touch(path)
-            if name in self._state_sizes:
-                if (kv_cache := self._taken_with_states(name, path, len(tokens) + MIN_GROWTH)) is not None:
+            if networks is None or name in networks:
+                path = find_path(root, tokens)
+                self._touch(path)
+                if (kv_cache := self._copied(name, path, len(tokens) + MIN_GROWTH, max_tokens)) is not None:
                     taken[name] = kv_cache
-            elif path and (pool := self._pools.get(name)) is not None:
-                taken[name] = kv_cache = FixedShapeKVCache(pool)
-                kv_cache.fill(*_joined(path, 0))
-            elif path:
-                first = path if max_tokens is None else _cut(path, max_tokens)
-                taken[name] = KVCache(*_joined(first, len(tokens) + MIN_GROWTH))
-        for name in {name for name, *_ in self._whole} - set(taken):
-            if (networks is None or name in networks) and (kv_cache := self._take_whole(name, tokens)) is not None:
+        for name in self._whole.network_names - taken.keys():
+            if (networks is None or name in networks) and (kv_cache := self._whole.take(name, tokens)) is not None:
                 taken[name] = kv_cache
         return taken
+
+    def _copied(self, name: str, path: Path, capacity: int, max_tokens: int | None) -> Any:
+        """A new cache of the tokens of a path, as far as it can continue them; None if it cannot."""
+        if not path:
+            return None
+        if name in self._state_sizes:
+            return self._copied_with_states(name, path, capacity)
+        if (pool := self._pools.get(name)) is not None:
+            kv_cache = FixedShapeKVCache(pool)
+            kv_cache.fill(*joined(path, 0))
+            return kv_cache
+        return KVCache(*joined(path if max_tokens is None else cut(path, max_tokens), capacity))
+
+    def _copied_with_states(self, name: str, path: Path, capacity: int) -> HybridKVCache | None:
+        """A new cache of a path up to its last snapshot; None if there is none."""
+        known = snapshots_along(path)
+        if not known:
+            return None
+        position, last = max(known.items())
+        self._snapshots_by_use.move_to_end(last)
+        return HybridKVCache(
+            *joined(cut(path, position), capacity), sizes=self._state_sizes[name], num_read=position,
+            snapshots={at: snapshot.states for at, snapshot in known.items()},
+        )  # fmt: skip
 
     @torch.inference_mode()  # a call may have made the buffers
     def extend(self, prompt: Sequence[int], kv_caches: Mapping[str, Any], max_tokens: int) -> None:
@@ -152,43 +144,11 @@ class PrefixTree:
                 continue
             assert kv_cache.values is not None
             begin = len(kv_cache.tokens)
-            path = _cut(self._path(self._roots[name], tokens), min(begin + max_tokens, kv_cache.keys.shape[2]))
-            end = sum(shared for _, shared in path)
-            if end > begin:
+            path = cut(find_path(self._roots[name], tokens), min(begin + max_tokens, kv_cache.keys.shape[2]))
+            if (end := num_tokens(path)) > begin:
                 self._touch(path)
-                _copy(path, begin, kv_cache.keys, kv_cache.values)
+                copy(path, begin, kv_cache.keys, kv_cache.values)
                 kv_cache.tokens = tokens[:end].copy()
-
-    def _taken_with_states(self, name: str, path: list[tuple[_Node, int]], capacity: int) -> HybridKVCache | None:
-        """A new cache of the path up to its last snapshot; None if there is none."""
-        known = _states_along(path)
-        if not known:
-            return None
-        position, state = max(known.items())
-        self._states_by_use.move_to_end(state)
-        snapshots = {at: each.states for at, each in known.items()}
-        return HybridKVCache(
-            *_joined(_cut(path, position), capacity), sizes=self._state_sizes[name], num_read=position,
-            snapshots=snapshots,
-        )  # fmt: skip
-
-    def _take_whole(self, name: str, tokens: np.ndarray) -> KVCache | StateKVCache | None:
-        """The kept whole cache that shares most with a prompt, cut to what it shares; it is no longer kept."""
-        best, most = None, 0
-        for entry in self._whole:
-            shared = common_prefix_length(entry[2].tokens, tokens)
-            if entry[0] == name and shared >= max(entry[1], most + 1):
-                best, most = entry, shared
-        if best is None:
-            return None
-        self._whole = [entry for entry in self._whole if entry is not best]
-        self.num_bytes -= _num_bytes(best[2])
-        kv_cache = best[2]
-        if isinstance(kv_cache, StateKVCache):
-            kv_cache.reuse_prefix(tokens)
-        else:
-            kv_cache.reuse_prefix(tokens, 0)
-        return kv_cache
 
     def put(self, prompt: Sequence[int], kv_caches: Mapping[str, Any], ended: bool = True) -> None:
         """Copy what the KV caches of a text have and the tree has not.
@@ -196,173 +156,95 @@ class PrefixTree:
         Where a text has `ended`, its caches that cannot be cut are kept themselves.
         """
         for name, kv_cache in kv_caches.items():
-            if isinstance(kv_cache, StateKVCache):
-                if ended and len(kv_cache.tokens):
-                    self._keep_whole(name, prompt, kv_cache)
-                continue
-            if isinstance(kv_cache, FixedShapeKVCache):
-                if len(kv_cache.tokens):
-                    self._pools[name] = kv_cache.pool
-                    self._add(name, kv_cache.tokens, kv_cache.read)
-                continue
-            if not isinstance(kv_cache, KVCache) or kv_cache.keys is None or not len(kv_cache.tokens):
+            if not _is_filled(kv_cache):
                 continue
             if isinstance(kv_cache, HybridKVCache) and not kv_cache.odd_layers:
-                self._add_with_states(name, kv_cache, ended)
+                self._add_with_snapshots(name, kv_cache, ended)
+            elif isinstance(kv_cache, FixedShapeKVCache) and not isinstance(kv_cache, StateKVCache):
+                self._pools[name] = kv_cache.pool
+                self._add(name, kv_cache.tokens, kv_cache.read)
             elif type(kv_cache) is KVCache and not kv_cache.odd_layers:
                 self._add(name, kv_cache.tokens, _reader(kv_cache))
             elif ended:
-                self._keep_whole(name, prompt, kv_cache)
-        while self._whole and (len(self._whole) > MAX_WHOLE_CACHES or self.num_bytes > self.max_bytes):
-            self.num_bytes -= _num_bytes(self._whole.pop(0)[2])
-        while self._states_by_use and self._state_bytes > self.max_bytes // 2:
-            self._drop_state(next(iter(self._states_by_use)))
-        while self.num_bytes > self.max_bytes and self._by_use:
+                self._whole.keep(name, kv_cache, len(prompt))
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Drop what there is no room for, the oldest first."""
+        while self._whole.num_bytes and self.num_bytes > self.max_bytes:
+            self._whole.drop_oldest()
+        while self._snapshots_by_use and self._snapshot_bytes > self.max_bytes // 2:
+            self._drop_snapshot(next(iter(self._snapshots_by_use)))
+        while self._nodes_by_use and self.num_bytes > self.max_bytes:
             self._drop_oldest_end()
-
-    def _keep_whole(self, name: str, prompt: Sequence[int], kv_cache: KVCache | StateKVCache) -> None:
-        self._whole.append((name, len(prompt), kv_cache))
-        self.num_bytes += _num_bytes(kv_cache)
-
-    def _path(self, root: _Node, tokens: np.ndarray) -> list[tuple[_Node, int]]:
-        """The nodes along the tokens, and how many of each node's tokens agree."""
-        path, node, at = [], root, 0
-        while at < len(tokens) and (child := node.children.get(int(tokens[at]))) is not None:
-            shared = common_prefix_length(child.tokens, tokens[at:])
-            path.append((child, shared))
-            at += shared
-            if shared < len(child.tokens):
-                break
-            node = child
-        return path
-
-    def _add_with_states(self, name: str, kv_cache: HybridKVCache, ended: bool) -> None:
-        """Add a text up to its last snapshot; a text that has ended gives its states away as one."""
-        states = dict(kv_cache.snapshots)
-        if ended and kv_cache.num_read == len(kv_cache.tokens) and not kv_cache.in_call:
-            states.setdefault(kv_cache.num_read, kv_cache.states)
-        if not states:
-            return
-        self._state_sizes[name] = kv_cache.sizes
-        self._add(name, kv_cache.tokens[: max(states)], _reader(kv_cache))
-        end = 0
-        for node, shared in self._path(self._roots[name], kv_cache.tokens[: max(states)]):
-            begin, end = end, end + shared
-            for place in (position - begin for position in states if begin < position <= end):
-                if place not in node.states:
-                    node.states[place] = state = _State(states[begin + place], node, place)
-                    self._states_by_use[state] = None
-                    self._state_bytes += state.states.nbytes
-                    self.num_bytes += state.states.nbytes
-
-    def _drop_state(self, state: _State) -> None:
-        del self._states_by_use[state], state.node.states[state.place]
-        self._state_bytes -= state.states.nbytes
-        self.num_bytes -= state.states.nbytes
 
     def _add(self, name: str, tokens: np.ndarray, read: Reader) -> None:
         """Add tokens, whose keys and values `read` copies; not those that there is no room for even alone."""
         if name not in self._roots:
-            self._roots[name] = _Node(tokens[:0].copy(), *read(slice(0, 0)), None)
+            self._roots[name] = Node(tokens[:0].copy(), *read(slice(0, 0)), None)
         node = self._roots[name]
-        tokens = tokens[: (self.max_bytes - self._state_bytes) // max(node.bytes_per_token, 1)]
-        path = self._path(node, tokens)
-        known, added = sum(shared for _, shared in path), []
-        if known < len(tokens) and path:
+        tokens = tokens[: (self.max_bytes - self._snapshot_bytes) // max(node.bytes_per_token, 1)]
+        path, added = find_path(node, tokens), []
+        known = num_tokens(path)
+        if path and known < len(tokens):
             node, shared = path[-1]
             if shared < len(node.tokens):
-                self._by_use[_split(node, shared)] = None
+                self._nodes_by_use[split(node, shared)] = None
         for begin in range(known, len(tokens), MAX_NODE_TOKENS):
             new = slice(begin, min(begin + MAX_NODE_TOKENS, len(tokens)))
-            end = _Node(tokens[new].copy(), *read(new), node)
+            end = Node(tokens[new].copy(), *read(new), node)
             node.children[int(tokens[begin])] = end
-            self.num_bytes += end.num_bytes
+            self._node_bytes += end.num_bytes
             added.append(end)
             node = end
-        self._by_use |= dict.fromkeys(reversed(added))
+        self._nodes_by_use |= dict.fromkeys(reversed(added))
         self._touch(path)
 
-    def _touch(self, path: Sequence[tuple[_Node, int]]) -> None:
+    def _add_with_snapshots(self, name: str, kv_cache: HybridKVCache, ended: bool) -> None:
+        """Add a text up to its last snapshot; a text that has ended gives its states away as one."""
+        given = dict(kv_cache.snapshots)
+        if ended and kv_cache.num_read == len(kv_cache.tokens) and not kv_cache.in_call:
+            given.setdefault(kv_cache.num_read, kv_cache.states)
+        if not given:
+            return
+        self._state_sizes[name] = kv_cache.sizes
+        tokens = kv_cache.tokens[: max(given)]
+        self._add(name, tokens, _reader(kv_cache))
+        end = 0
+        for node, shared in find_path(self._roots[name], tokens):
+            begin, end = end, end + shared
+            for place in (position - begin for position in given if begin < position <= end):
+                if place not in node.snapshots:
+                    node.snapshots[place] = snapshot = Snapshot(given[begin + place], node, place)
+                    self._snapshots_by_use[snapshot] = None
+                    self._snapshot_bytes += snapshot.states.nbytes
+
+    def _touch(self, path: Path) -> None:
         """Note that the nodes of a path are used now."""
         for node, _ in reversed(path):
-            self._by_use.move_to_end(node)
+            self._nodes_by_use.move_to_end(node)
+
+    def _drop_snapshot(self, snapshot: Snapshot) -> None:
+        del self._snapshots_by_use[snapshot], snapshot.node.snapshots[snapshot.place]
+        self._snapshot_bytes -= snapshot.states.nbytes
 
     def _drop_oldest_end(self) -> None:
-        oldest, _ = self._by_use.popitem(last=False)
+        oldest, _ = self._nodes_by_use.popitem(last=False)
         assert oldest.parent is not None and not oldest.children
-        for state in list(oldest.states.values()):
-            self._drop_state(state)
+        for snapshot in list(oldest.snapshots.values()):
+            self._drop_snapshot(snapshot)
         del oldest.parent.children[int(oldest.tokens[0])]
-        self.num_bytes -= oldest.num_bytes
+        self._node_bytes -= oldest.num_bytes
 
 
-def _split(node: _Node, at: int) -> _Node:
-    """Cut a node in two after `at` tokens; the second part, which is returned, becomes its only child.
-
-    Copies, so that a part's memory is free when the part is dropped.
-    """
-    rest = _Node(node.tokens[at:].copy(), node.keys[:, :, at:].clone(), node.values[:, :, at:].clone(), node)
-    for state in [state for place, state in node.states.items() if place > at]:
-        del node.states[state.place]
-        state.node, state.place = rest, state.place - at
-        rest.states[state.place] = state
-    rest.children = node.children
-    for child in rest.children.values():
-        child.parent = rest
-    node.tokens, node.children = node.tokens[:at].copy(), {int(rest.tokens[0]): rest}
-    node.keys, node.values = node.keys[:, :, :at].clone(), node.values[:, :, :at].clone()
-    return rest
+def _is_filled(kv_cache: Any) -> bool:
+    """True for a cache of keys, values or states with tokens; networks of drafters may have others."""
+    if isinstance(kv_cache, KVCache):
+        return kv_cache.keys is not None and len(kv_cache.tokens) > 0
+    return isinstance(kv_cache, FixedShapeKVCache) and len(kv_cache.tokens) > 0
 
 
-def _states_along(path: Sequence[tuple[_Node, int]]) -> dict[int, _State]:
-    """The states on a path, by position."""
-    found, end = {}, 0
-    for node, shared in path:
-        found |= {end + place: state for place, state in node.states.items() if place <= shared}
-        end += shared
-    return found
-
-
-def _cut(path: Sequence[tuple[_Node, int]], length: int) -> list[tuple[_Node, int]]:
-    """The first tokens of a path."""
-    cut = []
-    for node, shared in path:
-        if length > 0:
-            cut.append((node, min(shared, length)))
-        length -= shared
-    return cut
-
-
-def _joined(path: Sequence[tuple[_Node, int]], capacity: int) -> tuple[np.ndarray, Tensor, Tensor]:
-    """The tokens of a path, and keys and values of their own with room for `capacity` tokens."""
-    tokens = np.concatenate([node.tokens[:shared] for node, shared in path])
-    first, capacity = path[0][0], max(capacity, len(tokens))
-    keys, values = (
-        like.new_empty(like.shape[0], like.shape[1], capacity, like.shape[3]) for like in (first.keys, first.values)
-    )
-    _copy(path, 0, keys, values)
-    return tokens, keys, values
-
-
-def _copy(path: Sequence[tuple[_Node, int]], begin: int, keys: Tensor, values: Tensor) -> None:
-    """Copy keys and values of a path from its token `begin` on to the same places of buffers."""
-    at = 0
-    for node, shared in path:
-        if (first := max(begin - at, 0)) < shared:
-            keys[:, :, at + first : at + shared] = node.keys[:, :, first:shared]
-            values[:, :, at + first : at + shared] = node.values[:, :, first:shared]
-        at += shared
-
-
-def _num_bytes(kv_cache: KVCache | StateKVCache) -> int:
-    if isinstance(kv_cache, StateKVCache):
-        return kv_cache.num_bytes
-    pairs = [(kv_cache.keys, kv_cache.values), *kv_cache.odd_layers.values()]
-    return sum(tensor.nbytes for pair in pairs for tensor in pair if tensor is not None)
-
-
-def common_prefix_length(one: np.ndarray, other: np.ndarray) -> int:
-    """How many first tokens two texts share."""
-    length = min(len(one), len(other))
-    differs = np.flatnonzero(one[:length] != other[:length])
-    return int(differs[0]) if len(differs) else length
+def _reader(kv_cache: KVCache) -> Reader:
+    keys, values = kv_cache.keys, kv_cache.values
+    assert keys is not None and values is not None
+    return lambda span: (keys[:, :, span].clone(), values[:, :, span].clone())
