@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,9 +37,10 @@ class MtpKVCache:
         """Decided tokens up to the last row."""
         return self.contexts[0].first_position + len(self.contexts[0].tokens)
 
-    def has_rows(self, module: int) -> bool:
-        """True if a module has read a decided token."""
-        return self.length > self.contexts[module].first_position
+    @property
+    def num_begun(self) -> int:
+        """Modules that have read a decided token: the first ones."""
+        return sum(self.length > context.first_position for context in self.contexts)
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ class _NewRows:
     states: Tensor
     kv_cache: ContextKVCache
     past_length: int
+
+    @property
+    def position(self) -> int:
+        """Of the first row."""
+        return self.kv_cache.first_position + self.past_length
 
 
 @dataclass
@@ -79,38 +85,37 @@ class MtpNetwork:
 
     def _forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[MtpKVCache]) -> list[ForwardOutputs]:
         pairs = list(zip(batch, kv_caches, strict=True))
-        reading = [pair for pair in pairs if pair[0].hidden_states is not None]
-        drafting = [pair for pair in pairs if pair[0].hidden_states is None]
-        logits = {id(cache): row for (_, cache), row in zip(reading, self._read(reading), strict=True)}
-        logits |= {id(cache): row for (_, cache), row in zip(drafting, self._draft(drafting), strict=True)}
-        read = {id(cache): 0 if inputs.hidden_states is None else len(inputs.hidden_states) for inputs, cache in pairs}
-        rows = sum(count or 1 for count in read.values())
-        by_text = [logits[id(cache)] for cache in kv_caches]
-        candidates = [None] * len(batch) if self.device.type == "cpu" else find_candidates(batch, by_text)
+        of_reading = iter(self._read([pair for pair in pairs if pair[0].hidden_states is not None]))
+        of_drafting = iter(self._draft([pair for pair in pairs if pair[0].hidden_states is None]))
+        logits = [next(of_drafting if inputs.hidden_states is None else of_reading) for inputs in batch]
+        num_read = [0 if inputs.hidden_states is None else len(inputs.hidden_states) for inputs in batch]
+        num_rows = sum(count or 1 for count in num_read)
+        candidates = [None] * len(batch) if self.device.type == "cpu" else find_candidates(batch, logits)
         return [
             ForwardOutputs(
-                row, context_tokens_read=read[id(cache)], num_rows=rows, token_ids=self.token_ids, candidates=found
+                row, context_tokens_read=count, num_rows=num_rows, token_ids=self.token_ids, candidates=found
             )
-            for row, found, cache in zip(by_text, candidates, kv_caches, strict=True)
+            for row, found, count in zip(logits, candidates, num_read, strict=True)
         ]
 
     def _read(self, texts: Sequence[tuple[ForwardInputs, MtpKVCache]]) -> list[Tensor]:
-        """Read decided tokens by all modules; logits of the first one after each text."""
-        logits, last, before = [], [], [cache.outputs for _, cache in texts]
-        new = [self._context_rows(*text) for text in texts]
-        ends = [cache.length - len(rows.tokens) for (_, cache), rows in zip(texts, new, strict=True)]
-        for _, cache in texts:
+        """Read decided tokens by all modules, one after another; logits of the first one after each text."""
+        caches = [cache for _, cache in texts]
+        rows = [self._context_rows(*text) for text in texts]
+        before = [cache.outputs for cache in caches]
+        for cache in caches:
             cache.num_drafts, cache.outputs = 0, []
+        logits: list[Tensor] = []
         for number, module in enumerate(self.modules):
-            if number:
-                new = [
-                    _after(rows, outputs, old[number - 1][:1] if old else None, end, cache.contexts[number])
-                    for rows, outputs, old, end, (_, cache) in zip(new, last, before, ends, texts, strict=True)
-                ]
-            made, last = self._run(module, new)
-            logits = logits or made
-            for (_, cache), outputs in zip(texts, last, strict=True):
+            made = self._run(module, rows)
+            logits = logits or [row for row, _ in made]
+            for cache, (_, outputs) in zip(caches, made, strict=True):
                 cache.outputs.append(outputs[-1:])
+            if number + 1 < len(self.modules):
+                rows = [
+                    _for_next_module(each, outputs, old[number][:1] if old else None, cache.contexts[number + 1])
+                    for each, (_, outputs), old, cache in zip(rows, made, before, caches, strict=True)
+                ]
         return logits
 
     def _context_rows(self, inputs: ForwardInputs, cache: MtpKVCache) -> _NewRows:
@@ -127,48 +132,43 @@ class MtpNetwork:
 
     def _draft(self, texts: Sequence[tuple[ForwardInputs, MtpKVCache]]) -> list[Tensor]:
         """Read one more draft of each text; logits after it, none where the drafts before it were not read."""
-        logits: dict[int, Tensor] = {}
-        by_module: dict[int, list[tuple[MtpKVCache, _NewRows]]] = {}
-        for inputs, cache in texts:
-            decided, number = inputs.canvas.decided_prefix, cache.num_drafts + 1
-            if len(decided) != cache.length + number or not cache.outputs:
-                continue
-            module = min(number, sum(map(cache.has_rows, range(len(self.modules)))) - 1)
-            context, known = cache.contexts[module], len(cache.outputs[module]) - 1
-            states = cache.outputs[module - 1 if module == number else module][known - number :]
-            past = cache.length + known - context.first_position
-            by_module.setdefault(module, []).append(
-                (cache, _NewRows(decided[len(decided) - len(states) :], states, context, past))
-            )
-        for number, jobs in by_module.items():
-            made, outputs = self._run(self.modules[number], [rows for _, rows in jobs])
-            for (cache, _), row, last in zip(jobs, made, outputs, strict=True):
-                logits[id(cache)] = row
-                cache.outputs[number] = torch.cat([cache.outputs[number], last])
+        logits = [torch.empty(0, 0)] * len(texts)
+        by_module: dict[int, list[tuple[int, _NewRows]]] = {}  # with the text's place
+        for place, (inputs, cache) in enumerate(texts):
+            if len(inputs.canvas.decided_prefix) == cache.length + cache.num_drafts + 1 and cache.outputs:
+                module = min(cache.num_drafts + 1, cache.num_begun - 1)
+                by_module.setdefault(module, []).append((place, _draft_rows(inputs, cache, module)))
+        for module, rows in by_module.items():
+            made = self._run(self.modules[module], [each for _, each in rows])
+            for (place, _), (row, outputs) in zip(rows, made, strict=True):
+                cache, logits[place] = texts[place][1], row
+                cache.outputs[module] = torch.cat([cache.outputs[module], outputs])
                 cache.num_drafts += 1
-        nothing = torch.empty(0, 0)
-        return [logits.get(id(cache), nothing) for _, cache in texts]
+        return logits
 
-    def _run(self, module: MtpModule, texts: Sequence[_NewRows]) -> tuple[list[Tensor], list[Tensor]]:
-        """For each text the logits of its last row [1, vocab], and the outputs of all rows, or of the last ones."""
+    def _run(self, module: MtpModule, texts: Sequence[_NewRows]) -> list[tuple[Tensor, Tensor]]:
+        """For each text the logits of its last row [1, vocab], and the outputs of all rows, or of the last ones.
+
+        Both are empty for a text without rows.
+        """
         given = [text for text in texts if len(text.tokens)]
-        if not given:
-            return [text.states[:0] for text in texts], [text.states[:0] for text in texts]
+        made = iter(self._run_rows(module, given) if given else ())
+        return [next(made) if len(text.tokens) else (text.states[:0], text.states[:0]) for text in texts]
+
+    def _run_rows(self, module: MtpModule, texts: Sequence[_NewRows]) -> list[tuple[Tensor, Tensor]]:
         inputs = module.inputs(
-            torch.from_numpy(np.concatenate([text.tokens for text in given])),
-            torch.cat([text.states for text in given]),
-        ).split([len(text.tokens) for text in given])
-        early = [self._early_outputs(module, text, rows) for text, rows in zip(given, inputs, strict=True)]
+            torch.from_numpy(np.concatenate([text.tokens for text in texts])),
+            torch.cat([text.states for text in texts]),
+        ).split([len(text.tokens) for text in texts])
+        early = [self._early_outputs(module, text, rows) for text, rows in zip(texts, inputs, strict=True)]
         rest = [
             ContextRows(rows[len(outputs) :], text.kv_cache, text.past_length + len(outputs), 1)
-            for text, rows, outputs in zip(given, inputs, early, strict=True)
+            for text, rows, outputs in zip(texts, inputs, early, strict=True)
         ]
-        ran = {
-            id(text): (logits, torch.cat([outputs, last]))
-            for text, outputs, (logits, last) in zip(given, early, module.layers.run_together(rest), strict=True)
-        }
-        both = [ran.get(id(text), (text.states[:0], text.states[:0])) for text in texts]
-        return [logits for logits, _ in both], [outputs for _, outputs in both]
+        return [
+            (logits, torch.cat([outputs, last]))
+            for outputs, (logits, last) in zip(early, module.layers.run_together(rest), strict=True)
+        ]
 
     def _early_outputs(self, module: MtpModule, text: _NewRows, inputs: Tensor) -> Tensor:
         """The outputs of all rows but the last, where a later module reads them; else of none."""
@@ -193,12 +193,26 @@ def _kv_bytes_per_token(module: MtpModule) -> int:
     return context.kv_cache.bytes_per_token
 
 
-def _after(rows: _NewRows, outputs: Tensor, before: Tensor | None, end: int, kv_cache: ContextKVCache) -> _NewRows:
+def _for_next_module(rows: _NewRows, outputs: Tensor, before: Tensor | None, kv_cache: ContextKVCache) -> _NewRows:
     """The rows of the next module: the same tokens with the outputs of this one at the rows before.
 
-    `before` is its output at the last token before position `end`, from which on rows are new.
+    `before` is its output at the row before the first one; None where the next module has no row of that token yet.
     """
-    first = kv_cache.first_position
-    if end >= first and before is not None:
-        return replace(rows, states=torch.cat([before, outputs[:-1]]), kv_cache=kv_cache, past_length=end - first)
-    return _NewRows(rows.tokens[1:], outputs[:-1], kv_cache, 0)
+    past = rows.position - kv_cache.first_position
+    if past < 0:  # each module begins one token later than the one before it
+        return _NewRows(rows.tokens[1:], outputs[:-1], kv_cache, 0)
+    assert before is not None
+    return _NewRows(rows.tokens, torch.cat([before, outputs[:-1]]), kv_cache, past)
+
+
+def _draft_rows(inputs: ForwardInputs, cache: MtpKVCache, module: int) -> _NewRows:
+    """The rows of the drafts that a module has not read yet, up to the latest.
+
+    It begins with the outputs of the module before it, and goes on with its own.
+    """
+    number, num_read = cache.num_drafts + 1, len(cache.outputs[module]) - 1
+    source = module - 1 if module == number else module
+    states = cache.outputs[source][num_read - number :]
+    decided, context = inputs.canvas.decided_prefix, cache.contexts[module]
+    past = cache.length + num_read - context.first_position
+    return _NewRows(decided[len(decided) - len(states) :], states, context, past)
