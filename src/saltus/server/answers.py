@@ -19,7 +19,7 @@ from saltus.server.errors import ApiError
 from saltus.server.metrics import ServerMetrics
 from saltus.server.protocol import SamplingFields
 from saltus.server.served_request import Delta, ServedRequest, serve_text
-from saltus.server.translation import speculation_metrics
+from saltus.server.usage import speculation_metrics
 
 
 @dataclass

@@ -22,7 +22,7 @@ from saltus.server.protocol import ChatCompletionRequest, CompletionRequest
 from saltus.server.served_request import Delta
 from saltus.server.structured import Tools, call_object
 from saltus.server.token_entries import token_entries
-from saltus.server.translation import usage
+from saltus.server.usage import usage
 
 AnyText = TypeVar("AnyText", Choice, Delta)
 

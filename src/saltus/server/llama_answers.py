@@ -17,7 +17,7 @@ from saltus.server.line_limits import LineLimits
 from saltus.server.llama_request import LlamaCompletionRequest, LlamaFields
 from saltus.server.served_request import Delta
 from saltus.server.token_entries import token_entries
-from saltus.server.translation import speculation_metrics
+from saltus.server.usage import speculation_metrics
 
 
 @dataclass

@@ -55,9 +55,8 @@ class LlamaFields(SamplingFields, GrammarFields):
     n_predict: int = Field(-1, ge=-2)  # new tokens, at most; below 0: as many as the context holds
     n_cmpl: int = Field(1, ge=1, le=MAX_CHOICES)  # texts of a prompt
     n_indent: int = Field(0, ge=0)  # white space that lines after the first begin with; another line ends the text
-    t_max_predict_ms: float = Field(
-        0, allow_inf_nan=False
-    )  # since the first token; after it the next line break ends the text; 0: off
+    # since the first token; after it the next line break ends the text; 0: off
+    t_max_predict_ms: float = Field(0, allow_inf_nan=False)
     samplers: Name | Annotated[Items[Name], Field(max_length=64)] | None = None  # those in use
     n_probs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)  # likeliest tokens at each place, with log-probabilities
     post_sampling_probs: bool = False
@@ -101,8 +100,11 @@ class LlamaFields(SamplingFields, GrammarFields):
 
     @property
     def most_new_tokens(self) -> int | None:
-        """The limit of new tokens; None: as many as the model's context holds."""
         return None if self.n_predict < 0 else self.n_predict
+
+    @property
+    def requested_logprobs(self) -> tuple[bool, int]:
+        return self.n_probs > 0, self.n_probs
 
     @property
     def num_distinct(self) -> int:
@@ -144,6 +146,8 @@ class ExtraFile(Fields):
 
 class InfillRequest(LlamaFields):
     """POST /infill."""
+
+    prompt_field = "input_prefix"
 
     n_predict: int = Field(DEFAULT_MIDDLE_TOKENS, ge=-2)
     input_prefix: str = ""

@@ -90,10 +90,7 @@ def _completion_requests(
     grammar: Grammar | None,
     seeds: Sequence[int],
 ) -> Sequence[TextRequest]:
-    return text_requests(
-        service.engine, _tokens(service.engine, prompt), body, body.most_new_tokens, seeds, prompt_field="prompt",
-        grammar=grammar, raw=True,
-    )  # fmt: skip
+    return text_requests(service.engine, _tokens(service.engine, prompt), body, seeds, grammar=grammar, raw=True)
 
 
 def _tokens(engine: Engine, prompt: str | Sequence[int | str]) -> str | list[int]:
@@ -143,10 +140,7 @@ def _infill_requests(
         raise ApiError(400, "this model fills one hole and ends it itself; give two parts", "parts")
     before, after = template.pieces
     files = [(file.filename, file.text) for file in body.input_extra]
-    return text_requests(
-        engine, before, body, body.most_new_tokens, seeds, prompt_field="input_prefix", grammar=grammar, raw=True,
-        suffix=after, files=files,
-    )  # fmt: skip
+    return text_requests(engine, before, body, seeds, grammar=grammar, raw=True, suffix=after, files=files)
 
 
 def _prompt_of_conversation(service: Service, body: ChatCompletionRequest) -> dict[str, Any]:

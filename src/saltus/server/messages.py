@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Any
 
-from saltus.engine.reasoning import Reasoning, ReasoningCounter
-from saltus.engine.text_request import TextRequest
+from saltus.engine.reasoning import ReasoningCounter
 from saltus.engine.tool_calls import ToolCall
 from saltus.engine.tool_formats.json_calls import refuse_constant
 from saltus.engine.tool_messages import finite
@@ -19,7 +18,7 @@ from saltus.server.events import event_text, with_pauses
 from saltus.server.message_blocks import signature_of
 from saltus.server.protocol import ChatCompletionRequest
 from saltus.server.served_request import Delta
-from saltus.server.structured import Tools
+from saltus.server.translation import ChatTexts
 
 PING_SECONDS = 10.0  # without an event, as while a long prompt is read: clients take silence for a broken connection
 PING = event_text({"type": "ping"}, "ping")
@@ -39,18 +38,15 @@ class MessageAnswer(Answer):
     def __init__(
         self,
         backend: Backend,
-        requests: Sequence[TextRequest],
-        method: str,
+        texts: ChatTexts,
         body: ChatCompletionRequest,
-        tools: Tools,
-        reasoning: Reasoning | None,
         omits_thinking: bool = False,
         only_reads: bool = False,
     ) -> None:
-        super().__init__(backend, requests, method, body)
-        prompt = requests[0].request.prompt
-        self.output = requests[0].output
-        self.reader = tools.reader()
+        super().__init__(backend, texts.requests, texts.method, body)
+        prompt, reasoning = texts.requests[0].request.prompt, texts.reasoning
+        self.output = texts.requests[0].output
+        self.reader = texts.tools.reader()
         self.counter = reasoning and ReasoningCounter(reasoning, prompt)
         self.reasoning_reader = reasoning and reasoning.reader(prompt)
         self.content: list[dict[str, Any]] = []

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from saltus.engine.decoder import MAX_DRAFT_TOKENS
+from saltus.server.errors import ApiError
 from saltus.server.fields import Fields, Integer, Items, JsonObject, Number
 from saltus.server.structured import MAX_TOOLS, GrammarFields, Tool, ToolFields
 
@@ -105,10 +106,34 @@ class SamplingFields(Fields):
     include_metrics: bool = False  # of drafting, in the answer
     cache_prompt: bool = True  # llama.cpp's; false: what was read for other texts is read again
 
+    prompt_field: ClassVar[str] = "prompt"  # what errors of a prompt name
+
+    @property
+    def most_new_tokens(self) -> int | None:
+        """The limit of new tokens; None: as many as the model's context holds."""
+        raise NotImplementedError
+
+    @property
+    def requested_logprobs(self) -> tuple[bool, int]:
+        """Whether log-probabilities are asked for, and of how many of the likeliest tokens beside. Errors: ApiError."""
+        return False, 0
+
+    @property
+    def predicted_text(self) -> str | None:
+        """What the text will probably repeat."""
+        return None
+
     @property
     def max_draft_tokens(self) -> int | None:
         """The draft tokens of a call that the request asks for; None: as many as the server drafts."""
         return self.speculative.max_draft_tokens if isinstance(self.speculative, Speculative) else None
+
+
+def checked_logprobs(logprobs: bool, top_logprobs: int | None, needed: str) -> tuple[bool, int]:
+    """Both, as `requested_logprobs`. Errors: ApiError 400 where the second lacks the field that is `needed`."""
+    if top_logprobs and not logprobs:
+        raise ApiError(400, f"top_logprobs needs {needed}", "top_logprobs")
+    return logprobs, top_logprobs or 0
 
 
 class SharedFields(SamplingFields, GrammarFields):
@@ -219,6 +244,20 @@ class ChatCompletionRequest(SharedFields, ToolFields, ChatFields):
     continue_final_message: bool | None = None
     add_special_tokens: bool = False
 
+    prompt_field = "messages"
+
+    @property
+    def most_new_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def requested_logprobs(self) -> tuple[bool, int]:
+        return checked_logprobs(self.logprobs, self.top_logprobs, "logprobs: true")
+
+    @property
+    def predicted_text(self) -> str | None:
+        return None if self.prediction is None else self.prediction.text
+
 
 class CompletionRequest(SharedFields):
     """POST /v1/completions."""
@@ -234,6 +273,14 @@ class CompletionRequest(SharedFields):
     echo: bool = False
     suffix: str | None = None  # what follows the answer, for models with fill-in-the-middle tokens
     add_special_tokens: bool = True
+
+    @property
+    def most_new_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def requested_logprobs(self) -> tuple[bool, int]:
+        return self.logprobs is not None, self.logprobs or 0
 
 
 class TokenizeRequest(Fields):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from pydantic import BaseModel
 
-from saltus.engine.reasoning import Reasoning, ReasoningCounter
-from saltus.engine.text_request import TextRequest
+from saltus.engine.reasoning import ReasoningCounter
 from saltus.engine.tool_calls import ToolCall
 from saltus.server.answers import Answer, Backend, Choice
 from saltus.server.errors import ApiError
@@ -24,9 +23,8 @@ from saltus.server.responses_request import (
     ResponsesRequest,
 )
 from saltus.server.served_request import Delta
-from saltus.server.structured import Tools
 from saltus.server.token_entries import token_entries
-from saltus.server.translation import ROLES, joined_text
+from saltus.server.translation import ROLES, ChatTexts, joined_text
 
 REASONING_PLACE = {"output_index": 0, "content_index": 0}
 
@@ -85,19 +83,11 @@ class ResponseAnswer(Answer):
     prefix = "resp_"
     body: ResponsesRequest
 
-    def __init__(
-        self,
-        backend: Backend,
-        requests: Sequence[TextRequest],
-        method: str,
-        body: ResponsesRequest,
-        tools: Tools,
-        reasoning: Reasoning | None,
-    ) -> None:
-        super().__init__(backend, requests, method, body)
-        prompt = requests[0].request.prompt
+    def __init__(self, backend: Backend, texts: ChatTexts, body: ResponsesRequest) -> None:
+        super().__init__(backend, texts.requests, texts.method, body)
+        prompt, reasoning = texts.requests[0].request.prompt, texts.reasoning
         self.tools = tool_origins(body.tools or ())
-        self.reader, self.counter = tools.reader(), ReasoningCounter(reasoning, prompt)
+        self.reader, self.counter = texts.tools.reader(), ReasoningCounter(reasoning, prompt)
         self.reasoning_reader = reasoning and reasoning.reader(prompt)
         self.items: list[dict[str, Any]] = []  # of the output
         self.thought: dict[str, Any] | None = None  # the reasoning among them

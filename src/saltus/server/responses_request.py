@@ -15,6 +15,7 @@ from saltus.server.protocol import (
     NewTokens,
     ReasoningEffort,
     SamplingFields,
+    checked_logprobs,
     of_few_items,
 )
 from saltus.server.response_tools import (
@@ -167,6 +168,8 @@ class ResponsesRequest(SamplingFields, ChatFields):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     metadata: JsonObject | None = None  # repeated in the answer
 
+    prompt_field = "input"
+
     @model_validator(mode="before")
     @classmethod
     def _is_whole(cls, given: Any) -> Any:
@@ -189,6 +192,14 @@ class ResponsesRequest(SamplingFields, ChatFields):
     def logprobs(self) -> bool:
         """Whether log-probabilities are asked for."""
         return LOGPROBS in (self.include or ())
+
+    @property
+    def most_new_tokens(self) -> int | None:
+        return self.max_output_tokens
+
+    @property
+    def requested_logprobs(self) -> tuple[bool, int]:
+        return checked_logprobs(self.logprobs, self.top_logprobs, f"include: [{LOGPROBS!r}]")
 
     @model_validator(mode="after")
     def _check(self) -> ResponsesRequest:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from saltus.engine.encoding import tokens_of_text
 from saltus.engine.engine import Engine
 from saltus.engine.prompt_texts import prompt_texts
-from saltus.engine.reasoning import Reasoning
 from saltus.engine.text_bounds import PromptTooLongError, require_fits
 from saltus.engine.text_request import TextRequest
 from saltus.methods.shared.answer_memory import AnswerMemories
@@ -35,10 +34,10 @@ from saltus.server.served_request import Limits
 from saltus.server.structured import Tools, checked_grammar, format_grammar
 from saltus.server.token_entries import token_pieces
 from saltus.server.translation import (
+    ChatTexts,
     chosen_seeds,
     completion_prompts,
     conversation,
-    max_tokens_of,
     reasoning_of,
     requested_method,
     text_requests,
@@ -54,15 +53,6 @@ class OnlineLearner(Protocol):
     def start(self, engine_thread: EngineThread, metrics: ServerMetrics) -> None: ...
 
     def close(self) -> None: ...
-
-
-class ChatTexts(NamedTuple):
-    """The texts of a chat completion, and what separates the parts of each."""
-
-    method: str
-    tools: Tools
-    reasoning: Reasoning | None
-    requests: list[TextRequest]
 
 
 class Service:
@@ -108,29 +98,26 @@ class Service:
         """The answer to a conversation in the form of Anthropic's messages."""
         chat = body.as_chat()
         texts = await self._chat_texts(chat, prepare)
-        return MessageAnswer(
-            self.backend, texts.requests, texts.method, chat, texts.tools, texts.reasoning, body.omits_thinking,
-            body.only_reads,
-        )  # fmt: skip
+        return MessageAnswer(self.backend, texts, chat, body.omits_thinking, body.only_reads)
 
     async def _chat_texts(self, body: ChatCompletionRequest, prepare: Prepare) -> ChatTexts:
         """What a chat completion asks for, ready for the queue. Errors: ApiError."""
         self.check_model(body.model)
         self.check_capacity(body.n)
-        method, limit = await self.loaded_method(body.speculative), max_tokens_of(body)
+        method = await self.loaded_method(body.speculative)
 
         def make() -> ChatTexts:
             template = str(self.engine.tokenizer.chat_template)
             tools, messages = Tools(self.engine, body), conversation(body.messages, template)
             reasoning = reasoning_of(self.engine, messages, body)
             requests = text_requests(
-                self.engine, messages, body, limit, chosen_seeds(body, body.n), prompt_field="messages",
-                grammar=tools.grammar(body.text_grammar(self.engine)), reasoning=reasoning, tools=tools.offered,
+                self.engine, messages, body, chosen_seeds(body, body.n), reasoning=reasoning,
+                grammar=tools.grammar(body.text_grammar(self.engine)), tools=tools.offered,
                 chat_template_kwargs=body.template_variables(body.reasoning_effort),
                 add_generation_prompt=body.add_generation_prompt, continue_final_message=body.continue_final_message,
                 add_special_tokens=body.add_special_tokens, parse_special=body.parse_special,
             )  # fmt: skip
-            return ChatTexts(method, tools, reasoning, requests)
+            return ChatTexts(requests, method, tools, reasoning)
 
         return await prepare(make)
 
@@ -140,18 +127,18 @@ class Service:
         self.check_capacity(1)
         method, form = await self.loaded_method(body.speculative), body.text.format if body.text else None
 
-        def make() -> tuple[Tools, Reasoning | None, list[TextRequest]]:
+        def make() -> ChatTexts:
             tools, messages = Tools(self.engine, body.tool_fields()), response_messages(body)
             of_text = None if form is None else checked_grammar(self.engine, "text.format", format_grammar, form)
             reasoning, effort = reasoning_of(self.engine, messages, body), body.reasoning and body.reasoning.effort
-            return tools, reasoning, text_requests(
-                self.engine, messages, body, body.max_output_tokens, chosen_seeds(body), prompt_field="input",
-                grammar=tools.grammar(of_text), reasoning=reasoning, tools=tools.offered,
-                chat_template_kwargs=body.template_variables(effort), parse_special=body.parse_special,
+            requests = text_requests(
+                self.engine, messages, body, chosen_seeds(body), grammar=tools.grammar(of_text), reasoning=reasoning,
+                tools=tools.offered, chat_template_kwargs=body.template_variables(effort),
+                parse_special=body.parse_special,
             )  # fmt: skip
+            return ChatTexts(requests, method, tools, reasoning)
 
-        tools, reasoning, requests = await prepare(make)
-        return ResponseAnswer(self.backend, requests, method, body, tools, reasoning)
+        return ResponseAnswer(self.backend, await prepare(make), body)
 
     async def complete(self, body: CompletionRequest, prepare: Prepare) -> Answer:
         """Continuations of texts."""
@@ -162,14 +149,13 @@ class Service:
         if body.echo and body.logprobs is not None:
             self._check_scores_prompts(body)
         settings = {
-            "prompt_field": "prompt", "raw": True, "suffix": body.suffix or None,
-            "add_special_tokens": body.add_special_tokens, "grammar": await prepare(body.text_grammar, self.engine),
+            "raw": True, "suffix": body.suffix or None, "add_special_tokens": body.add_special_tokens,
+            "grammar": await prepare(body.text_grammar, self.engine),
         }  # fmt: skip
         requests: list[TextRequest] = []
         echoed: list[list[str]] = []
         for prompt in prompts:  # one by one: others have their turn between them, and a client that leaves ends it
-            make = partial(text_requests, self.engine, prompt, body, body.max_tokens, seeds, **settings)
-            made = await prepare(make)
+            made = await prepare(partial(text_requests, self.engine, prompt, body, seeds, **settings))
             if body.echo and body.logprobs is not None:
                 text, tokens = str(made[0].prompt), made[0].request.prompt
                 echoed += [await prepare(prompt_texts, self.engine.tokenizer, text, tokens)] * len(made)

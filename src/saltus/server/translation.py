@@ -1,11 +1,11 @@
-"""Turn OpenAI's requests into requests of the engine, and what was decoded into OpenAI's objects."""
+"""Turn the requests of clients into requests of the engine."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from saltus.engine.encoding import PromptSettings
 from saltus.engine.engine import Engine
@@ -13,23 +13,12 @@ from saltus.engine.grammar import MakesConstraint
 from saltus.engine.infill import AnyRequest
 from saltus.engine.infill_template import InfillTemplate
 from saltus.engine.reasoning import Reasoning, reasoning_tags
-from saltus.engine.request import CallRecord
 from saltus.engine.text_bounds import PromptTooLongError
 from saltus.engine.text_request import TextRequest
 from saltus.methods import make_methods, require_draft_models
 from saltus.server.errors import CONTEXT_EXCEEDED, ApiError
-from saltus.server.llama_request import LlamaFields
-from saltus.server.protocol import (
-    MAX_SEED,
-    RANDOM_SEED,
-    ChatCompletionRequest,
-    CompletionRequest,
-    ContentPart,
-    Message,
-    SamplingFields,
-    Speculative,
-)
-from saltus.server.responses_request import LOGPROBS, ResponsesRequest
+from saltus.server.protocol import MAX_SEED, RANDOM_SEED, ContentPart, Message, SamplingFields, Speculative
+from saltus.server.structured import Tools
 
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -100,14 +89,21 @@ def chosen_seeds(body: SamplingFields, count: int = 1) -> list[int]:
     return [(first + i) % (MAX_SEED + 1) for i in range(count)]
 
 
+class ChatTexts(NamedTuple):
+    """The texts of a conversation's answer, and what separates the parts of each."""
+
+    requests: list[TextRequest]
+    method: str
+    tools: Tools
+    reasoning: Reasoning | None
+
+
 def text_requests(
     engine: Engine,
     prompt: Any,
     body: SamplingFields,
-    max_tokens: int | None,
     seeds: Sequence[int],
     *,
-    prompt_field: str,
     grammar: MakesConstraint | None = None,
     reasoning: Reasoning | None = None,
     **prompt_settings: Any,
@@ -116,36 +112,30 @@ def text_requests(
 
     `prompt_settings` are further arguments of the engine's `text_request`.
     """
-    context = engine.target.context_length
-    wants_logprobs, top_logprobs = requested_logprobs(body)
-    prediction = body.prediction if isinstance(body, ChatCompletionRequest) else None
-    settings = {
-        **sampling_settings(body), "prediction": None if prediction is None else prediction.text
-    }  # fmt: skip
-    if max_tokens is not None and body.min_tokens > max_tokens:
-        message = f"min_tokens is {body.min_tokens}, but the text has at most {max_tokens}; lower it"
+    context, most = engine.target.context_length, body.most_new_tokens
+    logprobs, top_logprobs = body.requested_logprobs
+    sampling = sampling_settings(body)
+    if most is not None and body.min_tokens > most:
+        message = f"min_tokens is {body.min_tokens}, but the text has at most {most}; lower it"
         raise ApiError(400, message, "min_tokens")
-    if grammar is not None and reasoning is not None:
-        grammar = reasoning.before(grammar)
-    of_reasoning: dict[str, Any] = {}
     if reasoning is not None:
-        of_reasoning = {"shown_tokens": reasoning.shown_tokens, "reasoning_reader": reasoning.reader}
+        prompt_settings |= {"shown_tokens": reasoning.shown_tokens, "reasoning_reader": reasoning.reader}
+        grammar = None if grammar is None else reasoning.before(grammar)
     try:
         first = engine.text_request(
-            prompt, max_new_tokens=max(context or 2**31, body.min_tokens) if max_tokens is None else max_tokens,
+            prompt, max_new_tokens=max(context or 2**31, body.min_tokens) if most is None else most,
             min_new_tokens=body.min_tokens, seed=seeds[0], stop=body.stop, stop_token_ids=body.stop_token_ids or (),
-            skip_special_tokens=body.skip_special_tokens, logprobs=wants_logprobs, top_logprobs=top_logprobs,
-            ignore_eos=body.ignore_eos, grammar=grammar,
-            **prompt_settings, **settings, **of_reasoning,
+            skip_special_tokens=body.skip_special_tokens, logprobs=logprobs, top_logprobs=top_logprobs,
+            ignore_eos=body.ignore_eos, grammar=grammar, prediction=body.predicted_text,
+            **prompt_settings, **sampling,
         )  # fmt: skip
     except PromptTooLongError as error:
         message = f"{error} (this model's maximum context length is {context:,} tokens)"
-        raise ApiError(400, message, prompt_field, CONTEXT_EXCEEDED) from error
+        raise ApiError(400, message, body.prompt_field, CONTEXT_EXCEEDED) from error
     except ValueError as error:
         field = "suffix" if "fill-in-the-middle" in str(error) else _field_of(str(error))
         raise ApiError(400, str(error), field) from error
-    ends = first.output.end_tokens
-    prompt_tokens = first.request.prompt
+    ends, prompt_tokens = first.output.end_tokens, first.request.prompt
     constraints = (
         None if grammar is None else grammar.constraint(engine.tokenizer, ends, prompt_tokens) for _ in seeds[1:]
     )
@@ -201,20 +191,6 @@ def sampling_settings(body: SamplingFields) -> dict[str, Any]:
     }
 
 
-def requested_logprobs(body: SamplingFields) -> tuple[bool, int]:
-    """Whether a request wants log-probabilities, and of how many of the likeliest tokens beside. Errors: ApiError."""
-    if isinstance(body, CompletionRequest):
-        return body.logprobs is not None, body.logprobs or 0
-    if isinstance(body, LlamaFields):
-        return body.n_probs > 0, body.n_probs
-    if not isinstance(body, ChatCompletionRequest | ResponsesRequest):
-        return False, 0
-    if body.top_logprobs and not body.logprobs:
-        needed = "logprobs: true" if isinstance(body, ChatCompletionRequest) else f"include: [{LOGPROBS!r}]"
-        raise ApiError(400, f"top_logprobs needs {needed}", "top_logprobs")
-    return body.logprobs, body.top_logprobs or 0
-
-
 def _field_of(message: str) -> str | None:
     """The field that an error of the engine is about, where its message names one."""
     names = (
@@ -223,56 +199,3 @@ def _field_of(message: str) -> str | None:
         "tool_calls", "prompt", "prediction", "grammar",
     )  # fmt: skip
     return next((name for name in names if name.replace("_", " ") in message or name in message), None)
-
-
-def usage(
-    prompt_tokens: int,
-    completion_tokens: int,
-    cached_tokens: int,
-    predicted: Sequence[CallRecord] | None,
-    reasoning_tokens: int | None = None,
-) -> dict[str, Any]:
-    """Token counts of an answer; with the calls of a predicted one, how many draft tokens these accepted."""
-    counts: dict[str, Any] = {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-    }
-    if predicted is not None:
-        drafted = speculation_metrics(predicted)
-        accepted = drafted["num_accepted_draft_tokens"]
-        counts["completion_tokens_details"] = {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": drafted["num_draft_tokens"] - accepted,
-        }
-    if reasoning_tokens is not None:
-        counts.setdefault("completion_tokens_details", {})["reasoning_tokens"] = reasoning_tokens
-    return counts
-
-
-def speculation_metrics(calls: Sequence[CallRecord]) -> dict[str, Any]:
-    """What drafting did for a text. A call's length counts the target's own token."""
-    drafted = sum(call.num_draft_tokens for call in calls)
-    accepted = [len(call.tokens) - call.num_padding_tokens - 1 for call in calls]
-    verified = [count for call, count in zip(calls, accepted, strict=True) if call.num_draft_tokens]
-    histogram = [0] * (1 + max(accepted, default=0))
-    for count in accepted:
-        histogram[max(count, 0)] += 1
-    return {
-        "num_calls": len(calls),
-        "num_tokens": sum(len(call.tokens) for call in calls),
-        "mean_acceptance_length": 1 + sum(accepted) / len(calls) if calls else 0.0,
-        "draft_acceptance_rate": sum(verified) / drafted if drafted else 0.0,
-        "acceptance_histogram": histogram,
-        "num_spec_steps": len(verified),
-        "num_accepted_draft_tokens": sum(verified),
-        "num_draft_tokens": drafted,
-    }
-
-
-def max_tokens_of(body: ChatCompletionRequest | CompletionRequest) -> int | None:
-    """The limit of new tokens; None: as many as the model's context holds."""
-    if isinstance(body, CompletionRequest):
-        return body.max_tokens
-    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
