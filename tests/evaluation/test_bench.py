@@ -12,8 +12,8 @@ from test_cli import saltus_
 
 import saltus
 from invented_run import invented_records, results_of
-from saltus.cli.bench import _variants, _varied
 from saltus.cli.bench_results import remove_results
+from saltus.cli.bench_systems import _variants, _varied
 from saltus.cli.bench_tables import print_tables
 from saltus.core.sampling import Sampling
 from saltus.engine.prompts import Prompt

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, no_type_check
 
@@ -13,6 +12,7 @@ import typer
 from saltus.cli import options as o
 from saltus.cli.bench_results import has_problems, remove_results, results_of, write_results
 from saltus.cli.bench_step import step
+from saltus.cli.bench_systems import open_compared, read_methods, systems_under_test, validate_systems
 
 COMPARED_PANEL, TASKS_PANEL = "Compare", "Tasks"
 DEFAULT_METHODS = "plain,auto,lookup,jacobi+lookup"
@@ -157,39 +157,24 @@ def run(
         return
     from saltus.evaluation.benchmarks.suites import find_grader, find_suite, load_tasks
 
-    names = _method_names(methods)
-    option = _with_draft_model(option or (), vary or (), draft_model)
+    compared = read_methods(methods, option or (), vary or (), draft_model)
     find_suite(suite)
-    spec = _joined(names, [*option, *(vary or ())])
-    varied = _varied(vary or (), spec)
-    variants = _variants(names, spec, varied, option)
-    opened_with = [*option, *(assignments[0] for assignments in varied.values())]
-    _validate_settings(
-        names,
-        spec,
-        baselines,
-        assistant,
-        opened_with,
-        rule,
-        chat_template=model_options.chat_template,
-        **asdict(sampling_options),
+    validate_systems(
+        compared, baselines, assistant, rule, chat_template=model_options.chat_template, **asdict(sampling_options)
     )
     tasks = load_tasks(suite, limit)
     from saltus.cli.answers import print_note
-    from saltus.cli.open_engine import open_engine, parse_method_options
     from saltus.core.sampling import Sampling
     from saltus.evaluation.benchmarks.benchmark_run import Benchmark, make_folder, open_records
     from saltus.evaluation.reports.environment import run_info
-    from saltus.methods import AUTO, WITH_DRAFT_MODEL
 
     if out:
         make_folder(out)  # before a model is loaded
-    loaded_now = [name for name in names if name != AUTO] + [WITH_DRAFT_MODEL] * (WITH_DRAFT_MODEL in spec.split("+"))
-    engine = open_engine(
-        method=_joined(loaded_now), options=parse_method_options(opened_with, spec), rule=rule, **asdict(model_options),
-        max_draft_tokens=max_draft_tokens, adaptive=adaptive, ngram_corpus=ngram_corpus or (), tuned_settings=False,
+    engine = open_compared(
+        compared, rule=rule, **asdict(model_options), max_draft_tokens=max_draft_tokens, adaptive=adaptive,
+        ngram_corpus=ngram_corpus or (), tuned_settings=False,
     )  # fmt: skip
-    systems = _systems_under_test(engine, variants, baselines, assistant, endpoint or ())
+    systems = systems_under_test(engine, compared.variants, baselines, assistant, endpoint or ())
     sampling = {name: getattr(sampling_options, name) for name in ("temperature", "top_k", "top_p", "coupling")}
     writing = {"max_new_tokens": max_new_tokens, "seed": sampling_options.seed, "ignore_eos": ignore_eos}
     grader = find_grader(suite, tasks)
@@ -197,20 +182,16 @@ def run(
         print_note(grader.note)
     run = Benchmark(engine, systems, tasks, {**writing, "sampling": Sampling(**sampling)}, raw, grader, seeds)
     settings: dict[str, Any] = {
-        **writing,
-        **sampling,
-        "rule": rule,
-        "max_draft_tokens": engine.decoder.max_draft_tokens,
-        "adaptive": engine.decoder.adaptive,
-        "raw": raw,
-        "options": option,
-    }
+        **writing, **sampling, "rule": rule, "max_draft_tokens": engine.decoder.max_draft_tokens,
+        "adaptive": engine.decoder.adaptive, "raw": raw, "options": compared.option,
+    }  # fmt: skip
     given = {
         "ngram_corpus": list(map(str, ngram_corpus or ())), "chat_template": model_options.chat_template,
         "assistant": assistant, "endpoints": endpoint, "vary": vary, "seeds": seeds if seeds > 1 else None,
     }  # fmt: skip
-    settings |= {name: value for name, value in given.items() if value} | _settings_of_machine(engine, names, systems)
-    info = run_info(engine, settings, spec.split("+"))
+    settings |= {name: value for name, value in given.items() if value}
+    settings |= _settings_of_machine(engine, compared.names, systems)
+    info = run_info(engine, settings, compared.spec.split("+"))
     records = open_records(out, _run_plan(engine, suite, run, settings), tasks, info, fresh)
     if out and fresh:
         remove_results(out)
@@ -222,125 +203,11 @@ def run(
     results = results_of(suite, records)
     if out:
         write_results(results, records.answers, out)
-    if json:
-        from saltus.cli.report import print_json
-
-        print_json(results)
-    else:
-        from saltus.cli.bench_tables import print_tables
-
-        print_tables(results)
+    _print_results(results, json)
     if not whole:
         raise KeyboardInterrupt
     if has_problems(results):
         raise typer.Exit(1)
-
-
-def _method_names(methods: str) -> list[str]:
-    """The names, each once, plain first."""
-    given = [name.strip() for name in methods.split(",") if name.strip()]
-    return list(dict.fromkeys(["plain", *given]))
-
-
-def _with_draft_model(option: Sequence[str], vary: Sequence[str], draft_model: str | None) -> list[str]:
-    """The assignments of --option with that of --draft-model. Errors: ValueError if others name a draft model, too."""
-    if draft_model is None:
-        return list(option)
-    named = f"small_model.model={draft_model}"
-    for given, assignments in (("--option", option), ("--vary", vary)):
-        for other in assignments:
-            if other.startswith("small_model.model=") and other != named:
-                raise ValueError(f"--draft-model is {draft_model}, but {given} says {other}; give one of them")
-    return list(dict.fromkeys([*option, named]))
-
-
-def _varied(vary: Sequence[str], spec: str) -> dict[str, list[str]]:
-    """The assignments METHOD.FIELD=VALUE of each varied option, by METHOD.FIELD. Errors: ValueError of one line."""
-    from saltus.cli.open_engine import parse_method_options
-
-    varied: dict[str, list[str]] = {}
-    for each in vary:
-        place, _, values = each.partition("=")
-        if not values:
-            raise ValueError(f"--vary {each}: write METHOD.FIELD=VALUE,VALUE, such as lookup.max_ngram_size=3,5")
-        varied.setdefault(place, []).extend(f"{place}={value}" for value in values.split(","))
-    for assignments in varied.values():
-        for assignment in assignments:
-            parse_method_options([assignment], spec, "--vary", "--methods")
-    return varied
-
-
-def _variants(names: Sequence[str], spec: str, varied: Mapping[str, Sequence[str]], option: Sequence[str]) -> list[Any]:
-    """Each method, once for each combination of the varied options that it has. Errors: ValueError of one line."""
-    from saltus.cli.open_engine import parse_method_options
-    from saltus.evaluation.benchmarks.systems_under_test import MethodVariant
-    from saltus.methods import make_methods
-
-    variants = []
-    for name in names:
-        parts = _joined([name], [*option, *(values[0] for values in varied.values())]).split("+")
-        own = [values for place, values in varied.items() if place.partition(".")[0] in parts]
-        for chosen in product(*own):
-            options = parse_method_options([*option, *chosen], spec, named_by="--methods")
-            make_methods(name, options)
-            variants.append(MethodVariant(" ".join((name, *chosen)), name, options))
-    return variants
-
-
-def _joined(names: Sequence[str], assignments: Sequence[str] = ()) -> str:
-    """One spec of all methods that the names may stand for where these options are given."""
-    from saltus.cli.open_engine import name_draft_model
-    from saltus.methods import method_names
-
-    drafts = name_draft_model(assignments)
-    return "+".join(dict.fromkeys(part for name in names for part in method_names(name, drafts)))
-
-
-def _validate_settings(
-    names: Sequence[str],
-    spec: str,
-    baselines: str | None,
-    assistant: str | None,
-    option: Sequence[str] | None,
-    rule: str,
-    **settings: Any,
-) -> None:
-    """Raise ValueError for wrong settings, before anything long begins."""
-    from saltus.cli.open_engine import parse_method_options, validate_settings
-    from saltus.methods import make_methods
-
-    for name in names:
-        make_methods(name)
-    validate_settings(spec, parse_method_options(option or (), spec, named_by="--methods"), rule, **settings)
-    from saltus.evaluation.benchmarks.baselines import check_baselines
-
-    check_baselines(_baselines(baselines, assistant), assistant)
-
-
-def _baselines(baselines: str | None, assistant: str | None, is_gguf: bool = True) -> list[str]:
-    """The names that were given; `all`: those that are installed, and read files of the model's kind."""
-    from saltus.evaluation.benchmarks.baselines import BASELINES
-    from saltus.evaluation.benchmarks.llama_cpp_baseline import LLAMA_CPP, llama_cpp_is_installed
-
-    if baselines == "all":
-        lacking = {"transformers-assistant": not assistant, LLAMA_CPP: not (is_gguf and llama_cpp_is_installed())}
-        return [name for name in BASELINES if not lacking.get(name)]
-    return [name.strip() for name in (baselines or "").split(",") if name.strip()]
-
-
-def _systems_under_test(
-    engine: Any, variants: Sequence[Any], baselines: str | None, assistant: str | None, endpoints: Sequence[str]
-) -> list[Any]:
-    from saltus.evaluation.benchmarks.baselines import baselines_under_test, servers_under_test
-    from saltus.evaluation.benchmarks.llama_cpp_baseline import reads_gguf
-    from saltus.evaluation.benchmarks.systems_under_test import methods_under_test
-
-    chosen = _baselines(baselines, assistant, baselines != "all" or reads_gguf(engine))
-    return [
-        *methods_under_test(engine, variants),
-        *baselines_under_test(chosen, engine, assistant),
-        *servers_under_test(endpoints, engine),
-    ]
 
 
 def _settings_of_machine(engine: Any, names: Sequence[str], systems: Sequence[Any]) -> dict[str, str]:
@@ -401,3 +268,14 @@ def _measure(run: Any, records: Any) -> bool:
         print_note(f"interrupted after {records.num_finished_tasks} of {total} tasks{kept}")
         return False
     return True
+
+
+def _print_results(results: dict[str, Any], json: bool) -> None:
+    if json:
+        from saltus.cli.report import print_json
+
+        print_json(results)
+    else:
+        from saltus.cli.bench_tables import print_tables
+
+        print_tables(results)
