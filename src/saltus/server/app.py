@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,25 +73,15 @@ def make_app(
         )  # pyright: ignore[reportArgumentType]  # fmt: skip
     add_error_answers(app)
 
-    def prepare_for(request: Request) -> Prepare:
-        return service.workers.of_body(request.scope[BODY_IN_SCOPE].num_bytes)
+    _add_page(app)
+    _add_texts(app, service)
+    add_llama_routes(app, service, partial(_respond, service), partial(_respond_at_once, service))
+    _add_information(app, service)
+    return app
 
-    async def respond(request: Request, make: Callable[..., Coroutine[Any, Any, Answer]], body: Any) -> Response:
-        answer = await _unless_gone(request, make(body, prepare_for(request)))
-        if answer is None:
-            return Response(status_code=GONE)  # nobody reads it
-        key = request.scope.get(KEY_IN_SCOPE, "")
-        answer.group = key
-        answer.client = key or (request.client.host if request.client else "")
-        if service.memories is not None:
-            answer.draft_from(service.memories.of(key))
-        answer.submit()
-        request.scope[BODY_IN_SCOPE].release()
-        return await _respond(request, answer)
 
-    async def translate(request: Request, make: Callable[[Any], dict[str, Any]], body: Any) -> Response:
-        made = prepare_for(request)(lambda: JSONResponse(make(body)))
-        return await _unless_gone(request, made) or Response(status_code=GONE)
+def _add_page(app: FastAPI) -> None:
+    """The server's page, and the description of its routes."""
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def page() -> Response:
@@ -107,27 +98,33 @@ def make_app(
             raise HTTPException(404, f"there is no file {name!r}")
         return FileResponse(PAGE / name, headers=PAGE_HEADERS)
 
+
+def _add_texts(app: FastAPI, service: Service) -> None:
+    """The routes of OpenAI and Anthropic that answer with texts."""
+
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, body: ChatCompletionRequest) -> Response:
-        return await respond(request, service.chat, body)
+        return await _respond(service, request, service.chat, body)
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
-        return await respond(request, service.complete, body)
+        return await _respond(service, request, service.complete, body)
 
     @app.post("/v1/responses")
     async def responses(request: Request, body: ResponsesRequest) -> Response:
-        return await respond(request, service.respond, body)
+        return await _respond(service, request, service.respond, body)
 
     @app.post(MESSAGES_ROUTE)
     async def messages(request: Request, body: MessagesRequest) -> Response:
-        return await respond(request, service.message, body)
+        return await _respond(service, request, service.message, body)
 
     @app.post(f"{MESSAGES_ROUTE}/count_tokens")
     async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
-        return await translate(request, service.count_tokens, body)
+        return await _respond_at_once(service, request, service.count_tokens, body)
 
-    add_llama_routes(app, service, respond, translate)
+
+def _add_information(app: FastAPI, service: Service) -> None:
+    """What the model is, its tokens, and how the server is doing."""
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -153,11 +150,11 @@ def make_app(
 
     @app.post("/tokenize")
     async def tokenize(request: Request, body: TokenizeRequest) -> Response:
-        return await translate(request, service.tokenize, body)
+        return await _respond_at_once(service, request, service.tokenize, body)
 
     @app.post("/detokenize")
     async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
-        return await translate(request, service.detokenize, body)
+        return await _respond_at_once(service, request, service.detokenize, body)
 
     @app.get("/health")
     @app.head("/health", include_in_schema=False)
@@ -179,10 +176,37 @@ def make_app(
     async def metrics() -> Response:
         return Response(service.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    return app
+
+async def _respond(
+    service: Service, request: Request, make: Callable[..., Coroutine[Any, Any, Answer]], body: Any
+) -> Response:
+    """Decode the answer that `make` makes of a body, and send it, whole or as a stream."""
+    answer = await _unless_gone(request, make(body, _prepare_for(service, request)))
+    if answer is None:
+        return Response(status_code=GONE)  # nobody reads it
+    key = request.scope.get(KEY_IN_SCOPE, "")
+    answer.group = key
+    answer.client = key or (request.client.host if request.client else "")
+    if service.memories is not None:
+        answer.draft_from(service.memories.of(key))
+    answer.submit()
+    request.scope[BODY_IN_SCOPE].release()
+    return await _send(request, answer)
 
 
-async def _respond(request: Request, answer: Answer) -> Response:
+async def _respond_at_once(
+    service: Service, request: Request, make: Callable[[Any], dict[str, Any]], body: Any
+) -> Response:
+    """Send what `make` makes of a body without decoding."""
+    made = _prepare_for(service, request)(lambda: JSONResponse(make(body)))
+    return await _unless_gone(request, made) or Response(status_code=GONE)
+
+
+def _prepare_for(service: Service, request: Request) -> Prepare:
+    return service.workers.of_body(request.scope[BODY_IN_SCOPE].num_bytes)
+
+
+async def _send(request: Request, answer: Answer) -> Response:
     """The answer as JSON or as a stream; a client that vanishes ends the decoding."""
     if answer.body.stream:
         return StreamingResponse(

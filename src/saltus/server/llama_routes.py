@@ -30,8 +30,8 @@ Respond = Callable[[Request, Callable[..., Any], Any], Awaitable[Response]]
 """Answers a request by what makes the answer to its body."""
 
 
-def add_llama_routes(app: FastAPI, service: Service, respond: Respond, translate: Respond) -> None:
-    """Add the routes; `respond` answers with texts, `translate` with what needs no decoding."""
+def add_llama_routes(app: FastAPI, service: Service, respond: Respond, respond_at_once: Respond) -> None:
+    """Add the routes; `respond` answers with texts, `respond_at_once` with what needs no decoding."""
 
     async def complete(body: LlamaCompletionRequest, prepare: Prepare) -> Answer:
         return await _answer(service, body, prepare, [partial(_completion_requests, each) for each in body.prompts])
@@ -49,7 +49,7 @@ def add_llama_routes(app: FastAPI, service: Service, respond: Respond, translate
 
     @app.post("/apply-template")
     async def apply_template(request: Request, body: ChatCompletionRequest) -> Response:
-        return await translate(request, lambda given: _prompt_of_conversation(service, given), body)
+        return await respond_at_once(request, lambda given: _prompt_of_conversation(service, given), body)
 
     @app.get("/props")
     async def props() -> dict[str, Any]:
