@@ -81,7 +81,7 @@ def test_a_client_that_cannot_be_answered_ends_its_own_text_only(engine):
 def test_a_text_that_cannot_be_written_down_ends_alone(engine):
     engine_thread, ended = EngineThread(engine, Limits()), queue.Queue()
     bad, good = job_of(engine, deliver=ended.put), job_of(engine, deliver=ended.put)
-    bad.text.output.release = lambda final: 1 / 0
+    bad.asked.output.release = lambda final: 1 / 0
     engine_thread.submit(bad, good)
     engine_thread.start()
     try:

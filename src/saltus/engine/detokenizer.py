@@ -114,6 +114,13 @@ class TextOutput:
     num_released: int = field(default=0, init=False)  # characters given out by `release`
     num_tokens: int = field(default=0, init=False)
     num_free: int = field(default=0, init=False)  # characters in which no stop string is looked for
+    reasoning: SeparatesReasoning | None = field(init=False)  # None where the answer has begun
+    has_reasoning: bool = field(default=False, init=False)  # of which a part is certain
+
+    def __post_init__(self) -> None:
+        self.reasoning = self.reasoning_reader() if self.stop_strings else None
+        self.sorted_stops = sorted(self.stop_strings)
+        self.longest_stop = max(map(len, self.stop_strings), default=1)
 
     def unread(self) -> TextOutput:
         """The same for another text. Before the first token."""
@@ -122,12 +129,6 @@ class TextOutput:
             self.detokenizer.unread(), self.end_tokens, self.stop_strings, self.min_tokens, token_texts,
             self.unshown_ends, self.reasoning_reader,
         )  # fmt: skip
-
-    def __post_init__(self) -> None:
-        self.reasoning = self.reasoning_reader() if self.stop_strings else None  # None where the answer has begun
-        self.has_reasoning = False  # of which a part is certain
-        self.sorted_stops = sorted(self.stop_strings)
-        self.longest_stop = max(map(len, self.stop_strings), default=1)
 
     def add(self, token: int) -> bool:
         """Take the next token; True if the text ends with it."""
@@ -142,7 +143,8 @@ class TextOutput:
         self.ended = token in self.end_tokens
         begin = len(self.text) - len(new) - self.longest_stop + 1
         if self.reasoning is not None:
-            begin = self._read_reasoning(self.reasoning, new)
+            self._read_reasoning(self.reasoning, new)
+            begin = 0  # of the answer, if it has begun
         if new and self.stop_strings and self.reasoning is None:
             begin = max(begin, self.num_free)
             places = [(at, len(stop), stop) for stop in self.stop_strings if (at := self.text.find(stop, begin)) >= 0]
@@ -154,14 +156,12 @@ class TextOutput:
             self.text = self.text.removesuffix(self.unshown_ends[token])
         return self.ended
 
-    def _read_reasoning(self, reader: SeparatesReasoning, new: str) -> int:
-        """Where the answer begins, if it does by now."""
+    def _read_reasoning(self, reader: SeparatesReasoning, new: str) -> None:
         reasoning, answer = reader.read(new)
         self.has_reasoning |= bool(reasoning)
         if answer:
             self.reasoning = None
             self.num_free = max(self.num_free, len(self.text) - len(answer))
-        return self.num_free
 
     def release(self, final: bool = False) -> str:
         """The text not yet released, except a tail that may begin a stop string (unless `final`)."""

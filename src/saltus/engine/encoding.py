@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -77,13 +77,17 @@ def encode_prompt(
         raise ValueError("the prompt is empty; write at least a word")
     if isinstance(prompt, str):
         require_unicode(prompt, "the prompt")
+
+    def require_room(text: str) -> None:
+        if len(text) > unchecked_length:
+            require_fits([text], tokenizer, context, model_name, "the prompt")
+
     if uses_chat_template(tokenizer, prompt, settings.raw):
-        tokens = _encode_chat(tokenizer, prompt, settings, model_name, context, end_tokens, unchecked_length)
+        tokens = _encode_chat(tokenizer, prompt, settings, model_name, end_tokens, require_room)
     else:
         if settings.tools or settings.chat_template_kwargs:
             raise ValueError("tools and chat_template_kwargs are for conversations; give messages")
-        if len(prompt) > unchecked_length:
-            require_fits([str(prompt)], tokenizer, context, model_name, "the prompt")
+        require_room(str(prompt))
         tokens = tokens_of_text(tokenizer, str(prompt), settings.add_special_tokens is not False)
     if not tokens:
         raise ValueError("the prompt has no tokens; write at least a word")
@@ -137,7 +141,7 @@ def uses_chat_template(tokenizer: Any, prompt: PromptLike, raw: bool) -> bool:
     return not isinstance(prompt, str) or (not raw and bool(tokenizer.chat_template))
 
 
-class _Rendered(NamedTuple):
+class _TemplateInputs(NamedTuple):
     """What the chat template is given."""
 
     messages: list[Any]
@@ -150,9 +154,8 @@ def _encode_chat(
     prompt: PromptLike | Any,
     settings: PromptSettings,
     model_name: str,
-    context: int | None,
     end_tokens: frozenset[int],
-    unchecked_length: int,
+    require_room: Callable[[str], None],
 ) -> list[int]:
     """The tokens of a conversation in the chat template; words of messages that read like control tokens stay words."""
     messages: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -160,12 +163,11 @@ def _encode_chat(
     _report_lost_messages(tokenizer, str(tokenizer.chat_template), model_name)
     for number, message in enumerate(messages, start=1):
         require_unicode(str(message.get("content") or ""), f"message {number}")
-    given = _Rendered(messages, list(settings.tools), dict(settings.chat_template_kwargs or {}))
+    given = _TemplateInputs(messages, list(settings.tools), dict(settings.chat_template_kwargs or {}))
     control = None if settings.parse_special else control_tokens(tokenizer, str(tokenizer.chat_template), end_tokens)
-    shown = given if control is None else _Rendered(*(control.marked(value) for value in given))
+    shown = given if control is None else _TemplateInputs(*(control.marked(value) for value in given))
     text = require_unicode(_render(tokenizer, shown, settings, settings.continues(prompt), model_name), "the prompt")
-    if len(text) > unchecked_length:
-        require_fits([text], tokenizer, context, model_name, "the prompt")
+    require_room(text)
     if control is None or shown == given:
         tokens = list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
     else:
@@ -178,7 +180,7 @@ def conversation_text(
 ) -> str:
     """A conversation as the chat template writes it. Errors: ValueError of one line."""
     _require_chat_template(tokenizer, model_name)
-    given = _Rendered(list(messages), list(settings.tools), dict(settings.chat_template_kwargs or {}))
+    given = _TemplateInputs(list(messages), list(settings.tools), dict(settings.chat_template_kwargs or {}))
     return require_unicode(_render(tokenizer, given, settings, settings.continues(messages), model_name), "the prompt")
 
 
@@ -205,7 +207,7 @@ def answer_end_token(tokenizer: Any) -> int | None:
     """The token that ends an assistant's message in the chat template; without one the tokenizer's end token."""
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
-        given, settings = _Rendered(messages, [], {}), PromptSettings(add_generation_prompt=False)
+        given, settings = _TemplateInputs(messages, [], {}), PromptSettings(add_generation_prompt=False)
         tail = _render(tokenizer, given, settings, False, "the tokenizer").rpartition(ANSWER)[2]
         special = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
         for token in tokenizer(tail, add_special_tokens=False).input_ids:
@@ -220,7 +222,7 @@ def begin_tokens(tokenizer: Any) -> list[int]:
     return first if first == [tokenizer.bos_token_id] else []
 
 
-def _render(tokenizer: Any, given: _Rendered, settings: PromptSettings, continues: bool, model_name: str) -> str:
+def _render(tokenizer: Any, given: _TemplateInputs, settings: PromptSettings, continues: bool, model_name: str) -> str:
     """A conversation as the chat template writes it."""
     messages, tools, variables = given
     if reserved := sorted(RESERVED & variables.keys()):

@@ -27,7 +27,7 @@ class Choice:
     """One text of an answer, as far as it has arrived."""
 
     index: int
-    request: AnyRequest
+    asked: AnyRequest  # its prompt and settings
     served: ServedRequest | None = None
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -37,6 +37,10 @@ class Choice:
     calls: list[CallRecord] = field(default_factory=list)
     finish_reason: str | None = None
     prompt_scores: PromptScores | None = None
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        return self.asked.request.prompt
 
     def add(self, delta: Delta) -> None:
         self.text += delta.text
@@ -76,7 +80,7 @@ class Answer:
     def draft_from(self, memory: AnswerMemory) -> None:
         """Draft the texts from earlier answers, too, and remember them. Before `submit`."""
         for choice in self.choices:
-            choice.request.request.memory = memory
+            choice.asked.request.memory = memory
 
     def submit(self) -> None:
         """Queue the texts. Errors: ApiError 429 or 503, before anything of the answer is sent."""
@@ -86,11 +90,11 @@ class Answer:
             return lambda delta: loop.call_soon_threadsafe(self.deltas.put_nowait, (index, delta))
 
         for choice in self.choices:
-            choice.request.request.group = self.group
-            prompt, top = choice.request.request.prompt, choice.request.request.top_logprobs
-            scores = PromptScores(prompt, top) if self.score_prompts else None
+            request = choice.asked.request
+            request.group = self.group
+            scores = PromptScores(request.prompt, request.top_logprobs) if self.score_prompts else None
             choice.served = serve_text(
-                choice.request, self.method, deliver_to(choice.index), max_draft_tokens=self.body.max_draft_tokens,
+                choice.asked, self.method, deliver_to(choice.index), max_draft_tokens=self.body.max_draft_tokens,
                 prompt_scores=scores, client=self.client, reuses_prefix=self.body.cache_prompt,
             )  # fmt: skip
         self.backend.engine_thread.submit(*(choice.served for choice in self.choices if choice.served is not None))
@@ -121,7 +125,7 @@ class Answer:
                     raise delta
                 choice = self.choices[index]
                 if not choice.calls and choice.served is not None:
-                    metrics.count_prompt(len(choice.request.request.prompt), choice.served.cached_tokens)
+                    metrics.count_prompt(len(choice.prompt), choice.served.cached_tokens)
                 choice.add(delta)
                 timers[index].record(delta.calls, delta.finish_reason)
                 left -= delta.finish_reason is not None

@@ -108,7 +108,7 @@ class ChatForm(_Form):
     def _num_reasoning_tokens(self, choice: Choice) -> int:
         """How many tokens of a choice are reasoning by now."""
         if choice.index not in self.counters:
-            self.counters[choice.index] = ReasoningCounter(self.reasoning, choice.request.request.prompt)
+            self.counters[choice.index] = ReasoningCounter(self.reasoning, choice.prompt)
         return self.counters[choice.index].count(choice.tokens)
 
     def _num_hidden_tokens(self, choice: Choice) -> int:
@@ -119,7 +119,7 @@ class ChatForm(_Form):
     def _read(self, choice: Choice, text: str, last: bool) -> tuple[str | None, str, list[dict[str, Any]]]:
         """The reasoning of a choice (None if it is not shown), its text without its calls, and these."""
         if choice.index not in self.readers:
-            prompt, reasoning = choice.request.request.prompt, self.reasoning
+            prompt, reasoning = choice.prompt, self.reasoning
             self.readers[choice.index] = reasoning and reasoning.reader(prompt), self.tools.reader()
         of_reasoning, of_calls = self.readers[choice.index]
         thought = None
@@ -256,7 +256,7 @@ class ChoicesAnswer(Answer):
         """At the end of a text also vLLM's field: the stop string or the token of `stop_token_ids` that ended it."""
         if choice.finish_reason is None:
             return entry
-        reason = getattr(choice.request.output, "stop_string", None)
+        reason = getattr(choice.asked.output, "stop_string", None)
         if reason is None and choice.finish_reason == "stop":
             reason = next((token for token in choice.tokens[-1:] if token in (self.body.stop_token_ids or ())), None)
         return {**entry, "stop_reason": reason}
@@ -271,7 +271,7 @@ class ChoicesAnswer(Answer):
         each_prompt = self.choices[:: self.body.n]
         complete = all(choice.finish_reason is not None for choice in self.choices)
         return usage(
-            sum(len(choice.request.request.prompt) for choice in each_prompt),
+            sum(len(choice.prompt) for choice in each_prompt),
             sum(len(choice.tokens) for choice in self.choices) - num_unsent,
             sum(choice.served.cached_tokens for choice in each_prompt if choice.served is not None),
             self.calls if complete and getattr(self.body, "prediction", None) is not None else None,

@@ -38,11 +38,11 @@ class LlamaAnswer(Answer):
     ) -> None:
         super().__init__(backend, requests, method, body)
         self.context, self.copies = context, body.n_cmpl // body.num_distinct
-        self.limits = {choice.index: _limited(choice.request, body) for choice in self.choices}
+        self.limits = {choice.index: _limited(choice.asked, body) for choice in self.choices}
         self.submitted, self.times = 0.0, {}
 
     def draft_from(self, memory: AnswerMemory) -> None:
-        if isinstance(self.choices[0].request, TextRequest):  # tokens of holes do not follow on those given
+        if isinstance(self.choices[0].asked, TextRequest):  # tokens of holes do not follow on those given
             super().draft_from(memory)
 
     def submit(self) -> None:
@@ -83,7 +83,7 @@ class LlamaAnswer(Answer):
 
     def _object(self, choice: Choice, new: Choice | Delta, stop: bool) -> dict[str, Any]:
         """llama.cpp's object, with what it says of a finished text at the end only."""
-        body, request = self.body, choice.request.request
+        body, request = self.body, choice.asked.request
         fields: dict[str, Any] = {
             "index": 0, "content": new.text, "tokens": [*new.tokens] if body.return_tokens or body.stream else [],
             "id_slot": -1, "stop": stop, "model": self.backend.name,
@@ -97,13 +97,13 @@ class LlamaAnswer(Answer):
             fields |= self.metrics(new.calls)
         if not stop:
             return fields
-        if isinstance(choice.request, HolesRequest):
-            fields["fillings"] = choice.request.infilling().fillings
+        if isinstance(choice.asked, HolesRequest):
+            fields["fillings"] = choice.asked.infilling().fillings
         kind, word = self._stop(choice)
         if isinstance(body, LlamaCompletionRequest):
-            fields["prompt"] = str(getattr(choice.request, "prompt", ""))
+            fields["prompt"] = str(getattr(choice.asked, "prompt", ""))
         return fields | {
-            "generation_settings": generation_settings(body, choice.request, self.context),
+            "generation_settings": generation_settings(body, choice.asked, self.context),
             "stop_type": kind, "stopping_word": word, "truncated": self._fills_context(choice),
             "has_new_line": "\n" in choice.text, "tokens_cached": _num_cached(choice),
         }  # fmt: skip
@@ -118,7 +118,7 @@ class LlamaAnswer(Answer):
 
     def _fills_context(self, choice: Choice) -> bool:
         """Whether the context ended the text, before `n_predict` tokens."""
-        read, written = len(choice.request.request.prompt), len(choice.tokens)
+        read, written = len(choice.prompt), len(choice.tokens)
         most = self.body.most_new_tokens
         return self.context is not None and read + written >= self.context and (most is None or written < most)
 
@@ -142,7 +142,7 @@ class LlamaAnswer(Answer):
         drafted = speculation_metrics(choice.calls)
         timings = {
             "cache_n": cached,
-            **_timing("prompt", len(choice.request.request.prompt) - cached, times.first - self.submitted),
+            **_timing("prompt", len(choice.prompt) - cached, times.first - self.submitted),
             **_timing("predicted", len(choice.tokens), times.last - times.first),
         }
         if drafted["num_draft_tokens"]:

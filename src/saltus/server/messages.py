@@ -159,7 +159,7 @@ class MessageAnswer(Answer):
         choice = self.choices[0]
         cached = choice.served.cached_tokens if choice.served is not None else 0
         usage: dict[str, Any] = {
-            "input_tokens": len(choice.request.request.prompt) - cached, "cache_creation_input_tokens": 0,
+            "input_tokens": len(choice.prompt) - cached, "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached, "output_tokens": len(choice.tokens),
         }  # fmt: skip
         if self.counter is not None:

@@ -266,7 +266,7 @@ class ResponseAnswer(Answer):
 
     def _usage(self) -> dict[str, Any]:
         choice = self.choices[0]
-        read, written = len(choice.request.request.prompt), len(choice.tokens)
+        read, written = len(choice.prompt), len(choice.tokens)
         return {
             "input_tokens": read,
             "input_tokens_details": {

@@ -51,7 +51,7 @@ class Delta:
 class ServedRequest(ScheduledRequest):
     """One text for the engine's thread. `deliver` gets Deltas, and at last one with a finish reason, or an error."""
 
-    text: AnyRequest = field(kw_only=True)  # whose `request` is decoded
+    asked: AnyRequest = field(kw_only=True)  # whose `request` is decoded
     deliver: Callable[[Delta | ApiError], None] = field(kw_only=True)
     cancelled: bool = field(default=False, init=False)  # set by any thread: the text is dropped between two calls
     num_delivered: int = field(default=0, init=False)  # of the request's calls
@@ -59,15 +59,15 @@ class ServedRequest(ScheduledRequest):
 
 
 def serve_text(
-    text: AnyRequest, method: str, deliver: Callable[[Delta | ApiError], None], **settings: Any
+    asked: AnyRequest, method: str, deliver: Callable[[Delta | ApiError], None], **settings: Any
 ) -> ServedRequest:
     """A text for the engine's thread; `settings` are fields of `ScheduledRequest`."""
-    return ServedRequest(text.request, method, text=text, deliver=deliver, **settings)
+    return ServedRequest(asked.request, method, asked=asked, deliver=deliver, **settings)
 
 
 def next_delta(served: ServedRequest) -> Delta:
     """What the calls since the last delta have added."""
-    request, output, first = served.request, served.text.output, not served.num_delivered
+    request, output, first = served.request, served.asked.output, not served.num_delivered
     calls = tuple(request.calls[served.num_delivered :])
     served.num_delivered += len(calls)
     text = output.release(request.finished)
