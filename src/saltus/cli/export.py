@@ -45,7 +45,8 @@ def export(
     from saltus.cli.answers import print_note
     from saltus.cli.open_engine import open_engine
     from saltus.loading.metadata import find_metadata, read_metadata
-    from saltus.methods.published.dflash_files import FORMATS, check_free, load_dflash, save_dflash
+    from saltus.methods.published.dflash_export import FORMATS, check_free, save_dflash
+    from saltus.methods.published.dflash_files import load_dflash
     from saltus.methods.published.dflash_model import DFLASH
     from saltus.storage.cache_files import full_disk_errors
     from saltus.storage.permissions import reset_permissions

@@ -29,7 +29,7 @@ from saltus.methods.shared.decoder_rows import attend_rows, gated_mlp
 from saltus.methods.shared.draft_tree import LikelyTokens, PositionPredictions
 from saltus.methods.shared.drafter_files import embeddings_of
 from saltus.methods.shared.logit_correction import TableRows
-from saltus.methods.shared.published_files import CONFIG_FILE, read_config
+from saltus.methods.shared.published_files import CONFIG_FILE, is_named, read_config
 from saltus.methods.shared.query_predictions import rows_linear
 from saltus.models.cpu.torch_decoder import normed
 from saltus.models.packed_decoder import UninitializedLinear, check_sizes
@@ -42,9 +42,7 @@ SELECTOR = "candidate_selector."
 
 def recognises(config: Mapping[str, Any]) -> bool:
     """True for the config.json of a published DFlash 2 drafter."""
-    if kind := config.get("speculators_model_type"):
-        return kind == "dflash2"
-    return "DFlash2DraftModel" in (config.get("architectures") or ())
+    return is_named(config, "dflash2", ["DFlash2DraftModel"])
 
 
 def load_network(folder: Path, target: TargetNetwork, target_name: str) -> DFlashNetwork:

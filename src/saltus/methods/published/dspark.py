@@ -23,7 +23,7 @@ from saltus.methods.published.dflash_network import DFlashNetwork
 from saltus.methods.shared.draft_tree import PositionPredictions
 from saltus.methods.shared.drafter_files import embeddings_of
 from saltus.methods.shared.logit_correction import TableRows
-from saltus.methods.shared.published_files import read_config, refuse
+from saltus.methods.shared.published_files import is_named, read_config, refuse
 from saltus.methods.shared.row_candidates import rows_likely_tokens
 from saltus.models.protocols import TargetNetwork
 
@@ -34,9 +34,7 @@ KIND = "a DSpark drafter"
 
 def recognises(config: Mapping[str, Any]) -> bool:
     """True for the config.json of a published DSpark drafter with layers of Qwen3."""
-    if kind := config.get("speculators_model_type"):
-        return kind == "dspark"
-    return bool(ARCHITECTURES & set(config.get("architectures") or ()))
+    return is_named(config, "dspark", ARCHITECTURES)
 
 
 def load_network(folder: Path, target: TargetNetwork, target_name: str) -> DFlashNetwork:

@@ -20,7 +20,7 @@ from torch import Tensor
 from saltus.methods.published.eagle_model import load_eagle
 from saltus.methods.published.eagle_network import EagleNetwork
 from saltus.methods.shared.context_rows import ContextKVCache
-from saltus.methods.shared.published_files import CONFIG_FILE, read_config
+from saltus.methods.shared.published_files import CONFIG_FILE, is_named, read_config
 from saltus.methods.shared.query_predictions import rows_linear
 from saltus.models.cpu.torch_decoder import normed
 from saltus.models.protocols import TargetNetwork
@@ -32,9 +32,7 @@ MASK_STATE = "mask_hidden"
 
 def recognises(config: Mapping[str, Any]) -> bool:
     """True for the config.json of a published P-EAGLE head."""
-    if kind := config.get("speculators_model_type"):
-        return kind == "peagle"
-    return bool(ARCHITECTURES & set(config.get("architectures") or ()))
+    return is_named(config, "peagle", ARCHITECTURES)
 
 
 def load_network(folder: Path, target: TargetNetwork, target_name: str) -> PEagleNetwork:

@@ -23,7 +23,7 @@ from saltus.methods.published.dflash_network import DFlashNetwork
 from saltus.methods.shared.draft_tree import LikelyTokens, PathLogits
 from saltus.methods.shared.drafter_files import embeddings_of
 from saltus.methods.shared.logit_correction import TableRows
-from saltus.methods.shared.published_files import read_config
+from saltus.methods.shared.published_files import is_named, read_config
 from saltus.models.packed_decoder import check_sizes
 from saltus.models.protocols import TargetNetwork
 
@@ -37,9 +37,7 @@ OWN_NAMES = {  # by those of speculators
 
 def recognises(config: Mapping[str, Any]) -> bool:
     """True for the config.json of a published XPress drafter."""
-    if kind := config.get("speculators_model_type"):
-        return kind == "xpress"
-    return "Qwen3XPressModel" in (config.get("architectures") or ())
+    return is_named(config, "xpress", ["Qwen3XPressModel"])
 
 
 def load_network(folder: Path, target: TargetNetwork, target_name: str) -> DFlashNetwork:

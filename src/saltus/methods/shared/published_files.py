@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}
+
+
+def is_named(config: Mapping[str, Any], kind: str, architectures: Collection[str]) -> bool:
+    """True for a config.json of this kind in the format of speculators, or else of one of these architectures."""
+    if given := config.get("speculators_model_type"):
+        return given == kind
+    return not set(architectures).isdisjoint(config.get("architectures") or ())
 
 
 def warn_of_another_target(folder: Path, target_name: str) -> None:
