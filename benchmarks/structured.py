@@ -20,8 +20,8 @@ from pathlib import Path
 import saltus
 from saltus.core import speculate
 from saltus.core.constraint import constrained_branches
+from saltus.engine.chat.tool_calls import tool_grammar
 from saltus.engine.grammar import Grammar
-from saltus.engine.tool_calls import tool_grammar
 from saltus.evaluation.reports.environment import git_commit, machine_info
 
 TEXT = {"type": "string", "maxLength": 80}

@@ -7,12 +7,12 @@ from random import Random
 import pytest
 from tokenizers import AddedToken
 
-from saltus.engine.channel_reader import ChannelReader
-from saltus.engine.reasoning import TAGS, Reasoning
-from saltus.engine.tool_calls import ToolCallReader, call_markers, has_other_format, tool_format, tool_grammar
-from saltus.engine.tool_formats.gpt_oss import GPT_OSS
-from saltus.engine.tool_formats.tool_format import ToolCall
-from saltus.engine.tool_messages import readable_messages
+from saltus.engine.chat.channel_reader import ChannelReader
+from saltus.engine.chat.reasoning import TAGS, Reasoning
+from saltus.engine.chat.tool_calls import ToolCallReader, call_markers, has_other_format, tool_format, tool_grammar
+from saltus.engine.chat.tool_formats.gpt_oss import GPT_OSS
+from saltus.engine.chat.tool_formats.tool_format import ToolCall
+from saltus.engine.chat.tool_messages import readable_messages
 from tiny_models import byte_tokenizer
 
 SCHEMA = {"type": "object", "properties": {"animal": {"type": "string"}}, "required": ["animal"]}

@@ -7,7 +7,7 @@ import pytest
 from test_cli import complaint, lines, saltus_
 
 import saltus
-from saltus.engine.chat_template import built_in_chat_templates, read_chat_template
+from saltus.engine.chat.chat_template import built_in_chat_templates, read_chat_template
 from saltus.engine.encoding import answer_end_token
 from tiny_models import END, byte_tokenizer, space_tokenizer
 

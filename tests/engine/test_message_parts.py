@@ -2,8 +2,8 @@
 
 import pytest
 
+from saltus.engine.chat.message_parts import template_reads_parts
 from saltus.engine.encoding import PromptSettings, encode_prompt
-from saltus.engine.message_parts import template_reads_parts
 from tiny_models import byte_tokenizer
 
 PARTS = (

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
+from saltus.engine.chat.reasoning import TAGS, Reasoning, ReasoningReader, ReasoningTags, reasoning_tags
 from saltus.engine.grammar import Grammar
-from saltus.engine.reasoning import TAGS, Reasoning, ReasoningReader, ReasoningTags, reasoning_tags
 from tiny_models import byte_tokenizer
 
 THINK = ReasoningTags("<think>", "</think>")

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from saltus.engine import template_limits
+from saltus.engine.chat import template_limits
+from saltus.engine.chat.template_limits import render_chat
 from saltus.engine.encoding import PromptSettings, encode_prompt
-from saltus.engine.template_limits import render_chat
 from tiny_models import byte_tokenizer
 
 TALK = [

@@ -6,7 +6,7 @@ import pytest
 from test_grammar import TOOLS
 
 import saltus
-from saltus.engine.tool_calls import (
+from saltus.engine.chat.tool_calls import (
     HERMES,
     LLAMA,
     MISTRAL,
@@ -52,7 +52,7 @@ def test_only_known_forms_are_told_by_templates():
 
 
 def test_a_call_of_llama_s_form_after_white_space_follows_its_schema(engine, monkeypatch):
-    monkeypatch.setattr("saltus.engine.tool_calls.tool_format", lambda tokenizer: LLAMA)
+    monkeypatch.setattr("saltus.engine.chat.tool_calls.tool_format", lambda tokenizer: LLAMA)
     limits = tool_grammar(TOOLS[:1], "auto", True, engine.tokenizer).constraint(engine.tokenizer, frozenset([0]))
     for text in (" a {", "\n\n"):
         tokens = engine.tokenizer(text, add_special_tokens=False).input_ids

@@ -7,22 +7,29 @@ from itertools import pairwise
 import pytest
 from tokenizers import AddedToken
 
-from saltus.engine import tool_calls
-from saltus.engine.tool_calls import FORMATS, ToolCallReader, call_markers, has_other_format, tool_format, tool_grammar
-from saltus.engine.tool_formats import argument_schemas
-from saltus.engine.tool_formats.call_lists import GRANITE_3, MISTRAL_LISTS, PHI_4_MINI
-from saltus.engine.tool_formats.call_sections import DEEPSEEK_V3, DEEPSEEK_V3_1, KIMI_K2
-from saltus.engine.tool_formats.command import COMMAND
-from saltus.engine.tool_formats.gemma import GEMMA_4
-from saltus.engine.tool_formats.glm import GLM
-from saltus.engine.tool_formats.gpt_oss import GPT_OSS
-from saltus.engine.tool_formats.hermes import HERMES, PHI_4_TAGS
-from saltus.engine.tool_formats.invoke_tags import DEEPSEEK_V3_2, MINIMAX_M2
-from saltus.engine.tool_formats.llama import LLAMA
-from saltus.engine.tool_formats.olmo import OLMO
-from saltus.engine.tool_formats.qwen3_coder import QWEN3_CODER
-from saltus.engine.tool_formats.tool_format import ToolCall
-from saltus.engine.tool_messages import readable_messages
+from saltus.engine.chat import tool_calls
+from saltus.engine.chat.tool_calls import (
+    FORMATS,
+    ToolCallReader,
+    call_markers,
+    has_other_format,
+    tool_format,
+    tool_grammar,
+)
+from saltus.engine.chat.tool_formats import argument_schemas
+from saltus.engine.chat.tool_formats.call_lists import GRANITE_3, MISTRAL_LISTS, PHI_4_MINI
+from saltus.engine.chat.tool_formats.call_sections import DEEPSEEK_V3, DEEPSEEK_V3_1, KIMI_K2
+from saltus.engine.chat.tool_formats.command import COMMAND
+from saltus.engine.chat.tool_formats.gemma import GEMMA_4
+from saltus.engine.chat.tool_formats.glm import GLM
+from saltus.engine.chat.tool_formats.gpt_oss import GPT_OSS
+from saltus.engine.chat.tool_formats.hermes import HERMES, PHI_4_TAGS
+from saltus.engine.chat.tool_formats.invoke_tags import DEEPSEEK_V3_2, MINIMAX_M2
+from saltus.engine.chat.tool_formats.llama import LLAMA
+from saltus.engine.chat.tool_formats.olmo import OLMO
+from saltus.engine.chat.tool_formats.qwen3_coder import QWEN3_CODER
+from saltus.engine.chat.tool_formats.tool_format import ToolCall
+from saltus.engine.chat.tool_messages import readable_messages
 from tiny_models import byte_tokenizer
 
 SCHEMA = {

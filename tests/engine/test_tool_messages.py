@@ -5,8 +5,8 @@ import json
 import pytest
 from test_grammar import TOOLS
 
+from saltus.engine.chat.tool_messages import readable_messages
 from saltus.engine.encoding import PromptSettings, encode_prompt
-from saltus.engine.tool_messages import readable_messages
 from tiny_models import TEMPLATE, byte_tokenizer
 
 ALTERNATING = (  # as Gemma's

@@ -4,8 +4,15 @@ import json
 
 import pytest
 
-from saltus.engine import tool_calls
-from saltus.engine.tool_calls import HERMES, QWEN3_CODER, ToolCallReader, has_other_format, tool_format, tool_grammar
+from saltus.engine.chat import tool_calls
+from saltus.engine.chat.tool_calls import (
+    HERMES,
+    QWEN3_CODER,
+    ToolCallReader,
+    has_other_format,
+    tool_format,
+    tool_grammar,
+)
 from tiny_models import byte_tokenizer
 
 SCHEMA = {

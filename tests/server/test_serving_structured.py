@@ -9,8 +9,8 @@ import pytest
 from test_grammar import SCHEMA, TOOLS
 
 import saltus
+from saltus.engine.chat.tool_calls import HERMES, ToolCallReader, tool_grammar
 from saltus.engine.grammar import CANNOT_FOLLOW, Grammar, GrammarConstraint
-from saltus.engine.tool_calls import HERMES, ToolCallReader, tool_grammar
 from tiny_models import TEMPLATE
 from tiny_server import JSON, MESSAGES, PROMPT, alone, client, server  # noqa: F401
 

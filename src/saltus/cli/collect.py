@@ -206,7 +206,7 @@ def _collect_texts(
         "model": given.model, "dtype": given.dtype, "device": given.device, "exact": given.batch_invariant, **method,
     }  # fmt: skip
     settings = _plan_settings(given) | plan_settings
-    from saltus.engine.chat_template import read_chat_template
+    from saltus.engine.chat.chat_template import read_chat_template
     from saltus.training.data.teacher_texts import CollectionPlan
 
     CollectionPlan((), **settings)  # it raises errors for its settings before a model is loaded

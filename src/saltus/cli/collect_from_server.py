@@ -51,7 +51,7 @@ def collect_from_server(
     concurrency: int,
 ) -> None:
     """Let a server answer prompts, as texts of a model whose weights need not be here. Errors: ValueError."""
-    from saltus.engine.chat_template import read_chat_template
+    from saltus.engine.chat.chat_template import read_chat_template
     from saltus.integrations.openai_endpoint import connect_endpoint
     from saltus.loading.load_model import load_tokenizer
     from saltus.loading.sources import resolve_tokenizer

@@ -79,7 +79,7 @@ def complete_arguments(arguments: Sequence[str]) -> list[str]:
 
 def _without_chat_template(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     """The arguments without --chat-template, and its value. Errors: ValueError for one without or with a wrong one."""
-    from saltus.engine.chat_template import read_chat_template
+    from saltus.engine.chat.chat_template import read_chat_template
 
     rest: list[str] = []
     template, left = None, iter(arguments)

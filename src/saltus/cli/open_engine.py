@@ -109,7 +109,7 @@ def validate_settings(
     """Raise ValueError for wrong settings, before a model is downloaded or loaded."""
     from saltus.core.noise import Noise
     from saltus.core.sampling import Sampling
-    from saltus.engine.chat_template import read_chat_template
+    from saltus.engine.chat.chat_template import read_chat_template
     from saltus.engine.decoder import check_rule
     from saltus.methods import make_methods, require_draft_models
 

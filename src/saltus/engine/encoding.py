@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from jinja2 import TemplateSyntaxError
 
-from saltus.engine.control_tokens import control_tokens
-from saltus.engine.message_parts import template_loses_messages, template_reads_parts, with_parts
+from saltus.engine.chat.control_tokens import control_tokens
+from saltus.engine.chat.message_parts import template_loses_messages, template_reads_parts, with_parts
+from saltus.engine.chat.template_limits import render_chat
+from saltus.engine.chat.tool_messages import has_tools, readable_messages, template_knows_tools
 from saltus.engine.settings import PromptLike
-from saltus.engine.template_limits import render_chat
 from saltus.engine.text_bounds import require_fits
-from saltus.engine.tool_messages import has_tools, readable_messages, template_knows_tools
 
 ANSWER = "An answer."  # that stands in the chat template where its end is looked for
 # What `chat_template_kwargs` may not set: arguments of the tokenizer's `apply_chat_template`.

@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from saltus.core.constraint import Constraint
-from saltus.engine.control_tokens import with_renamed_tokens
+from saltus.engine.chat.control_tokens import with_renamed_tokens
 from saltus.engine.gbnf import gbnf_to_lark
 from saltus.engine.json_schemas import MAX_LENGTH, followed_schema, grammar_limits, matcher_class
 from saltus.loading.fetching import first_line

@@ -11,7 +11,7 @@ from typing import Any
 
 from saltus import methods
 from saltus.core.value_types import typed_value, with_checked_types
-from saltus.engine.chat_template import read_chat_template
+from saltus.engine.chat.chat_template import read_chat_template
 from saltus.engine.checkpoints import Checkpoint, has_same_vocabulary, load_checkpoint, require_same_vocabulary
 from saltus.engine.corpus_files import load_corpus
 from saltus.engine.decoder import (

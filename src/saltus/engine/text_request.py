@@ -10,6 +10,7 @@ from typing import Any
 from saltus.core.constraint import Constraint
 from saltus.core.noise import Noise
 from saltus.core.value_types import hints_of, short_repr, typed_values
+from saltus.engine.chat.tool_calls import call_markers
 from saltus.engine.checkpoints import Checkpoint
 from saltus.engine.detokenizer import (
     Detokenizer,
@@ -27,7 +28,6 @@ from saltus.engine.results import Generation, statistics_of
 from saltus.engine.settings import PromptLike, Settings, make_sampling
 from saltus.engine.text_bounds import PromptTooLongError, cut_to_context
 from saltus.engine.token_texts import TokenTexts
-from saltus.engine.tool_calls import call_markers
 
 SHARE_OF_NEW_TOKENS = 4  # other files leave a fourth of the context to the text in a hole, if it may become so long
 

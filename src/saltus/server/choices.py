@@ -9,12 +9,12 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any, TypeVar
 
-from saltus.engine.channel_reader import ChannelReader
-from saltus.engine.reasoning import Reasoning, ReasoningCounter, ReasoningReader
+from saltus.engine.chat.channel_reader import ChannelReader
+from saltus.engine.chat.reasoning import Reasoning, ReasoningCounter, ReasoningReader
+from saltus.engine.chat.tool_calls import ToolCallReader
 from saltus.engine.request import CallRecord
 from saltus.engine.text_request import TextRequest
 from saltus.engine.token_texts import token_name
-from saltus.engine.tool_calls import ToolCallReader
 from saltus.server.answers import Answer, Backend, Choice
 from saltus.server.errors import ApiError
 from saltus.server.events import event_text

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Any
 
-from saltus.engine.reasoning import ReasoningCounter
-from saltus.engine.tool_calls import ToolCall
-from saltus.engine.tool_formats.json_calls import refuse_constant
-from saltus.engine.tool_messages import finite
+from saltus.engine.chat.reasoning import ReasoningCounter
+from saltus.engine.chat.tool_calls import ToolCall
+from saltus.engine.chat.tool_formats.json_calls import refuse_constant
+from saltus.engine.chat.tool_messages import finite
 from saltus.server.answers import Answer, Backend, Choice
 from saltus.server.errors import ApiError
 from saltus.server.events import event_text, with_pauses

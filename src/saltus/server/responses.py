@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from saltus.engine.reasoning import ReasoningCounter
-from saltus.engine.tool_calls import ToolCall
+from saltus.engine.chat.reasoning import ReasoningCounter
+from saltus.engine.chat.tool_calls import ToolCall
 from saltus.server.answers import Answer, Backend, Choice
 from saltus.server.errors import ApiError
 from saltus.server.events import KEEP_ALIVE, event_text

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
+from saltus.engine.chat.tool_calls import ToolCall, ToolCallReader, tool_format, tool_grammar
 from saltus.engine.engine import Engine
 from saltus.engine.grammar import Grammar
-from saltus.engine.tool_calls import ToolCall, ToolCallReader, tool_format, tool_grammar
 from saltus.server.errors import ApiError
 from saltus.server.fields import Fields, Items, JsonObject
 

@@ -7,12 +7,12 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from saltus.engine.chat.reasoning import Reasoning, reasoning_tags
 from saltus.engine.encoding import PromptSettings
 from saltus.engine.engine import Engine
 from saltus.engine.grammar import MakesConstraint
 from saltus.engine.infill import AnyRequest
 from saltus.engine.infill_template import InfillTemplate
-from saltus.engine.reasoning import Reasoning, reasoning_tags
 from saltus.engine.text_bounds import PromptTooLongError
 from saltus.engine.text_request import TextRequest
 from saltus.methods import make_methods, require_draft_models

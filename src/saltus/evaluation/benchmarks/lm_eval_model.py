@@ -176,7 +176,7 @@ class SaltusLMBase:
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as one text; without a system message if the template has no system role."""
-        from saltus.engine.template_limits import render_chat
+        from saltus.engine.chat.template_limits import render_chat
 
         def rendered(messages: list[dict[str, str]]) -> str:
             return render_chat(

@@ -17,8 +17,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saltus.engine.tool_formats.tagged_arguments import ArgumentTags, Written, arguments_as_json
-from saltus.engine.tool_formats.tool_format import Function, Markers, Reading, ToolCall, ToolFormat, one_of, read_to_end
+from saltus.engine.chat.tool_formats.tagged_arguments import ArgumentTags, Written, arguments_as_json
+from saltus.engine.chat.tool_formats.tool_format import (
+    Function,
+    Markers,
+    Reading,
+    ToolCall,
+    ToolFormat,
+    one_of,
+    read_to_end,
+)
 
 BEGIN, END = "<function=", "</function>"
 ARGUMENTS = ArgumentTags("<parameter=", (">\n",), "\n</parameter>\n")

@@ -10,9 +10,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from saltus.engine.chat.tool_formats.argument_schemas import listed_here
+from saltus.engine.chat.tool_formats.tool_format import Markers, members_rules
 from saltus.engine.json_schemas import OPTIONS
-from saltus.engine.tool_formats.argument_schemas import listed_here
-from saltus.engine.tool_formats.tool_format import Markers, members_rules
 
 QUOTE = '<|"|>'
 SEPARATOR = ","

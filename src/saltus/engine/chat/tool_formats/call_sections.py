@@ -16,8 +16,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saltus.engine.tool_formats.json_calls import is_within_string, size_of_object
-from saltus.engine.tool_formats.tool_format import Function, Markers, Reading, ToolCall, ToolFormat, one_of, read_to_end
+from saltus.engine.chat.tool_formats.json_calls import is_within_string, size_of_object
+from saltus.engine.chat.tool_formats.tool_format import (
+    Function,
+    Markers,
+    Reading,
+    ToolCall,
+    ToolFormat,
+    one_of,
+    read_to_end,
+)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jinja2 import TemplateSyntaxError
 
-from saltus.engine.template_limits import check_chat_template
+from saltus.engine.chat.template_limits import check_chat_template
 
 TEMPLATES_FOLDER = Path(__file__).parent / "chat_templates"
 

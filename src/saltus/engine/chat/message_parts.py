@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from saltus.engine.template_limits import render_chat
+from saltus.engine.chat.template_limits import render_chat
 
 PROBE = "saltus_probe"  # a word that no template writes by itself
 

@@ -15,10 +15,10 @@ from functools import lru_cache
 from itertools import count, groupby
 from typing import Any
 
-from saltus.engine.message_parts import PROBE, writes_probe
-from saltus.engine.template_limits import render_chat
-from saltus.engine.tool_calls import HERMES, ToolCall, ToolFormat, has_other_format, tool_format
-from saltus.engine.tool_formats.json_calls import refuse_constant
+from saltus.engine.chat.message_parts import PROBE, writes_probe
+from saltus.engine.chat.template_limits import render_chat
+from saltus.engine.chat.tool_calls import HERMES, ToolCall, ToolFormat, has_other_format, tool_format
+from saltus.engine.chat.tool_formats.json_calls import refuse_constant
 
 Message = dict[str, Any]
 

@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from saltus.core.constraint import Constraint
-from saltus.engine.channel_reader import ChannelReader
+from saltus.engine.chat.channel_reader import ChannelReader
+from saltus.engine.chat.tool_formats.tool_format import overlap
 from saltus.engine.grammar import Grammar, MakesConstraint
-from saltus.engine.tool_formats.tool_format import overlap
 
 TAIL_TOKENS = 16  # of a prompt, in which a chat template may open or close the reasoning
 

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saltus.engine.tool_formats.argument_schemas import values_of, with_names
-from saltus.engine.tool_formats.json_calls import DECODER
-from saltus.engine.tool_formats.tool_format import (
+from saltus.engine.chat.tool_formats.argument_schemas import values_of, with_names
+from saltus.engine.chat.tool_formats.json_calls import DECODER
+from saltus.engine.chat.tool_formats.tool_format import (
     Function,
     Markers,
     Reading,

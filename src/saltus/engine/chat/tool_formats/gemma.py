@@ -11,15 +11,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saltus.engine.tool_formats.gemma_schemas import (
+from saltus.engine.chat.tool_formats.gemma_schemas import (
     QUOTE,
     SchemaRules,
     keyword_not_followed,
     shared_rules,
     written_arguments,
 )
-from saltus.engine.tool_formats.json_calls import DECODER
-from saltus.engine.tool_formats.tool_format import Function, Markers, Reading, ToolCall, ToolFormat, one_of, read_to_end
+from saltus.engine.chat.tool_formats.json_calls import DECODER
+from saltus.engine.chat.tool_formats.tool_format import (
+    Function,
+    Markers,
+    Reading,
+    ToolCall,
+    ToolFormat,
+    one_of,
+    read_to_end,
+)
 
 KEY = re.compile(r"\s*([^:{}\[\],]+?)\s*:\s*")
 PLAIN = re.compile(r"[^,{}\[\]\s]+")

@@ -3,7 +3,7 @@
     <|channel|>commentary to=functions.look <|constrain|>json<|message|>{"animal": "cat"}<|call|>
 
 Reasoning stands before it in a message of its own, and an answer without calls is a message, too
-(`engine.channel_reader`). An answer ends with its first call.
+(`engine.chat.channel_reader`). An answer ends with its first call.
 """
 
 from __future__ import annotations
@@ -13,8 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saltus.engine.tool_formats.json_calls import is_within_string, size_of_object
-from saltus.engine.tool_formats.tool_format import Function, Markers, Reading, ToolCall, ToolFormat, one_of, read_to_end
+from saltus.engine.chat.tool_formats.json_calls import is_within_string, size_of_object
+from saltus.engine.chat.tool_formats.tool_format import (
+    Function,
+    Markers,
+    Reading,
+    ToolCall,
+    ToolFormat,
+    one_of,
+    read_to_end,
+)
 
 MESSAGE, CALL_END, CONSTRAIN = "<|message|>", "<|call|>", "<|constrain|>"
 NEXT = "<|start|>assistant"

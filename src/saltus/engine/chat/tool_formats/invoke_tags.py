@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from saltus.engine.tool_formats.tagged_arguments import ArgumentTags, arguments_as_json
-from saltus.engine.tool_formats.tool_format import (
+from saltus.engine.chat.tool_formats.tagged_arguments import ArgumentTags, arguments_as_json
+from saltus.engine.chat.tool_formats.tool_format import (
     Function,
     Markers,
     Reading,

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from saltus.engine.tool_formats.argument_schemas import listed_values, type_of, types_of, values_of, with_names
-from saltus.engine.tool_formats.json_calls import refuse_constant
-from saltus.engine.tool_formats.tool_format import Markers
+from saltus.engine.chat.tool_formats.argument_schemas import listed_values, type_of, types_of, values_of, with_names
+from saltus.engine.chat.tool_formats.json_calls import refuse_constant
+from saltus.engine.chat.tool_formats.tool_format import Markers
 
 SPACE = re.compile(r"\s*")
 

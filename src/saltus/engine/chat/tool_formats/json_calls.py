@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from saltus.engine.tool_formats.tool_format import Function, ToolCall
+from saltus.engine.chat.tool_formats.tool_format import Function, ToolCall
 
 
 def call_of(body: str, cut_end: str = "") -> ToolCall | None:

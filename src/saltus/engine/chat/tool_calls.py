@@ -1,7 +1,7 @@
 """Tool calls: constrain them to the schemas of their tools, and read them from the text.
 
-A call is written in the form that the model's chat template shows (`engine.tool_formats`, a module each). Templates
-without tools get Hermes's form (`engine.tool_messages`).
+A call is written in the form that the model's chat template shows (`tool_formats`, a module each). Templates without
+tools get Hermes's form (`tool_messages`).
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, Literal
 
+from saltus.engine.chat.tool_formats.argument_schemas import texts_with_limits
+from saltus.engine.chat.tool_formats.call_lists import GRANITE_3, MISTRAL_LISTS, PHI_4_MINI
+from saltus.engine.chat.tool_formats.call_sections import DEEPSEEK_V3, DEEPSEEK_V3_1, KIMI_K2
+from saltus.engine.chat.tool_formats.command import COMMAND
+from saltus.engine.chat.tool_formats.gemma import GEMMA_4
+from saltus.engine.chat.tool_formats.glm import GLM
+from saltus.engine.chat.tool_formats.gpt_oss import GPT_OSS
+from saltus.engine.chat.tool_formats.hermes import HERMES, PHI_4_TAGS
+from saltus.engine.chat.tool_formats.invoke_tags import DEEPSEEK_V3_2, MINIMAX_M2
+from saltus.engine.chat.tool_formats.llama import LLAMA
+from saltus.engine.chat.tool_formats.mistral import MISTRAL
+from saltus.engine.chat.tool_formats.olmo import OLMO
+from saltus.engine.chat.tool_formats.qwen3_coder import QWEN3_CODER
+from saltus.engine.chat.tool_formats.tool_format import Function, Markers, ToolCall, ToolFormat, overlap
 from saltus.engine.grammar import Grammar
 from saltus.engine.json_schemas import followed_schema
-from saltus.engine.tool_formats.argument_schemas import texts_with_limits
-from saltus.engine.tool_formats.call_lists import GRANITE_3, MISTRAL_LISTS, PHI_4_MINI
-from saltus.engine.tool_formats.call_sections import DEEPSEEK_V3, DEEPSEEK_V3_1, KIMI_K2
-from saltus.engine.tool_formats.command import COMMAND
-from saltus.engine.tool_formats.gemma import GEMMA_4
-from saltus.engine.tool_formats.glm import GLM
-from saltus.engine.tool_formats.gpt_oss import GPT_OSS
-from saltus.engine.tool_formats.hermes import HERMES, PHI_4_TAGS
-from saltus.engine.tool_formats.invoke_tags import DEEPSEEK_V3_2, MINIMAX_M2
-from saltus.engine.tool_formats.llama import LLAMA
-from saltus.engine.tool_formats.mistral import MISTRAL
-from saltus.engine.tool_formats.olmo import OLMO
-from saltus.engine.tool_formats.qwen3_coder import QWEN3_CODER
-from saltus.engine.tool_formats.tool_format import Function, Markers, ToolCall, ToolFormat, overlap
 
 ToolChoice = Literal["auto", "required"]
 

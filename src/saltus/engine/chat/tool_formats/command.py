@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saltus.engine.tool_formats.json_calls import call_of, size_of_object
-from saltus.engine.tool_formats.tool_format import (
+from saltus.engine.chat.tool_formats.json_calls import call_of, size_of_object
+from saltus.engine.chat.tool_formats.tool_format import (
     Function,
     Markers,
     Reading,

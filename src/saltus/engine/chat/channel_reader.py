@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 
-from saltus.engine.tool_formats.gpt_oss import CALL_END, GPT_OSS, MESSAGE
-from saltus.engine.tool_formats.tool_format import overlap
+from saltus.engine.chat.tool_formats.gpt_oss import CALL_END, GPT_OSS, MESSAGE
+from saltus.engine.chat.tool_formats.tool_format import overlap
 
 START, CHANNEL, RECIPIENT = "<|start|>", "<|channel|>", " to="
 ENDS = ("<|end|>", CALL_END, "<|return|>", START)

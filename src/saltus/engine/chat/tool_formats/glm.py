@@ -16,8 +16,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saltus.engine.tool_formats.tagged_arguments import ArgumentTags, arguments_as_json
-from saltus.engine.tool_formats.tool_format import Function, Markers, Reading, ToolCall, ToolFormat, one_of, read_to_end
+from saltus.engine.chat.tool_formats.tagged_arguments import ArgumentTags, arguments_as_json
+from saltus.engine.chat.tool_formats.tool_format import (
+    Function,
+    Markers,
+    Reading,
+    ToolCall,
+    ToolFormat,
+    one_of,
+    read_to_end,
+)
 
 LINE_BREAK = '"\\n"?'
 ARGUMENTS = ArgumentTags("<arg_key>", ("</arg_key>", "<arg_value>"), "</arg_value>", LINE_BREAK)

@@ -14,8 +14,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saltus.engine.tool_formats.json_calls import call_of, call_rule, is_within_string, may_begin_call, written_call
-from saltus.engine.tool_formats.tool_format import Function, Markers, Reading, ToolCall, ToolFormat, one_of, read_to_end
+from saltus.engine.chat.tool_formats.json_calls import (
+    call_of,
+    call_rule,
+    is_within_string,
+    may_begin_call,
+    written_call,
+)
+from saltus.engine.chat.tool_formats.tool_format import (
+    Function,
+    Markers,
+    Reading,
+    ToolCall,
+    ToolFormat,
+    one_of,
+    read_to_end,
+)
 
 
 @dataclass(frozen=True)
