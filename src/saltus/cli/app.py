@@ -62,7 +62,7 @@ def _print_version(wanted: bool | None) -> None:
 
 @app.callback(
     epilog="Begin with [bold]saltus demo[/bold]. "
-    "[bold]saltus COMMAND --help[/bold] shows the options of a command, with examples.",
+    "[bold]saltus COMMAND --help[/bold] shows the options of a command, with examples."
 )
 def root_command(
     version: Annotated[

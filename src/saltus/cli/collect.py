@@ -108,13 +108,7 @@ class CollectionOptions:
 
 @collect.command()
 @o.with_options()
-def text(
-    *,
-    prompts: Prompts,
-    out: Out,
-    server: ServerOptions,
-    collection: CollectionOptions,
-) -> None:
+def text(*, prompts: Prompts, out: Out, server: ServerOptions, collection: CollectionOptions) -> None:
     """Let a model answer prompts, and write the answers as token ids.
 
     [dim]Give the same command again after an interruption: it writes the files that

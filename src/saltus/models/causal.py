@@ -73,9 +73,8 @@ class CausalNetwork:
         if fixed and recurrent_layer_types(self.model):  # nothing but our kernels reads trees into states
             self.batch_invariant = True
         fixed = fixed and self.batch_invariant
-        has_choice = chooses_keys(
-            self.model
-        )  # whose own layers hide the other keys by masks of Transformers' attention
+        # whose own layers hide the other keys by masks of Transformers' attention
+        has_choice = chooses_keys(self.model)
         if not isinstance(self.model, PackedDecoder):
             if not has_choice:
                 attention.install_attention(self.model)

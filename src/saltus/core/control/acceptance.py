@@ -19,9 +19,8 @@ class Acceptance:
 
     prior: float = 5.0  # accepted drafts, as many as expected, that count as observed at the start
     decay_observations: float = 400.0  # observations after which the past weighs 1/e
-    counts: dict[tuple[str, int], tuple[float, float]] = field(
-        default_factory=dict
-    )  # by (source, third): (accepted, expected)
+    # (accepted, expected) by (source, third)
+    counts: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
     payoff_counts: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @staticmethod

@@ -50,7 +50,7 @@ class Controller:
         self.drafting_switch = DraftingSwitch(batch_size=self.batch_size)
 
     def should_draft(self) -> bool:
-        """True if drafters that can be switched off should draft in this step."""
+        """True if drafters that can be switched off should draft in the next step; to be asked once a step."""
         return not self.adaptive or self.drafting_switch.should_draft()
 
     def draft_call_pays(self, chance: float, seconds: float, num_drafted: int) -> bool:

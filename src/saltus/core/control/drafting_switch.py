@@ -55,7 +55,7 @@ class DraftingSwitch:
     batch_size: int = 1  # texts whose steps are counted: a call of all of them is so many steps
 
     def should_draft(self) -> bool:
-        """True if draft models should be used in this step."""
+        """True if draft models should be used in the next step, which is counted: to be asked once a step."""
         rates = self._rates()
         if not self.steps_left or (
             self.in_trial and rates[self.drafting] < TRIAL_LOST_RATIO * rates[not self.drafting]

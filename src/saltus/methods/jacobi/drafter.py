@@ -67,15 +67,8 @@ class Jacobi:
             self.block_size, self.max_blocks, self.spawn_ratio, self.sliding, self.multi_block == "frozen"
         )
         tail_length = self.block_size if self.recycle == "tails" else 0
-        parts = (
-            noise,
-            rule,
-            Iterate(self.ngram_size),
-            window,
-            NgramPool(self.ngram_pool_size),
-            self.candidates,
-            tail_length,
-        )
+        iterate, pool = Iterate(self.ngram_size), NgramPool(self.ngram_pool_size)
+        parts = noise, rule, iterate, window, pool, self.candidates, tail_length
         return AdapterJacobiDrafter(*parts, sampling.temperature) if self.model else JacobiDrafter(*parts)
 
 

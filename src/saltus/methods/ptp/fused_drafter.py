@@ -44,9 +44,8 @@ class FusedPtpDrafter:
     argmax: bool = False  # queries draft their likeliest token, as those of the form "one-hot" always do
     max_queries: int = 32  # queries of a call, at most
     last_drafts: list[int] = field(default_factory=list, init=False)  # drafts of the last step
-    last_correct: list[bool] = field(
-        default_factory=list, init=False
-    )  # for each of them up to the first wrong one: True if it was right
+    # for each of them up to the first wrong one: True if it was right
+    last_correct: list[bool] = field(default_factory=list, init=False)
     calls_without_queries: int = field(default=0, init=False)  # since the last chain
 
     def __call__(self, canvas: Canvas, last: Step | None, max_depth: int) -> Sequence[Branch]:

@@ -213,11 +213,7 @@ def _read_mask(folder: Path) -> Tensor | None:
 
 
 def _take_weights(
-    model: DFlashModel,
-    weights: Mapping[str, Tensor],
-    folder: Path,
-    kind: str,
-    more: Mapping[str, tuple[int, ...]],
+    model: DFlashModel, weights: Mapping[str, Tensor], folder: Path, kind: str, more: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
     """Give a model its weights; returns the further ones. Errors: ValueError for missing, unknown or other ones."""
     names = {name.removeprefix(LAYERS_PREFIX): name for name in model.state_dict()}

@@ -34,12 +34,7 @@ TARGET_WEIGHTS = (".lm_head.weight", ".embed_tokens.weight")  # ends of names: f
 
 
 def save_drafter(
-    kind: Kind,
-    model: Any,
-    folder: Path,
-    target_name: str,
-    target: Any,
-    model_card: Mapping[str, Any],
+    kind: Kind, model: Any, folder: Path, target_name: str, target: Any, model_card: Mapping[str, Any]
 ) -> None:
     """Save a module's `saved_weights` as bfloat16, its `tokens`, and the metadata with its `shape`.
 

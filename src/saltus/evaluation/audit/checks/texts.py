@@ -164,11 +164,7 @@ def _confirm(audit: Audit, condition: Condition, comparison: Comparison, referen
 
 
 def _same_side_verdict(
-    name: str,
-    requests: Sequence[Request],
-    first: list[list[Reply]],
-    second: list[list[Reply]],
-    references: References,
+    name: str, requests: Sequence[Request], first: list[list[Reply]], second: list[list[Reply]], references: References
 ) -> Verdict:
     """One side in two conditions that should not matter."""
     comparison = Comparison(requests, [[*one, *other] for one, other in zip(first, second, strict=True)], references)
