@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -92,24 +92,26 @@ class GrammarFields(Fields):
     def text_grammar(self, engine: Engine) -> Grammar | None:
         """What the text must be; None: anything. Errors: ApiError 400 that names the field."""
         outputs = self.structured_outputs or StructuredOutputs()  # pyright: ignore[reportCallIssue]
-        makers = {
-            "json": Grammar.json_schema, "regex": Grammar.regex, "choice": Grammar.choice, "grammar": Grammar.lark,
-        }  # fmt: skip
-        grammars = [(f"guided_{kind}", make, getattr(self, f"guided_{kind}")) for kind, make in makers.items()]
-        given = {"json": outputs.json_, "regex": outputs.regex, "choice": outputs.choice, "grammar": outputs.grammar}
-        grammars += [("structured_outputs", make, given[kind]) for kind, make in makers.items()]
-        grammars.append(("structured_outputs", lambda _: Grammar.json_object(), outputs.json_object or None))
-        grammars.append(("response_format", format_grammar, self.response_format))
-        grammars.append(("json_schema", partial(Grammar.json_schema, strict=False), self.json_schema))
-        grammars.append(("grammar", Grammar.gbnf, self.grammar or None))
-        grammars = [entry for entry in grammars if entry[2] is not None and not isinstance(entry[2], TextFormat)]
-        if len(grammars) > 1:
-            (first, *_), (second, *_) = grammars[:2]
-            message = (
-                f"give {first} or {second}, not both" if first != second else f"{first} has several forms; give one"
-            )
-            raise ApiError(400, message, second)
-        return checked_grammar(engine, *grammars[0]) if grammars else None
+        known: Sequence[tuple[str, Callable[[Any], Grammar | None], Any]] = (  # field, what makes its grammar, value
+            ("guided_json", Grammar.json_schema, self.guided_json),
+            ("guided_regex", Grammar.regex, self.guided_regex),
+            ("guided_choice", Grammar.choice, self.guided_choice),
+            ("guided_grammar", Grammar.lark, self.guided_grammar),
+            ("structured_outputs", Grammar.json_schema, outputs.json_),
+            ("structured_outputs", Grammar.regex, outputs.regex),
+            ("structured_outputs", Grammar.choice, outputs.choice),
+            ("structured_outputs", Grammar.lark, outputs.grammar),
+            ("structured_outputs", lambda _: Grammar.json_object(), outputs.json_object or None),
+            ("response_format", format_grammar, self.response_format),
+            ("json_schema", partial(Grammar.json_schema, strict=False), self.json_schema),
+            ("grammar", Grammar.gbnf, self.grammar or None),
+        )
+        given = [entry for entry in known if entry[2] is not None and not isinstance(entry[2], TextFormat)]
+        if len(given) > 1:
+            first, second = given[0][0], given[1][0]
+            twice = f"{first} has several forms; give one"
+            raise ApiError(400, f"give {first} or {second}, not both" if first != second else twice, second)
+        return checked_grammar(engine, *given[0]) if given else None
 
 
 def format_grammar(given: TextFormat | JsonObjectFormat | JsonSchemaFormat | FlatJsonSchemaFormat) -> Grammar | None:
