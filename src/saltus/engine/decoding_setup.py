@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import update_wrapper
 from typing import Any
@@ -75,28 +75,35 @@ class DecodingSetup:
 
     def new_drafters(self, request: Request) -> list[Drafter]:
         """The methods' drafters for one request; some methods have none (plain)."""
-        made = []
-        learned = self._learned_of(request.group)
+        made, learned = [], self._learned_of(request.group)
         for method in self.methods:
             drafter = self._new_drafter(method, request)
-            limits = [limit for name in method.draft_models if (limit := self.context_lengths.get(name)) is not None]
             if drafter is not None:
-                if request.prediction and isinstance(drafter, UsesReferences):
-                    drafter.add_reference(request.prediction, True)
+                self._supply(drafter, request)
                 set_max_unread(drafter, method, self.networks)
-                if request.memory is not None and isinstance(drafter, UsesMemory):
-                    drafter.memory = request.memory
-                if self.corpus is not None and isinstance(drafter, UsesCorpus):
-                    drafter.corpus = self.corpus
-                if self.rule == "match" and isinstance(drafter, UsesNgramModel):  # under others all drafts are verified
-                    drafter.ngram_model = self.ngram_model
                 if isinstance(drafter, LearnsFromTexts) and self.rule == "match":  # under others drafts change the text
                     drafter.learned = learned.setdefault(type(method), drafter.learned)
-                for name in method.draft_models:
-                    if name in self.translations:
-                        drafter = translating_drafter(drafter, self.translations[name])
-                made.append(_limit_to_context(min(limits), drafter) if limits else drafter)
+                made.append(self._for_draft_models(drafter, method.draft_models))
         return made
+
+    def _supply(self, drafter: Drafter, request: Request) -> None:
+        """Give a drafter what it can copy from."""
+        if request.prediction and isinstance(drafter, UsesReferences):
+            drafter.add_reference(request.prediction, True)
+        if request.memory is not None and isinstance(drafter, UsesMemory):
+            drafter.memory = request.memory
+        if self.corpus is not None and isinstance(drafter, UsesCorpus):
+            drafter.corpus = self.corpus
+        if self.rule == "match" and isinstance(drafter, UsesNgramModel):  # under others all drafts are verified
+            drafter.ngram_model = self.ngram_model
+
+    def _for_draft_models(self, drafter: Drafter, names: Collection[str]) -> Drafter:
+        """The drafter in the vocabularies of its draft models, whose drafts end with their contexts."""
+        for name in names:
+            if name in self.translations:
+                drafter = translating_drafter(drafter, self.translations[name])
+        limits = [limit for name in names if (limit := self.context_lengths.get(name)) is not None]
+        return _limit_to_context(min(limits), drafter) if limits else drafter
 
     def _learned_of(self, group: str) -> dict[type[Any], Any]:
         """What drafters learned from the texts of a group; of too many groups the least recently used is forgotten."""
