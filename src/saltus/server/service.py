@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from saltus.engine.encoding import tokens_of_text
 from saltus.engine.engine import Engine
 from saltus.engine.prompt_texts import prompt_texts
-from saltus.engine.text_bounds import PromptTooLongError, require_fits
+from saltus.engine.text_bounds import PromptTooLongError
 from saltus.engine.text_request import TextRequest
 from saltus.methods.shared.answer_memory import AnswerMemories
 from saltus.server.answers import Answer, Backend
@@ -167,37 +167,35 @@ class Service:
     def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """The tokens of a text or of a conversation. Errors: ApiError."""
         self.check_model(body.model)
-        engine, context = self.engine, self.engine.target.context_length
+        tokenizer, context = self.engine.tokenizer, self.engine.target.context_length
         if sum(given is not None for given in (body.prompt, body.messages, body.content)) != 1:
             raise ApiError(400, "give one of prompt, messages and content", "prompt")
-        template = str(engine.tokenizer.chat_template)
-        messages = None if body.messages is None else conversation(body.messages, template)
         try:  # texts may be longer than the context, since clients cut them
-            if messages is not None:
-                names = ("add_generation_prompt", "continue_final_message", "add_special_tokens")
-                tokens = engine.encode(
-                    messages,
-                    unchecked_length=MAX_TOKENIZED,
-                    tools=[tool.model_dump(by_alias=True, exclude_none=True) for tool in body.tools or ()],
-                    chat_template_kwargs=template_variables(
-                        body.reasoning_effort, body.enable_thinking, body.chat_template_kwargs
-                    ),
-                    parse_special=bool(body.parse_special),
-                    **{name: getattr(body, name) for name in names},
-                )
-            else:
-                text = body.prompt or body.content or ""
-                if len(text) > MAX_TOKENIZED:
-                    require_fits([text], engine.tokenizer, context, engine.target.name, "the text")
-                begins = body.add_special_tokens is not False if body.content is None else bool(body.add_special)
-                tokens = tokens_of_text(engine.tokenizer, text, begins, body.parse_special is not False)
+            tokens = self._tokens_of_text(body) if body.messages is None else self._tokens_of_messages(body)
         except ValueError as error:
             code = CONTEXT_EXCEEDED if isinstance(error, PromptTooLongError) else None
-            raise ApiError(400, str(error), "prompt" if messages is None else "messages", code) from error
+            raise ApiError(400, str(error), "prompt" if body.messages is None else "messages", code) from error
         if body.content is not None:
-            return {"tokens": token_pieces(engine.tokenizer, tokens) if body.with_pieces else tokens}
-        strings = engine.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+            return {"tokens": token_pieces(tokenizer, tokens) if body.with_pieces else tokens}
+        strings = tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         return {"tokens": tokens, "token_strs": strings, "count": len(tokens), "max_model_len": context}
+
+    def _tokens_of_text(self, body: TokenizeRequest) -> list[int]:
+        text = body.prompt or body.content or ""
+        if len(text) > MAX_TOKENIZED:
+            self.engine.target.require_fits("the text", text)
+        begins = body.add_special_tokens is not False if body.content is None else bool(body.add_special)
+        return tokens_of_text(self.engine.tokenizer, text, begins, body.parse_special is not False)
+
+    def _tokens_of_messages(self, body: TokenizeRequest) -> list[int]:
+        tools = [tool.model_dump(by_alias=True, exclude_none=True) for tool in body.tools or ()]
+        variables = template_variables(body.reasoning_effort, body.enable_thinking, body.chat_template_kwargs)
+        return self.engine.encode(
+            conversation(body.messages or (), str(self.engine.tokenizer.chat_template)),
+            unchecked_length=MAX_TOKENIZED, tools=tools, chat_template_kwargs=variables,
+            parse_special=bool(body.parse_special), add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message, add_special_tokens=body.add_special_tokens,
+        )  # fmt: skip
 
     def count_tokens(self, body: CountTokensRequest) -> dict[str, Any]:
         """How many tokens the prompt of a request in Anthropic's form has. Errors: ApiError."""
