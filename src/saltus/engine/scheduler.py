@@ -192,25 +192,9 @@ class Scheduler(Generic[AnyScheduled]):
         self.on_begin(scheduled)
 
     def _read_prompts(self) -> list[AnyScheduled]:
-        """Read a chunk of one prompt, and let one text join whose first call reads what is left of its prompt.
-
-        On a GPU, where a call takes about as long for several short prompts as for one, texts join whose prompts are a
-        chunk together; a CPU would take as long as for one after another, and all would wait for the last. Those of
-        clients and requests of which fewest texts are decoded come first, then the oldest. Returns those that failed.
-        """
-        unread = [scheduled for scheduled in self.running if scheduled.num_unread_tokens]
-        if self.prefill_chunk_tokens is not None and len(unread) > 1:
-            shares = Shares.among([scheduled for scheduled in self.running if not scheduled.num_unread_tokens])
-            unread.sort(key=shares.of)
-            joining, reading = (
-                [each for each in unread if self.prompts.needs_call(each) is needed] for needed in (False, True)
-            )
-            tokens, together = list(accumulate(each.num_unread_tokens for each in joining)), 1
-            if self.decoder.target.model.device.type != "cpu":
-                together = max(1, bisect_right(tokens, self.prefill_chunk_tokens))
-            unread = [*joining[:together], *reading[:1]]
+        """Read the next part of prompts; returns the texts that failed."""
         failed = []
-        for scheduled in unread:
+        for scheduled in self._next_to_read():
             try:
                 self.prompts.read_chunk(scheduled)
             except Exception as error:
@@ -220,6 +204,25 @@ class Scheduler(Generic[AnyScheduled]):
                 self._fail(scheduled, error, in_call=True)
                 failed.append(scheduled)
         return failed
+
+    def _next_to_read(self) -> list[AnyScheduled]:
+        """One text whose first call can read what is left of its prompt, and one of whose prompt a chunk is read.
+
+        On a GPU, where a call takes about as long for several short prompts as for one, texts join whose prompts are a
+        chunk together; a CPU would take as long as for one after another, and all would wait for the last. Those of
+        clients and requests of which fewest texts are decoded come first, then the oldest. Without chunks all read.
+        """
+        unread = [scheduled for scheduled in self.running if scheduled.num_unread_tokens]
+        if self.prefill_chunk_tokens is None or len(unread) < 2:
+            return unread
+        unread.sort(key=Shares.among([scheduled for scheduled in self.running if not scheduled.num_unread_tokens]).of)
+        joining = [scheduled for scheduled in unread if not self.prompts.needs_call(scheduled)]
+        reading = [scheduled for scheduled in unread if scheduled not in joining]
+        together = 1
+        if self.decoder.target.model.device.type != "cpu":
+            ends = list(accumulate(scheduled.num_unread_tokens for scheduled in joining))
+            together = max(1, bisect_right(ends, self.prefill_chunk_tokens))
+        return [*joining[:together], *reading[:1]]
 
     def _call(self, scheduled: Sequence[AnyScheduled]) -> None:
         """One round of calls of these texts."""
