@@ -1,6 +1,6 @@
 """Texts of models that are unlike Llama: the same whatever drafts, alone, in a batch, after other texts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -34,24 +34,21 @@ NAMES = [
       if native.load_kernels() is not None),
 ]  # fmt: skip
 METHODS = ["lookup", "jacobi", "small_model", "ptp"]
-SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8)}
+SAMPLINGS = Sampling(), Sampling(temperature=0.8)
 
 
-def by_turns(ways: list, test: int = 0) -> list[tuple[str, str, Any]]:
-    """Names, samplings and ways to draft, for the first (0) or the second (1) of two tests.
+def by_turns(name: str, test: int) -> tuple[Sampling, list[str]]:
+    """A sampling and methods for a network, in the first (0) or the second (1) of two tests.
 
-    Methods and samplings are the same code whatever the network. With one name per feature each test tries every way,
-    greedy in the one and sampled in the other. With each other name every way is tried in one of the tests, half of the
-    ways greedy.
+    Methods and samplings are the same code whatever the network, and drafters compete in one tree. With one name per
+    feature each test has the trees of all drafters and those of one, greedy in the one test and sampled in the other.
+    With each other name one test has all drafters, and the other has one.
     """
-    found = []
-    for row, name in enumerate(NAMES):
-        for number, way in enumerate(ways):
-            if name in ONE_PER_FEATURE:
-                found.append((name, row + number + test, way))
-            elif (row + number + test) % 2 == 0:
-                found.append((name, row // 2 + number // 2, way))
-    return [(name, list(SAMPLINGS)[turn % 2], way) for name, turn, way in found]
+    row, everything = NAMES.index(name), "+".join(METHODS)
+    alone = METHODS[(row // 2 + test) % len(METHODS)]
+    if name in ONE_PER_FEATURE:
+        return SAMPLINGS[(row + test) % 2], [everything, alone]
+    return SAMPLINGS[row % 2], [alone if (row + test) % 2 else everything]
 
 
 REPEATED = text(5).tolist()
@@ -90,9 +87,23 @@ def write(networks, method, sampling, numbers, kv_caches=(), rounds=None) -> Wri
     return Written(tokens, [state.kv_caches for state in states])
 
 
-@pytest.fixture(scope="module")
-def networks(request) -> dict[str, Any]:
+@dataclass
+class Example:
     """A target, checked as at load, a draft model of other weights, and a drafter that nobody trained."""
+
+    name: str
+    networks: dict[str, Any]
+    plain_texts: dict[Sampling, list[list[int]]] = field(default_factory=dict)
+
+    def plain(self, sampling: Sampling) -> list[list[int]]:
+        """The texts of plain decoding, each alone."""
+        if sampling not in self.plain_texts:
+            self.plain_texts[sampling] = [write(self.networks, "plain", sampling, [n]).texts[0] for n in ALL]
+        return self.plain_texts[sampling]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def example(request) -> Example:
     name, is_packed = request.param.removesuffix(PACKED), request.param.endswith(PACKED)
     sizes = LATENT_OF_WHOLE_BLOCKS if name == "DeepseekV3" else OF_WHOLE_BLOCKS
     models = [tiny(name, seed, **sizes if is_packed else {}).bfloat16() for seed in (0, 1)]
@@ -104,7 +115,7 @@ def networks(request) -> dict[str, Any]:
             pack_places(packable_places(model, 32).values(), "q8_0", "int8")
     target, draft = make_network(models[0], "mine"), CausalNetwork(models[1])
     assert isinstance(target, CausalNetwork)
-    return {"target": target, "small_model": draft, "ptp": untrained_drafter(target)}
+    return Example(request.param, {"target": target, "small_model": draft, "ptp": untrained_drafter(target)})
 
 
 def untrained_drafter(target: CausalNetwork) -> DraftNetwork:
@@ -118,47 +129,38 @@ def untrained_drafter(target: CausalNetwork) -> DraftNetwork:
     return DraftNetwork(model.eval().to(torch.bfloat16), target)
 
 
-@pytest.fixture(scope="module")
-def plain(request, networks) -> tuple[Sampling, list[list[int]]]:
-    """A sampling, and the texts of plain decoding, each alone."""
-    sampling = SAMPLINGS[request.param]
-    return sampling, [write(networks, "plain", sampling, [number]).texts[0] for number in ALL]
-
-
-def each(ways: list, test: int = 0):
-    return pytest.mark.parametrize(("networks", "plain", "way"), by_turns(ways, test), indirect=["networks", "plain"])
-
-
-@each(METHODS)
 @pytest.mark.unchecked
-def test_a_text_alone_is_that_of_plain_decoding_and_so_is_one_after_a_kept_prefix(networks, plain, way):
-    sampling, texts = plain
+def test_a_text_alone_is_that_of_plain_decoding_and_so_is_one_after_a_kept_prefix(example):
+    sampling, ways = by_turns(example.name, 0)
+    networks, texts = example.networks, example.plain(sampling)
     assert len(texts[1]) == NEW_TOKENS
-    before = write(networks, way, sampling, [1])
-    assert before.texts == texts[1:2]
     assert supports_prefix_tree(networks["target"])
-    tree, kept = PrefixTree(), PROMPTS[1]
-    tree.put(kept, before.kv_caches[0])
-    taken = tree.take(kept)
-    assert len(taken["target"].tokens) >= len(kept) - 1
-    assert write(networks, way, sampling, [0, 1], [{}, taken]).texts == texts[:2]
+    for way in ways:
+        before = write(networks, way, sampling, [1])
+        assert before.texts == texts[1:2], way
+        tree, kept = PrefixTree(), PROMPTS[1]
+        tree.put(kept, before.kv_caches[0])
+        taken = tree.take(kept)
+        assert len(taken["target"].tokens) >= len(kept) - 1
+        assert write(networks, way, sampling, [0, 1], [{}, taken]).texts == texts[:2], way
 
 
-@each(METHODS, 1)
 @pytest.mark.unchecked
-def test_a_batch_of_four_on_the_memory_of_cancelled_texts_writes_those_of_plain_decoding(networks, plain, way):
-    sampling, texts = plain
-    cancelled = write(networks, way, sampling, ALL[::-1], rounds=3)
-    assert write(networks, way, sampling, ALL, cancelled.kv_caches).texts == texts
+def test_a_batch_of_four_on_the_memory_of_cancelled_texts_writes_those_of_plain_decoding(example):
+    sampling, ways = by_turns(example.name, 1)
+    for way in ways:
+        cancelled = write(example.networks, way, sampling, ALL[::-1], rounds=3)
+        written = write(example.networks, way, sampling, ALL, cancelled.kv_caches)
+        assert written.texts == example.plain(sampling), way
 
 
-@each(["one call", "two calls"])
-def test_an_adapter_of_the_target_writes_the_texts_of_plain_decoding(networks, plain, way):
-    sampling, texts = plain
-    target = networks["target"]
-    method = AdapterPtp("", 5, way == "two calls", "one-hot", 6, False, "token-order")
+def test_an_adapter_of_the_target_writes_the_texts_of_plain_decoding(example):
+    """Greedy or sampled, and by one call or two, by turns."""
+    turn, target = NAMES.index(example.name), example.networks["target"]
+    sampling = SAMPLINGS[turn % 2]
+    method = AdapterPtp("", 5, turn // 2 % 2 == 1, "one-hot", 6, False, "token-order")
     target.attach_adapter(adapter_for(target.model))
     try:
-        assert write(networks, method, sampling, ALL).texts == texts
+        assert write(example.networks, method, sampling, ALL).texts == example.plain(sampling)
     finally:
         target.attach_adapter(None)
