@@ -1,6 +1,7 @@
 """Tiny models and tokenizers, made on the spot, the default model, and other fixtures of several files."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,9 +46,24 @@ def model_folder() -> Path:
 
 
 @pytest.fixture
-def svg_alone(monkeypatch):
-    """Figures are not written as PDF and PNG, too, which takes twice as long."""
-    monkeypatch.setattr("saltus.evaluation.reports.benchmark_plots.FORMATS", ("svg",))
+def no_pdf(monkeypatch):
+    """Figures are written as SVG and PNG, but not as PDF, which has its fonts and takes as long as both."""
+    monkeypatch.setattr("saltus.evaluation.reports.benchmark_plots.FORMATS", ("svg", "png"))
+
+
+@pytest.fixture
+def no_figures(monkeypatch):
+    """A benchmark draws none, neither in files nor in its page."""
+    monkeypatch.setattr("saltus.evaluation.reports.benchmark_plots.draw_figures", lambda results, records: {})
+
+
+@pytest.fixture
+def small_buffers(monkeypatch):
+    """`saltus bench step` measures the machine's speed over few numbers, wrongly and at once."""
+    from saltus.evaluation.profiling import roofline
+
+    measure = partial(roofline.measure_machine_speed, megabytes=2, size=128, repeats=1)
+    monkeypatch.setattr(roofline, "measure_machine_speed", measure)
 
 
 def byte_tokenizer(words: str = "the cat sat on the mat and the dog sat on the log") -> PreTrainedTokenizerFast:
@@ -187,13 +203,23 @@ def partners(tiny_folder, tiny_drafter, tiny_heads) -> dict[str, dict[str, str]]
 
 # The matrix unit's instructions on integers in plain C (tiles_emulated.h): few processors have it.
 EMULATED = {"amx-int8-emulated": ([*processor.INSTRUCTION_SETS["avx512-vnni"][0], "-DEMULATE_TILES"], "avx512_vnni")}
+OWN_SETS = [
+    name for name, (_, needed) in processor.INSTRUCTION_SETS.items() if needed in processor.processor_features().split()
+]
+OPTIMISED = "generic", "avx2", *EMULATED  # as for users, or slow without; the others are compiled in half the time
 
 
 @pytest.fixture(params=[*processor.INSTRUCTION_SETS, *EMULATED])
 def instruction_set(request, monkeypatch):
     """Kernels that are compiled for an instruction set, below this processor's own or emulated."""
-    monkeypatch.setattr(processor, "INSTRUCTION_SETS", processor.INSTRUCTION_SETS | EMULATED)
-    needed = processor.INSTRUCTION_SETS[request.param][1]
+    if request.param in OWN_SETS[-1:]:
+        pytest.skip("it is this processor's own: all other tests run its code")
+    known = {
+        name: (flags if name in OPTIMISED else [*flags, "-O1"], needed)
+        for name, (flags, needed) in (processor.INSTRUCTION_SETS | EMULATED).items()
+    }
+    monkeypatch.setattr(processor, "INSTRUCTION_SETS", known)
+    needed = known[request.param][1]
     if needed not in processor.processor_features().split():
         pytest.skip(f"this processor lacks {needed}")
     monkeypatch.setenv("SALTUS_ISA", request.param)

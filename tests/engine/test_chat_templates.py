@@ -136,6 +136,7 @@ def test_generate_and_the_teacher_s_texts_take_a_template(bare_folder, tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_buffers")
 def test_every_command_that_answers_takes_a_template(bare_folder, tmp_path, monkeypatch):
     """Without one, messages are refused."""
     monkeypatch.setenv("SALTUS_CACHE", str(tmp_path))

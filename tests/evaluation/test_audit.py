@@ -56,12 +56,12 @@ def findings(url, *checks, **settings):
     ]
 
 
-FAULTS = {  # the check that finds it, the beginning of its verdict's name, and prompts
+FAULTS = {  # the check that finds it, the beginning of its verdict's name, prompts, and tokens where 48 are not needed
     "changed tokens": ("texts", "texts, all conditions", 8),
-    "garbage after a prefix hit": ("texts", "texts shared prefix", 4),
-    "chunk repeated": ("texts", "texts, all conditions", 12),
-    "texts mixed up under load": ("texts", "texts, all conditions", 12),
-    "one prompt changed": ("texts", "texts alone", 6),
+    "garbage after a prefix hit": ("texts", "texts shared prefix", 4, 24),
+    "chunk repeated": ("texts", "texts, all conditions", 12, 24),
+    "texts mixed up under load": ("texts", "texts, all conditions", 12, 24),
+    "one prompt changed": ("texts", "texts alone", 6, 24),
     "seed ignored": ("seeds", "seeds repeat their texts", 8),
     "sampling biased": ("seeds", "sampled distribution", 4),
     "wrong logprobs": ("logprobs", "logprobs of both sides", 8),
@@ -86,9 +86,10 @@ def test_every_fault_of_the_wrong_server_is_planted():
 @pytest.mark.unchecked
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault):
-    check, found, prompts = FAULTS[fault]
+    check, found, prompts, *max_tokens = FAULTS[fault]
     with audited_server(fault) as url:
-        assert any(name.startswith(found) for name in findings(url, check, prompts=prompts))
+        named = findings(url, check, prompts=prompts, **dict(zip(["max_tokens"], max_tokens, strict=False)))
+    assert any(name.startswith(found) for name in named)
 
 
 @pytest.mark.slow

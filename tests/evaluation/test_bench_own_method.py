@@ -52,7 +52,7 @@ def installed(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("svg_alone")
+@pytest.mark.usefixtures("no_figures")
 def test_a_drafter_of_another_package_is_compared_with_lookup(installed, tiny_folder, tmp_path):
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out"
     file.write_text(json.dumps({"prompt": "the cat sat on the mat and the dog sat on the mat"}))

@@ -361,6 +361,7 @@ def test_on_a_gpu_the_profiler_finds_the_parts():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_buffers", "no_pdf")
 def test_the_command_writes_what_it_shows(folder, tmp_path):
     shown = bench("--model", folder, *TINY, "--out", tmp_path / "new").stdout
     found = json.loads((tmp_path / "new" / "step.json").read_text())
@@ -381,7 +382,7 @@ def test_the_command_writes_what_it_shows(folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("svg_alone")
+@pytest.mark.usefixtures("small_buffers", "no_pdf")
 def test_ctrl_c_keeps_what_was_measured(folder, tmp_path, monkeypatch):
     own, calls = CausalNetwork.forward, []
 

@@ -38,6 +38,14 @@ PROMPTS = [WORDS, "the cat", "on the log " * 80 + "a cat", "<|user|>the dog<|end
 CONTEXT = 512
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_list_of_packages():
+    """lm_eval asks pip for what is installed after each run, which takes a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+        yield
+
+
 @pytest.fixture(scope="module")
 def folder(tiny_folder) -> str:
     return str(tiny_folder())
@@ -116,11 +124,17 @@ def requests(*arguments: tuple) -> list:
     return [Instance("generate_until", {}, each, i) for i, each in enumerate(arguments)]
 
 
+@pytest.fixture(scope="module")
+def scored_by_theirs(theirs, tmp_path_factory) -> tuple[list[dict], dict]:
+    inputs = tasks(tmp_path_factory.mktemp("tasks"))
+    return inputs, evaluated(theirs, inputs)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "together"), [("plain", 1), ("lookup", 1), ("jacobi+lookup", 3)])
-def test_scores_are_those_of_lm_eval_s_own_class(folder, theirs, tmp_path, method, together):
-    inputs = tasks(tmp_path)
-    one, two = evaluated(theirs, inputs), evaluated(ours(folder, method=method, batch_size=together), inputs)
+def test_scores_are_those_of_lm_eval_s_own_class(folder, scored_by_theirs, method, together):
+    inputs, one = scored_by_theirs
+    two = evaluated(ours(folder, method=method, batch_size=together), inputs)
     assert one["results"]["choose"]["acc,none"] == two["results"]["choose"]["acc,none"]
     for a, b in zip(one["answers"]["choose"], two["answers"]["choose"], strict=True):
         for [(likelihood, greedy)], [(likelihood_, greedy_)] in zip(a, b, strict=True):
@@ -482,10 +496,9 @@ def test_the_default_model_scores_alike(model_folder, tmp_path):
     one = evaluated(
         HFLM(load_model(folder, model_folder, torch.float32), tokenizer=AutoTokenizer.from_pretrained(folder)), inputs
     )
-    plain, lookup = (evaluated(ours(folder, method=method), inputs) for method in ("plain", "lookup"))
+    lookup = evaluated(ours(folder, method="lookup"), inputs)
     assert one["results"]["choose"]["acc,none"] == lookup["results"]["choose"]["acc,none"] > 0.5
     for a, b in zip(one["answers"]["choose"], lookup["answers"]["choose"], strict=True):
         for [(likelihood, greedy)], [(likelihood_, greedy_)] in zip(a, b, strict=True):
             assert (likelihood_, greedy_) == (pytest.approx(likelihood, abs=1e-2), greedy)
-    assert plain["answers"] == lookup["answers"]
     assert one["answers"]["write"] == lookup["answers"]["write"]

@@ -27,6 +27,7 @@ from saltus.kernels.native import processor
 from saltus.kernels.packed_weight import PackedWeight
 from saltus.models.cpu.attention import FROM_FIRST_SLOT
 from saltus.models.cpu.native_decoder import DecoderCall
+from tiny_models import EMULATED
 
 FORMATS = [
     Q.Q4_1, Q.Q8_0, Q.Q4_K, Q.Q6_K, Q.Q5_0, Q.MXFP4, Q.Q2_K, Q.IQ4_XS, Q.Q3_K, Q.IQ3_XXS, Q.IQ3_S, Q.IQ2_S, Q.IQ2_XXS
@@ -58,13 +59,15 @@ def file_and_bits(request, tmp_path_factory):
         gguf_models.write(gguf_models.tiny(case), case, file, [Q.Q8_0, Q.Q4_1, Q.Q5_0])
     else:
         write(tiny(request.param), file, FORMATS)
-    return file, digest(file)
+    return request.param, file, digest(file)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
 def test_every_build_gives_the_same_bits(file_and_bits, instruction_set):
-    file, expected = file_and_bits
+    name, file, expected = file_and_bits
+    if name != "llama" and instruction_set in EMULATED:
+        pytest.skip("tiles multiply alike in every model, and slowly where they are emulated")
     assert digest(file) == expected, instruction_set
 
 
