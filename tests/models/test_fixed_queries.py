@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from test_fixed_shapes import replayed, small  # noqa: F401
-from test_gated_lora import adapter_for, each_start
+from test_fixed_shapes import SMALL, replayed, small  # noqa: F401
+from test_gated_lora import STARTS, adapter_for
 
 import saltus
 from architectures import random_tree, text, tiny
@@ -16,9 +16,10 @@ from saltus.models.causal import CausalNetwork
 
 NAMES = ["Llama", "Qwen3", "Mistral", "Gemma2", "GPT2", "OPT"]
 TREE = random_tree(7)
-each_pair = pytest.mark.parametrize(
-    ("name", "dtype"), [("Llama", torch.bfloat16), ("Gemma2", torch.float32), ("Gemma2", torch.bfloat16),
-                        ("GPT2", torch.float32)]
+each_triple = pytest.mark.parametrize(
+    ("name", "dtype", "query_start"),
+    [("Llama", torch.bfloat16, "blank"), ("Gemma2", torch.float32, "last-token"), ("Gemma2", torch.bfloat16, "blank"),
+     ("GPT2", torch.float32, "last-token")],
 )  # fmt: skip
 CHAINS = ((-1, (0.1,)), (2, (0.9, 0.3)), (6, (0.5, 0.2, 0.8, float("nan"))), (-1, (0.1, 0.7)))
 LONG = ((-1, tuple(np.linspace(0.01, 0.99, 40))), (6, tuple(np.linspace(0.99, 0.01, 23))))  # deeper than a call is wide
@@ -45,10 +46,14 @@ def gated(name: str, dtype=torch.float32, **settings) -> tuple[CausalNetwork, Ca
     return fixed, ours
 
 
-@pytest.mark.parametrize("chains", [CHAINS, LONG], ids=["short", "long"])
-@pytest.mark.parametrize("length", [28, 70])
-@pytest.mark.parametrize("name", NAMES)
-@each_start
+@pytest.mark.parametrize(
+    ("name", "length", "chains", "query_start"),
+    [
+        (name, length, (CHAINS, LONG)[(at + i) % 2], STARTS[(at + i // 2) % 2])
+        for i, name in enumerate(NAMES)
+        for at, length in enumerate((28, 70))
+    ],
+)
 def test_queries_draft_what_they_draft_by_kernels(name, length, chains, query_start):
     """Also across the border of an extent, in chains deeper than a call has rows, and beyond a sliding window."""
     fixed, ours = gated(name, query_start=query_start)
@@ -62,8 +67,7 @@ def test_guesses_are_corrected_as_by_kernels():
     torch.testing.assert_close(logits(fixed, inputs), logits(ours, inputs), rtol=1e-3, atol=1e-3)
 
 
-@each_pair
-@each_start
+@each_triple
 def test_all_other_rows_keep_their_bits(name, dtype, query_start):
     """Those of the call with queries, and those that are decided afterwards from its memory."""
     fixed, alone = gated(name, dtype, query_start=query_start)[0], small(name, dtype)
@@ -77,8 +81,7 @@ def test_all_other_rows_keep_their_bits(name, dtype, query_start):
         assert torch.equal(outputs.logits[:count], logits(alone, bare(after)))
 
 
-@each_pair
-@each_start
+@each_triple
 def test_queries_of_several_texts_share_calls_and_keep_their_bits(name, dtype, query_start):
     """Rows of queries as well as others, beside texts without queries, and again after accepted drafts."""
     network = gated(name, dtype, query_start=query_start)[0]
@@ -131,13 +134,13 @@ def test_on_a_gpu_rows_beside_queries_keep_their_bits_in_graphs(name):
 
 @pytest.fixture
 def on_an_accelerator(monkeypatch):
-    """Every command loads its models as on CUDA, in fixed shapes."""
+    """Every command loads its models as on CUDA, in fixed shapes, which are small."""
 
     make = CausalNetwork.__init__
 
-    def in_fixed_shapes(self, model, batch_invariant=True, *settings):
+    def in_fixed_shapes(self, model, batch_invariant=True, settings=None):
         assert batch_invariant, "nobody asked for less"
-        make(self, model, True, *settings, fixed_shapes=True)
+        make(self, model, True, SMALL, fixed_shapes=True)
 
     monkeypatch.setattr(CausalNetwork, "__init__", in_fixed_shapes)
 

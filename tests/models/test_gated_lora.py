@@ -44,6 +44,15 @@ TREE = random_tree(7)
 STARTS = ["blank", "last-token"]
 each_start = pytest.mark.parametrize("query_start", STARTS)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES[:2], ids=["float32", "bfloat16"])
+each_name_twice = pytest.mark.parametrize(  # with each dtype and each start once, natively and by Transformers' layers
+    ("name", "dtype", "native_decoder", "query_start"),
+    [
+        (name, DTYPES[(i + turn) % 2], is_native, STARTS[(i // 2 + turn + is_native) % 2])
+        for i, name in enumerate(NAMES)
+        for is_native in (True, False)
+        for turn in range(2)
+    ],
+)
 
 
 def adapter_for(model, seed: int = 0, **settings) -> Adapter:
@@ -85,10 +94,7 @@ def bare(inputs: ForwardInputs) -> ForwardInputs:
 GROUPS = ((-1, (0.1,)), (2, (0.9, 0.3)), (6, (0.5, 0.2, 0.8, float("nan"))), (-1, (0.1, 0.7)))
 
 
-@each_dtype
-@each_start
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("native_decoder", [True, False], ids=["native", "transformers"])
+@each_name_twice
 def test_rows_that_are_no_queries_keep_the_bits_of_the_bare_model(name, dtype, native_decoder, query_start):
     if native_decoder and name not in DESCRIBED:
         pytest.skip(f"the native decoder does not run {name}; Transformers' layers do")
@@ -150,10 +156,7 @@ def reference(model, adapter: Adapter, tokens, uniforms, temperature: float) -> 
             hook.remove()
 
 
-@each_dtype
-@each_start
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("native_decoder", [True, False], ids=["native", "transformers"])
+@each_name_twice
 def test_queries_get_the_logits_of_merged_weights_behind_their_own_context(name, dtype, native_decoder, query_start):
     if native_decoder and name not in DESCRIBED:
         pytest.skip(f"the native decoder does not run {name}; Transformers' layers do")

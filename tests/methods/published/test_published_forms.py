@@ -60,23 +60,31 @@ def test_a_folder_is_of_one_form(form, folder):
     assert find_form(folder) is published_forms()[form]
 
 
-def test_texts_are_those_of_plain_decoding(tiny_folder, folder):
+def served(engine: saltus.Engine) -> list[str]:
+    body = {"prompt": TEXTS, "max_tokens": 16, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+    with TestClient(make_app(Service(engine, "tiny", Limits()))) as client:
+        return [choice["text"] for choice in client.post("/v1/completions", json=body).json()["choices"]]
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_folder) -> tuple[dict[float, list[list[int]]], list[str]]:
+    """The tokens of plain decoding, by temperature, and what a server writes by it."""
+    engine = saltus.load(str(tiny_folder(num_hidden_layers=6)), "plain")
+    given = {"max_new_tokens": 16, "ignore_eos": True}
+    tokens = {each: [one.tokens for one in engine.generate(TEXTS, temperature=each, **given)] for each in (0.0, 1.0)}
+    return tokens, served(engine)
+
+
+def test_texts_are_those_of_plain_decoding(tiny_folder, folder, plain):
     model, options = str(tiny_folder(num_hidden_layers=6)), {"ptp": {"model": str(folder)}}
     engine = saltus.load(model, "ptp+lookup", options=options, adaptive=False, max_draft_tokens=8)
-    for temperature in (0.0, 1.0):
+    for temperature, tokens in plain[0].items():
         given = {"max_new_tokens": 16, "temperature": temperature, "ignore_eos": True}
-        plain = engine.generate(TEXTS, method="plain", **given)
-        for method in ("ptp", "ptp+lookup"):
-            found = engine.generate(TEXTS, method=method, **given)
-            assert [one.tokens for one in found] == [one.tokens for one in plain]
-            assert all(one.statistics.draft_calls for one in found)
-        assert engine.generate(TEXTS[0], **given).tokens == plain[0].tokens
-    body = {"prompt": TEXTS, "max_tokens": 16, "temperature": 1.0, "seed": 5, "ignore_eos": True}
-    served = []
-    for each in (engine, saltus.load(model, "plain")):
-        with TestClient(make_app(Service(each, "tiny", Limits()))) as client:
-            served.append([choice["text"] for choice in client.post("/v1/completions", json=body).json()["choices"]])
-    assert served[0] == served[1]
+        found = engine.generate(TEXTS, **given)
+        assert [one.tokens for one in found] == tokens
+        assert all(one.statistics.draft_calls for one in found)
+        assert engine.generate(TEXTS[0], method="ptp", **given).tokens == tokens[0]
+    assert served(engine) == plain[1]
 
 
 def test_drafters_with_missing_unknown_or_other_weights_are_refused_in_a_line(folder):
