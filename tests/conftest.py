@@ -94,7 +94,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """The garbage collector leaves alone what is imported: a million objects, a quarter of a second each time."""
     gc.enable()
-    gc.collect()
     gc.freeze()
     gc.set_threshold(5000, 10, 20)  # most objects of a test end with it, and are in no cycle
     atexit.register(gc.unfreeze)

@@ -2,7 +2,8 @@
 
 `--quick` checks none. jaxtyping's import hook decorates every function of saltus (`--jaxtyping-packages`). A checked
 call takes some 0.1 ms, and to wrap a function some ms: it was three quarters of the suite's time. Of each function a
-test checks the first calls, and then ever fewer. Functions made inside others share a wrapper.
+test checks the first calls, and then ever fewer; of a function that many tests call each checks one. Functions made
+inside others share a wrapper.
 """
 
 import dataclasses
@@ -18,9 +19,11 @@ import pytest
 
 IS_CHECKED = pytest.StashKey[bool]()
 FIRST_CALLS = 3  # of a function in a test, all checked; then the 4th, the 8th, the 16th, …
+MANY_CHECKS = 500  # of a function in all tests; then the first call in each test is checked
 _checked_test = 0  # the number of the test that runs; 0 where its types are not checked
 _num_tests = 0
-_counts: dict[CodeType, list[int]] = {}  # by the code of a function, which all that one line makes share: test, calls
+# By the code of a function, which all that one line makes share: test, calls in it, and checked calls in all tests.
+_counts: dict[CodeType, list[int]] = {}
 _wrapped = jaxtyping.jaxtyped
 
 
@@ -42,17 +45,18 @@ def _wrapped_when_checked(*args: Any, **named: Any) -> Any:
 
 
 def _lazy(function: FunctionType, settings: dict[str, Any]) -> Any:
-    wrapped, counts = None, _counts.setdefault(function.__code__, [0, 0])
+    wrapped, counts = None, _counts.setdefault(function.__code__, [0, 0, 0])
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
         if not _checked_test:
             return function(*args, **named)
         if counts[0] != _checked_test:
-            counts[:] = _checked_test, 0
+            counts[:2] = _checked_test, 0
         counts[1] = count = counts[1] + 1
-        if count > FIRST_CALLS and count & (count - 1):
+        if count > 1 and (counts[2] >= MANY_CHECKS or (count > FIRST_CALLS and count & (count - 1))):
             return function(*args, **named)
+        counts[2] += 1
         if "<locals>" in function.__qualname__ and not function.__defaults__ and not function.__kwdefaults__:
             return _call_shared(function, settings, args, named)
         nonlocal wrapped
