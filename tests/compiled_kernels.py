@@ -5,10 +5,10 @@
 
 Launches compile in place of running, so that calls on the CPU reach all of them; what they compute is memory as it was.
 Prints a line for each binary. Exits with an error where Triton or ptxas refuses one, where a register is written to
-while a product of a warp group may still read it, and where products of few rows have other matrix instructions than
-those of many, which may add in another order. Binaries that lie in Triton's cache are not compiled again, and the
-listing of their instructions lies beside them. Launches that differ in sizes alone share a binary: what is compiled for
-a size depends on how often 2 divides it.
+while a product of a warp group may still read it, where products of few rows have other matrix instructions than
+those of many, which may add in another order, and where products are not rounded as the source says. Binaries that lie
+in Triton's cache are not compiled again, and the listing of their instructions lies beside them. Launches that differ
+in sizes alone share a binary: what is compiled for a size depends on how often 2 divides it.
 """
 
 import hashlib
@@ -74,6 +74,7 @@ WITH_PRODUCTS = {
     "_attend_split",
     "_combine",
 }
+ONE_SUM = {"_combine", "_recur"}  # kernels
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes of a program
 
 
@@ -121,6 +122,7 @@ class Compiler:
                 found = self.products.setdefault(key[0], set())
                 found |= {name for name in PRODUCTS if re.search(rf"\s{re.escape(name)}\b", made.asm["ptx"])}
                 assert len(found) == 1, f"{key[0]} multiplies by {' and '.join(sorted(found)) or 'single numbers'}"
+            check_rounding(key[0], made.asm["ptx"], self.capability)
             print(self.capability, key[0], f"{made.metadata.shared:,} bytes of shared memory", flush=True)
 
     def check_registers(self) -> None:
@@ -132,6 +134,22 @@ class Compiler:
             early = early_writes([(place, line) for place, line in lines if begin <= place < end])
             assert not early, f"{key} writes to registers that a product reads: {early[0]}"
             begin = end
+
+
+def check_rounding(name: str, instructions: str, capability: int) -> None:
+    """Fail where products and sums are fused that must not be (`rounded_product`), and subnormal numbers become 0.
+
+    The lanes of a warp must agree on the sums of `ONE_SUM`: several of them write the same one to shared memory. GPUs
+    before Hopper have no other product of two numbers of 16 bits than a fused one with −0.
+    """
+    assert capability < 90 or not re.search(r"\bfma\.rn\S*\.b?f16", instructions), (
+        f"{name} adds products before it rounds them"
+    )
+    assert "packed" not in name or ".ftz" not in instructions, f"{name} takes packed integers for 0"
+    if name in ONE_SUM:
+        of_others = re.findall(r"shfl\.sync\.bfly\.b32\s+(%r\d+)", instructions)
+        added = re.findall(r"fma\.rn\.f32\s+%r\d+, %r\d+, %r\d+, (%r\d+)", instructions)
+        assert not {*of_others} & {*added}, f"the lanes of {name} have different sums"
 
 
 def code_of(binary: bytes) -> bytes:

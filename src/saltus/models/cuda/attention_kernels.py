@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saltus.models.attention_span import AttentionSpan, Chunks
-from saltus.models.cuda.launching import device_function, kernel, largest_power_of_two, power_of_two
+from saltus.models.cuda.launching import device_function, kernel, largest_power_of_two, power_of_two, rounded_product
 
 SPLIT = 128  # positions
 BLOCK = 64  # recent columns of a product
@@ -159,8 +159,9 @@ def _combine(
         higher = tl.maximum(top, tl.max(other, 0))
         before = tl.exp(top - higher)
         factor = tl.where(read, tl.exp(other - higher[None, :]), 0.0)
-        weighted = weighted * before[:, None] + tl.sum(found * factor[:, :, None], 0)
-        total = total * before + tl.sum(tl.load(totals + at, mask=read, other=0.0) * factor, 0)
+        weighted = weighted * before[:, None] + tl.sum(rounded_product(found, factor[:, :, None]), 0)
+        of_splits = rounded_product(tl.load(totals + at, mask=read, other=0.0), factor)
+        total = total * before + tl.sum(of_splits, 0)
         top = higher
         start += COMBINED
     place = (row * HEADS + head)[:, None] * VALUE_DIM + own_dim[None, :]

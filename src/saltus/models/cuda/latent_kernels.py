@@ -11,7 +11,7 @@ from typing import Any
 import triton.language as tl
 from torch import Tensor
 
-from saltus.models.cuda.launching import kernel, largest_power_of_two, power_of_two
+from saltus.models.cuda.launching import kernel, largest_power_of_two, power_of_two, rounded_product
 from saltus.models.cuda.linear_kernels import tile_rows
 from saltus.models.cuda.row_kernels import AngleTable, normed_row, rounds_once, summed_columns
 
@@ -89,8 +89,10 @@ def _rotate_latent(
         if ROUNDS_ONCE:
             left, right = first * cos - second * sin, second * cos + first * sin
         else:
-            left = (first * cos).to(dtype).to(tl.float32) + (-second * sin).to(dtype).to(tl.float32)
-            right = (second * cos).to(dtype).to(tl.float32) + (first * sin).to(dtype).to(tl.float32)
+            left = rounded_product(first, cos).to(dtype).to(tl.float32)
+            left += rounded_product(-second, sin).to(dtype).to(tl.float32)
+            right = rounded_product(second, cos).to(dtype).to(tl.float32)
+            right += rounded_product(first, sin).to(dtype).to(tl.float32)
     tl.store(to + at_first, left.to(dtype), mask=exists)
     tl.store(to + at_second, right.to(dtype), mask=exists)
 

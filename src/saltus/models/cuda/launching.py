@@ -104,6 +104,17 @@ def device_function(function: Callable[..., Any]) -> Any:
     return triton.jit(inspect.unwrap(function))
 
 
+@device_function
+def rounded_product(x, y):
+    """x · y, rounded by itself, in float32.
+
+    A product that is added to something is fused with the sum otherwise. Where it is rounded to 16 bits before that,
+    LLVM multiplies and adds numbers of 16 bits, and fuses these. Where it is summed over, each lane of a warp fuses its
+    own product with the rounded one of another lane, so that lanes have different sums.
+    """
+    return tl.fma(x, y, 0.0)
+
+
 @lru_cache
 def pipeline_bytes(device: torch.device) -> int:
     """Bytes of shared memory for the pipeline of a program: seven eighths of what a program may have."""

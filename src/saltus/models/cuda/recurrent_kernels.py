@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from saltus.models.cuda.launching import device_function, kernel, power_of_two
+from saltus.models.cuda.launching import device_function, kernel, power_of_two, rounded_product
 from saltus.models.cuda.recurrent_inputs import OF_NODES, Jobs
 from saltus.models.cuda.row_kernels import summed_columns
 
@@ -141,8 +141,8 @@ def _recur(
             size = tl.minimum(tl.maximum(size, least), most)
             decay = tl.exp((size[None, :] if SCANNED else size) * own_rate)
             if DELTA:
-                key *= 1.0 / tl.sqrt(tl.sum(key * key, 0) + epsilon)
-                query *= 1.0 / tl.sqrt(tl.sum(query * query, 0) + epsilon)
+                key *= 1.0 / tl.sqrt(tl.sum(rounded_product(key, key), 0) + epsilon)
+                query *= 1.0 / tl.sqrt(tl.sum(rounded_product(query, query), 0) + epsilon)
                 steps: tl.constexpr = HEADS * KEYS if CHANNELWISE else HEADS  # pyright: ignore[reportAssignmentType]
                 weight = weight_scale / (1.0 + tl.exp(-tl.load(numbers + steps + head).to(tl.float32)))
                 if CHANNELWISE:

@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from saltus.models.cuda.launching import device_function, kernel, power_of_two
+from saltus.models.cuda.launching import device_function, kernel, power_of_two, rounded_product
 from saltus.models.mixer_description import Angles
 from saltus.models.rotary_angles import angles_of_positions
 
@@ -32,7 +32,7 @@ def normed_row(
     normed = x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + epsilon)
     if ROUNDS_ONCE:
         return weight * normed
-    return weight * normed.to(dtype).to(tl.float32)
+    return rounded_product(weight, normed.to(dtype).to(tl.float32))
 
 
 @kernel("num_rows", "epsilon", "output_epsilon", "scale", "state_scale")
@@ -181,8 +181,10 @@ def _rotate_and_store(
             if ROTATES_ONCE:
                 left, right = first * cos - second * sin, second * cos + first * sin
             else:
-                left = (first * cos).to(dtype).to(tl.float32) + (-second * sin).to(dtype).to(tl.float32)
-                right = (second * cos).to(dtype).to(tl.float32) + (first * sin).to(dtype).to(tl.float32)
+                left = rounded_product(first, cos).to(dtype).to(tl.float32)
+                left += rounded_product(-second, sin).to(dtype).to(tl.float32)
+                right = rounded_product(second, cos).to(dtype).to(tl.float32)
+                right += rounded_product(first, sin).to(dtype).to(tl.float32)
         if GROWS:
             factor = tl.where(head < HEADS, tl.load(growth + tl.load(positions + row)), 1.0)
             left, right = left * factor, right * factor

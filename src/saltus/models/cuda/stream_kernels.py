@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from saltus.models.cuda.launching import device_function, kernel, power_of_two
+from saltus.models.cuda.launching import device_function, kernel, power_of_two, rounded_product
 from saltus.models.cuda.row_kernels import normed_row
 
 LEAST_SQUARE = 1e-5  # mean square of a projection by which it is scaled, at least
@@ -39,7 +39,7 @@ def _coefficient(weights, modalities, COUNT: tl.constexpr, SLOTS: tl.constexpr, 
     """The product of COUNT weights and modalities, rounded."""
     slot = tl.arange(0, SLOTS)
     own = tl.load(weights + slot, mask=slot < COUNT, other=0.0)
-    return tl.sum(own * modalities, 0).to(dtype).to(tl.float32)
+    return tl.sum(rounded_product(own, modalities), 0).to(dtype).to(tl.float32)
 
 
 @kernel("step", "epsilon")
@@ -84,7 +84,7 @@ def _correct(
     for i in tl.static_range(COUNT):
         factor = _coefficient(weights + i * COUNT, modalities, COUNT, SLOTS, dtype) + 1.0
         own = tl.load(predicted + i * step + here, mask=inside, other=0.0).to(tl.float32)
-        made = ((change * factor.to(dtype).to(tl.float32)).to(dtype).to(tl.float32) + own).to(dtype)
+        made = (rounded_product(change, factor.to(dtype).to(tl.float32)).to(dtype).to(tl.float32) + own).to(dtype)
         tl.store(streams + i * step + here, made, mask=inside)
         if i == ACTIVE:
             if SCALED:
