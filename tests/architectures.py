@@ -1,6 +1,7 @@
 """Make tiny random models of the architectures that a causal network must serve, and ask them."""
 
 from copy import deepcopy
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel, set_seed
 
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
+from saltus.loading.model_folders import OWN_CLASSES
 from saltus.models import causal
 from saltus.models.causal import CausalNetwork
 from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
@@ -169,6 +171,13 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
     "Laguna": {
         **LLAMA_LIKE, **WINDOW, **ALTERNATING, **EXPERTS, "head_dim": 16, "num_attention_heads_per_layer": [6, 4],
         "shared_expert_intermediate_size": 40, "moe_routed_scaling_factor": 1.5,
+    },
+    "Step3p7": {
+        **LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 16, "num_sliding_attention_heads": 8,
+        "mlp_layer_types": ["dense", "sparse"], "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40, "share_expert_dim": 40, "moe_router_scaling_factor": 1.5,
+        "swiglu_limits": [0.0, 0.5], "swiglu_limits_shared": [1.0, 0.25],
+        "rope_theta": [1e2, 1e4], "partial_rotary_factors": [1.0, 0.5],
     },
     "Laguna with other gates": {
         **LLAMA_LIKE, **WINDOW, **ALTERNATING, **EXPERTS, "head_dim": 16, "gating": "per-element",
@@ -390,8 +399,9 @@ WITH_FLOAT32_ROUTERS = [  # as Transformers loads them in bfloat16
     "AXK1",
 ]  # fmt: skip
 TEXT_PARTS = {  # of models of pictures and text
-    "Gemma3", "Gemma3n", "Gemma4", "Gemma4Unified", "Llama4", "Qwen3_5", "Qwen3_5Moe", "MuseGlimmer",
+    "Gemma3", "Gemma3n", "Gemma4", "Gemma4Unified", "Llama4", "Qwen3_5", "Qwen3_5Moe", "MuseGlimmer", "Step3p7",
 }  # fmt: skip
+OWN_CLASSES_OF = {"MuseGlimmer": "muse_glimmer_text", "Step3p7": "step3p5"}  # by type of model
 
 OTHER_CLASSES = {
     "GPT2": "GPT2LMHeadModel",
@@ -410,8 +420,8 @@ DESCRIBED = [  # by a file of saltus.models.architectures
     "Glm", "MiniCPM3", "Mellum", "DeepseekV32", "GlmMoeDsa",
     "NanoChat", "Jais2", "Exaone", "Phi", "StableLm", "StableLm of parallel layers", "Nemotron", "Afmoe", "SolarOpen",
     "VaultGemma", "HyperCLOVAX", "FlexOlmo", "HYV3", "GraniteMoeShared", "SarvamMoE", "Flint", "Laguna",
-    "Laguna with other gates", "Apertus", "GPT2", "GPTBigCode", "GPTNeoX", "OPT", "OPT without weights of norms",
-    "GPTNeoX of layers after each other", "GraniteSWA",
+    "Laguna with other gates", "Step3p7", "Apertus", "GPT2", "GPTBigCode", "GPTNeoX", "OPT",
+    "OPT without weights of norms", "GPTNeoX of layers after each other", "GraniteSWA",
     "GraniteMoeSWA", "MiMoV2Flash", "Phimoe", "Cohere2Moe", "Cohere2Moe with a dense layer",
     "Falcon", "Falcon of groups", "LongcatFlash", "Persimmon",
     "Kolibri1", "AXK1", "MuseGlimmer", "Apertus1p5Text",
@@ -467,10 +477,9 @@ def configuration(name: str) -> str:
 
 def model_class(name: str) -> type[PreTrainedModel]:
     name = name.split()[0]
-    if name == "MuseGlimmer":
-        from saltus.models.muse_glimmer import MuseGlimmerForCausalLM  # of a class that older Transformers lack
-
-        return MuseGlimmerForCausalLM
+    if name in OWN_CLASSES_OF:
+        module, own = OWN_CLASSES[OWN_CLASSES_OF[name]]  # of classes that older Transformers lack
+        return getattr(import_module(module), own)
     return getattr(transformers, OTHER_CLASSES.get(name, f"{name}ForCausalLM"))
 
 

@@ -265,6 +265,13 @@ CASES = {
         "head_dim": 32, "shared_expert_intermediate_size": 96, "gating": "per-element", "layer_types": [FULL] * 2,
         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 1.0}
                             for kind in (FULL, SLIDING)}}),
+    "step35": Case("step3p5", "step35", {
+        "head_dim": 32, "num_hidden_layers": 4, "sliding_window": 8, "layer_types": [FULL, SLIDING, SLIDING, FULL],
+        "num_sliding_attention_heads": 6, "mlp_layer_types": ["dense"] + ["sparse"] * 3, "n_routed_experts": 8,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 64, "share_expert_dim": 64, "moe_router_scaling_factor": 2.5,
+        "swiglu_limits": [0.0, 0.0, 0.5, 0.75], "swiglu_limits_shared": [0.0, 0.0, 0.25, 0.5], "rope_parameters": {
+            FULL: {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 0.5},
+            SLIDING: {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 1.0}}}),
     "muse-glimmer": Case("muse_glimmer_text", "muse-glimmer", {
         "head_dim": 32, "num_hidden_layers": 4, "sliding_window": 8, "final_logit_softcapping": 20.0}),
     "phimoe": Case("phimoe", "phimoe", {
@@ -324,7 +331,7 @@ INTERLEAVED = {
 }  # fmt: skip
 NEMOTRONS = ("nemotron_h", "nemotron_h_moe")
 WITHOUT_ANGLES = ("mamba", "mamba2", "jamba", "gpt2", "starcoder", "kimi-linear", *NEMOTRONS)
-MORE_IN_NORMS = {"gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe", "nemotron"}
+MORE_IN_NORMS = {"gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe", "nemotron", "step35"}
 HALF_ROTATED = ("glm", "glm4", "phi", "stablelm", "nemotron")
 PLAIN = (
     r"indexer\.(proj|k_norm)|_norm(_[12])?(\.weight)?$|ffn_gate_inp|exp_probs_b|\.ssm_(a$|d$|conv1d|norm)|shortconv\.conv"
@@ -578,6 +585,15 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
     if case.name in ("qwen2vl", "qwen3vl", "qwen3vlmoe"):
         out.add_rope_dimension_sections([16, 8, 8, 0])  # of positions in pictures
         out.add_num_deepstack_layers(3)
+    if case.name == "step35":
+        slides = [kind == SLIDING for kind in config.layer_types]
+        out.add_sliding_window_pattern(slides)
+        counts = config.num_attention_heads, config.num_sliding_attention_heads
+        out.add_head_count([counts[slide] for slide in slides])
+        out.add_head_count_kv([config.num_key_value_heads] * len(slides))
+        out.add_rope_dimension_count(config.head_dim)  # which readers halve for the layers without a window
+        out.add_swiglu_clamp_exp(config.swiglu_limits)
+        out.add_swiglu_clamp_shexp(config.swiglu_limits_shared)
     if case.name == "muse-glimmer":
         out.add_logit_scale(config.output_multiplier)
         out.add_sliding_window_pattern([kind == SLIDING for kind in config.layer_types])

@@ -82,6 +82,11 @@ def add_experts(out: gguf.GGUFWriter, config: Any, name: str) -> None:
         out.add_expert_weights_scale(config.moe_routed_scaling_factor)
         out.add_expert_weights_norm(True)
         out.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    if name == "step35":
+        out.add_leading_dense_block_count(config.mlp_layer_types.count("dense"))
+        out.add_expert_shared_feed_forward_length(config.share_expert_dim)
+        out.add_expert_weights_scale(config.moe_router_scaling_factor)
+        out.add_expert_weights_norm(True)
     if name == "hy_v3":
         out.add_expert_shared_feed_forward_length(config.moe_intermediate_size * config.num_shared_experts)
         out.add_expert_weights_scale(config.router_scaling_factor)

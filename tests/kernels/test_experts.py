@@ -38,7 +38,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "all": {"top_k": EXPERTS},
     "one": {"top_k": 1},
 }  # fmt: skip
-ACTIVATIONS = ["silu", "gelu_tanh", "clamped_swiglu", "relu_squared"]
+ACTIVATIONS = ["silu", "limited_silu", "gelu_tanh", "clamped_swiglu", "relu_squared"]
 
 
 class Mixture:
@@ -90,8 +90,10 @@ class Mixture:
         struct = structs.Experts(**{
             "x": x.data_ptr(), "out": out.data_ptr(), "router": self.router.data_ptr(), "rows": len(x),
             "hidden": self.hidden, "width": self.width, "routed_inputs": self.hidden, "experts": experts, "groups": 1,
-            "scoring": structs.SCORINGS[self.settings.get("scoring", "softmax")], "scale": 1.0, "limit": 1.5,
-            "activation": structs.ACTIVATION_NUMBERS[self.activation], "interleaved": self.interleaved, "alpha": 1.702,
+            "scoring": structs.SCORINGS[self.settings.get("scoring", "softmax")], "scale": 1.0,
+            "limit": 1.5 * (self.activation in ("limited_silu", "clamped_swiglu")),
+            "activation": structs.ACTIVATION_NUMBERS[self.activation.removeprefix("limited_")],
+            "interleaved": self.interleaved, "alpha": 1.702,
             "epsilon": 1e-5, "add": None if add is None else out.data_ptr(),
             "shared": None if shared is None else shared.data_ptr(),
             "shared_gate": None if shared_gate is None else shared_gate.data_ptr(),
@@ -160,7 +162,9 @@ class Mixture:
         else:
             assert gate is not None
             silu, gelu = torch.nn.functional.silu, torch.nn.functional.gelu
-            made = (silu(gate) if self.activation == "silu" else gelu(gate, approximate="tanh")) * up
+            made = gelu(gate, approximate="tanh") if self.activation == "gelu_tanh" else silu(gate)
+            is_limited = self.activation == "limited_silu"
+            made = made.clamp(max=1.5) * up.clamp(-1.5, 1.5) if is_limited else made * up
         out = self.experts_of("down")[number] @ made
         return out + self.biases["down"][number].double() if self.biases else out
 

@@ -127,6 +127,14 @@ def test_the_kernels_read_packed_weights_where_they_lie(name, tmp_path):
     assert (logits["float32", "file"][[0, 3]] - expected).abs().max() < 1e-4
 
 
+def test_rope_factors_of_layers_with_angles_of_their_own_are_those_of_their_first_dimensions(tmp_path):
+    theirs, factors = model_of("step35"), np.linspace(1, 8, 16, dtype=np.float32)
+    file = file_of("step35", tmp_path, [Q.Q8_0], more=lambda out: out.add_tensor("rope_freqs.weight", factors))
+    ours, theirs = (model.model.rotary_emb for model in (load_model("tiny", resolve(str(file))), theirs))
+    assert torch.allclose(ours.full_attention_inv_freq * torch.from_numpy(factors[:8]), theirs.full_attention_inv_freq)
+    assert torch.equal(ours.sliding_attention_inv_freq, theirs.sliding_attention_inv_freq)
+
+
 @pytest.mark.parametrize("name", ["gpt-oss", "qwen3moe", "llama4", "granitemoe"])
 def test_experts_that_are_packed_at_load_are_those_of_a_file(name, tmp_path, monkeypatch):
     monkeypatch.setattr(packing, "cache_folder", lambda: tmp_path / "cache")

@@ -43,6 +43,10 @@ WHOLE = {
         {**EYE, "num_hidden_layers": 1, "num_attention_heads": 2},
         {"out_hidden_size": 128, "projector_hidden_size": 32},
     ),
+    "Step3p7": (
+        "Step3p5ForCausalLM", {**TEXT, **ARCHITECTURES["Step3p7"]},
+        {"hidden_size": 32, "layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}, {},
+    ),
     "Glm4v": ("Glm4ForCausalLM", {**TEXT, "rope_parameters": {**THREE_DIMENSIONS, "partial_rotary_factor": 0.5,
         "mrope_section": [1, 0, 1]}}, BLOCKS, {}),
     "Glm4vMoe": (

@@ -200,11 +200,12 @@ def _config(architecture: GgufArchitecture, headers: Sequence[GgufHeader], files
     metadata, places = headers[0].metadata, _tensor_places(headers, files)
     shapes = {name: tensor.shape for name, (tensor, _) in places.items()}
     model = GgufModel(architecture.name, metadata, shapes, partial(_read_numbers, places=places))
-    return architecture.config(model) | {
+    config = architecture.config(model)
+    return config | {
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "dtype": "bfloat16",
         "eos_token_id": end_tokens(metadata),
-        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id", config.get("pad_token_id")),
         "tie_word_embeddings": "output.weight" not in shapes,
         "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
     }

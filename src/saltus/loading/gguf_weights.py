@@ -115,7 +115,11 @@ def _is_flipped(module: Any, shape: Sequence[int]) -> bool:
 
 
 def _divide_frequencies(model: Any, divisors: np.ndarray, file: Path) -> None:
-    frequencies = getattr(model.model.rotary_emb, "inv_freq", None)
+    """Where layers with a window have angles of their own, those of the others, of their first dimensions."""
+    angles = model.model.rotary_emb
+    frequencies = getattr(angles, "inv_freq", None)
+    if frequencies is None and (frequencies := getattr(angles, "full_attention_inv_freq", None)) is not None:
+        divisors = divisors[: len(frequencies)]
     if frequencies is None or frequencies.shape != divisors.shape:
         raise SourceError(f"{file} has {ROPE_FACTORS} that do not fit its architecture; fetch it again")
     frequencies /= torch.from_numpy(divisors)

@@ -32,7 +32,8 @@ LAYERS_OF_TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {  # that have no 
 }
 OWN_CLASSES = {  # that no mapping of causal models lists: Transformers', or ours of its layers
     "mistral4": ("transformers", "Mistral4ForCausalLM"),
-    "muse_glimmer_text": ("saltus.models.muse_glimmer", "MuseGlimmerForCausalLM"),
+    "muse_glimmer_text": ("saltus.models.text_parts.muse_glimmer", "MuseGlimmerForCausalLM"),
+    "step3p5": ("saltus.models.text_parts.step3p5", "Step3p5ForCausalLM"),
 }
 SAME_LAYERS = {"mimo": "qwen2"}  # of texts alone, by types of models that Transformers has no class for
 TEXT_PART_NAMES = {  # in models that read more than text, by pattern

@@ -50,6 +50,7 @@ class MLP:
     gate_scale: float = 1.0  # of what the gate gives, before the activation
     output_scale: float = 1.0
     gate_cutoff: float | None = None
+    limit: float = 0.0  # if not 0, what the activation gives is at most this, and what it multiplies within ± this
     xielu: str | None = None  # the path of this activation's numbers (Huang & Schlag 2024)
 
 
@@ -158,7 +159,8 @@ class Experts:
     scales_inputs: bool = False  # weights multiply what an expert reads, not what it gives
     is_transposed: bool = False
     gate_up_interleaved: bool = False  # outputs of gate and up alternate; else the first half is the gate's
-    limit: float = 0.0  # of clamped_swiglu: min(gate, limit) · sigmoid(alpha · gate) · (clamp(up, ± limit) + 1)
+    # of clamped_swiglu: min(gate, limit) · sigmoid(alpha · gate) · (clamp(up, ± limit) + 1); else as that of an MLP
+    limit: float = 0.0
     alpha: float = 0.0
     shared: MLP | None = None  # added to the sum, times the sigmoid of what `shared_gate` gives
     shared_gate: Weight | None = None

@@ -101,6 +101,14 @@ class GgufModel:
         single = np.float32(value) if abs(value) < np.finfo(np.float32).max else value
         return float(str(single)) if single == value else float(value)
 
+    def numbers(self, key: str, layers: int, default: list[float] | None = None) -> list[float]:
+        """A number for each layer, as it is."""
+        values = self.get(key, default)
+        is_list = isinstance(values, list) and len(values) == layers
+        if not is_list or not all(type(value) in (int, float) and math.isfinite(value) for value in values):
+            raise self._wrong(key, values, f"numbers, {layers:,} of them")
+        return values
+
     def word(self, key: str, default: str) -> str:
         value = self.get(key, default)
         if not isinstance(value, str):

@@ -64,6 +64,7 @@ typedef struct {
   const void *add;   // [rows, out] or NULL: added to the first product
   int64_t norm_kind, activation;  // the activation is of x itself where there is no gate and it is not 0
   float epsilon;     // of the norm
+  float limit;       // if not 0, the activation of a gate is at most this, and what it multiplies within ± this
   // s · B(Ax) is added to gated rows before they are rounded (Hu et al. 2021); sums in float32
   float scale;
   const void *down[WEIGHTS], *up[WEIGHTS];  // A [rank, in], B turned [rank, out], or NULL

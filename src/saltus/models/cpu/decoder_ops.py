@@ -218,7 +218,7 @@ class DecoderOps:
             self.add(gate, None, mlp.gate_scale, gate)
         if mlp.gate_cutoff is not None:
             self.op(altup.CUT_OFF, altup.Cutoff(x=gate.data_ptr(), size=width, deviations=mlp.gate_cutoff))
-        return up, {"gate": gate, "activation": structs.ACTIVATION_NUMBERS[mlp.activation]}
+        return up, {"gate": gate, "activation": structs.ACTIVATION_NUMBERS[mlp.activation], "limit": mlp.limit}
 
     def _xielu(self, mlp: MLP, x: Tensor) -> structs.Xielu:
         """The activation of x, in place. Its numbers are rounded as those of the model."""

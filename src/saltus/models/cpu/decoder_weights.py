@@ -120,11 +120,12 @@ def linear_struct(
     gate: Tensor | None = None,
     add: Tensor | None = None,
     activation: int = 0,
+    limit: float = 0.0,
 ) -> structs.Linear:
     """The kernel's arguments of a product but its rows: of `x` with matrices (or linear layers), to their outputs."""
     inputs = weights[0][0].weight.shape[1]
     _check_widths(x, inputs, weights, norm, gate, add)
-    struct = structs.Linear(x=x.data_ptr(), inputs=inputs, count=len(weights), activation=activation)
+    struct = structs.Linear(x=x.data_ptr(), inputs=inputs, count=len(weights), activation=activation, limit=limit)
     for i, (matrix, out) in enumerate(weights):
         struct.weight[i], struct.format[i] = kernel_arguments(matrix.weight)
         struct.out[i], struct.outs[i] = None if out is None else out.data_ptr(), len(matrix.weight)

@@ -34,6 +34,7 @@ def experts_struct(layer: Experts, weights: Resolver, hidden: int, norm: dict[st
     assert router_weight.shape == (experts, hidden)
     assert down.shape == (experts - layer.zero_experts, hidden, width)
     assert not (layer.zero_experts and layer.scales_inputs)
+    assert not layer.limit or layer.activation == "clamped_swiglu" or (layer.has_gate and not layer.gate_up_interleaved)
     struct = structs.Experts(
         router=router_weight.data_ptr(), router_is_float32=router_weight.dtype == torch.float32, hidden=hidden,
         width=width, routed_inputs=hidden, experts=experts, top_k=layer.top_k, groups=layer.groups,

@@ -34,7 +34,7 @@ from saltus.models.temperature_tuning import is_own_hook
 STATIC_ROPE_TYPES = {"default", "linear", "llama3", "ntk_alpha", "proportional", "yarn"}
 INITIAL_ROPE_POSITIONS = 1024  # of a table of angles, at first
 MANY_SLOTS = 2**31  # more than a text has tokens
-MODULES_OF_LAYERS = "torch.nn.", "transformers.", "saltus.models.muse_glimmer"  # whose layers files describe
+MODULES_OF_LAYERS = "torch.nn.", "transformers.", "saltus.models.text_parts"  # whose layers files describe
 
 
 def supports_native_decoder(model: Any) -> bool:

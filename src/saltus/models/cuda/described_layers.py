@@ -183,5 +183,7 @@ def _is_known_mlp_or_experts(mlp: MLP | Experts | MLPAndExperts | None, base: An
 def _is_known_mlp(mlp: MLP, base: Any) -> bool:
     if mlp.activation not in (UNGATED if mlp.gate is None else ACTIVATIONS) or mlp.down.stop is not None:
         return False
+    if mlp.limit:
+        return False
     feeding = [each for each in (mlp.gate, mlp.up) if each is not None]
     return whole_layers(feeding, base) is not None
