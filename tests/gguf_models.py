@@ -490,6 +490,7 @@ def _file_name(names: Any, name: str) -> str:
     direct = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
     nextn = ("eh_proj", "enorm", "hnorm", "embed_tokens", "shared_head.norm", "shared_head.head")
     direct |= {key: f"nextn.{key.replace('.', '_')}.weight" for key in nextn}
+    direct["post_attention_norm"] = "post_attention_norm.weight"
     direct |= {f"self_attn.{key}_proj": "attn_gate.weight" for key in ("g", "gate")}
     for key, found in direct.items():
         if name.startswith("model.layers.") and name.removesuffix(".weight").endswith(f".{key}"):

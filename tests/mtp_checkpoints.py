@@ -23,6 +23,7 @@ FORMS: dict[str, tuple[str, dict]] = {  # the target's architecture, and what di
     "MiMo": ("Qwen2", {}),
     "MiMo V2": ("MiMoV2Flash", {"mlp_layer_types": ["sparse", "dense"]}),
     "K-EXAONE": ("ExaoneMoe", {"mlp_layer_types": ["sparse", "dense"], "mtp_layer_types": ["full_attention"]}),
+    "Nemotron 3.5": ("NemotronH with experts", {"num_nextn_predict_layers": 1}),
     "EXAONE 4.5": ("Exaone4", {"layer_types": ["sliding_attention"] * 2, "num_nextn_predict_layers": 1}),
 }
 MIMO_V2 = {  # of a layer's tensors, by Transformers' names
@@ -32,13 +33,23 @@ QWENS_NAMES = ("Qwen", "K-EXAONE", "EXAONE")
 VOCAB = 300  # of the byte-level tokenizer
 
 
+def layers_like_a_head(model: Any, make: Any = lambda layer, place: layer) -> Any:
+    """The last layer with attention; of Nemotron, where it is that alone, also the last one with experts."""
+    layers = dict(enumerate(model.model.layers))
+    if not hasattr(model.config, "mtp_layers_block_type"):
+        place = max(place for place, layer in layers.items() if hasattr(layer, "self_attn"))
+        return make(layers[place], place)
+    last = {layer.block_type: place for place, layer in layers.items()}
+    places = [last[kind] for kind in model.config.mtp_layers_block_type]
+    return torch.nn.ModuleList([make(layers[place], place) for place in places])
+
+
 def head_tensors(form: str, model: Any, module: int = 0, seed: int = 3) -> dict[str, torch.Tensor]:
     """The tensors of one random module by their published names. Its layer is like the model's last with attention."""
     generator = torch.Generator().manual_seed(seed + module)
     config = model.config
     hidden, layers = config.hidden_size, config.num_hidden_layers
-    like = next(i for i in reversed(range(layers)) if hasattr(model.model.layers[i], "self_attn"))
-    state = model.model.layers[like].state_dict()
+    state = layers_like_a_head(model).state_dict()
 
     def drawn(shape: tuple[int, ...]) -> torch.Tensor:
         plus_one = form.startswith("Qwen")  # norms are stored without one
@@ -46,7 +57,10 @@ def head_tensors(form: str, model: Any, module: int = 0, seed: int = 3) -> dict[
 
     layer = {}
     for name, weight in state.items():
-        if name.endswith("experts.gate_up_proj"):
+        if name.endswith("experts.up_proj"):
+            at = name.removesuffix("up_proj")
+            layer |= {f"{at}{i}.up_proj.weight": up for i, up in enumerate(drawn(weight.shape))}
+        elif name.endswith("experts.gate_up_proj"):
             gates, ups = drawn(weight.shape).chunk(2, 1)
             at = name.removesuffix("gate_up_proj")
             layer |= {f"{at}{i}.gate_proj.weight": gate for i, gate in enumerate(gates)}
@@ -73,6 +87,9 @@ def head_tensors(form: str, model: Any, module: int = 0, seed: int = 3) -> dict[
         names = [f"{at}{name}.weight" for name in ("eh_proj", "enorm", "hnorm", "final_layernorm")]
         for ours, theirs in MIMO_V2.items():
             layer[theirs] = layer.pop(ours)
+    elif form == "Nemotron 3.5":
+        at = "mtp.layers."
+        names = [f"{at}{name}.weight" for name in ("0.eh_proj", "0.enorm", "0.hnorm", "1.final_layernorm")]
     elif form == "MiMo":
         at = f"model.mtp_layers.{module}."
         norms_of = ("token_layernorm", "hidden_layernorm", "final_layernorm")

@@ -1,5 +1,6 @@
 """Heads in GGUF files draft what the same weights draft from a safetensors checkpoint, and change no text."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import gguf_models
 import saltus
 from gguf_models import CASES
+from mtp_checkpoints import layers_like_a_head
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.kernels.packed_weight import PackedWeight
@@ -18,7 +20,7 @@ from saltus.loading import gguf_index, sources
 from saltus.methods.mtp.drafter import Mtp
 from tiny_models import byte_tokenizer
 
-FILES = ["deepseek2", "glm4moe", "qwen35", "qwen35moe", "qwen3next", "exaone4, windows", "mimo2"]
+FILES = ["deepseek2", "glm4moe", "qwen35", "qwen35moe", "qwen3next", "exaone4, windows", "mimo2", "nemotron_h_moe"]
 PUBLISHED = {  # by the names of DeepSeek V3, those of Qwen
     "eh_proj": "mtp.fc", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden",
     "shared_head.norm": "mtp.norm",
@@ -35,8 +37,10 @@ def own_cache(tmp_path, monkeypatch):
 def random_heads(model: Any, copies: bool, count: int = 1) -> dict[str, torch.Tensor]:
     """The tensors of modules by DeepSeek's names; their layers are like the model's last with attention."""
     generator, hidden = torch.Generator().manual_seed(3), model.config.hidden_size
-    layer = next(each for each in reversed(model.model.layers) if hasattr(each, "self_attn"))
-    shapes = {name: weight.shape for name, weight in layer.state_dict().items()}
+    shapes = {name: weight.shape for name, weight in layers_like_a_head(model).state_dict().items()}
+    if "1.norm.weight" in shapes:  # Nemotron's, whose converter makes one block of both layers
+        shapes = {re.sub(r"1\.norm", "post_attention_norm", name): shape for name, shape in shapes.items()}
+        shapes = {re.sub(r"^\d\.", "", name): shape for name, shape in shapes.items()}
     shapes |= {"eh_proj.weight": (hidden, 2 * hidden)}
     shapes |= {f"{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
     tensors = {}
@@ -46,7 +50,7 @@ def random_heads(model: Any, copies: bool, count: int = 1) -> dict[str, torch.Te
             drawn = drawn if name.endswith("e_score_correction_bias") else drawn.bfloat16()
             tensors[f"model.layers.{number}.{name}"] = drawn + (len(shape) == 1)
         if copies:
-            for name, of in (("embed_tokens", model.model.embed_tokens), ("shared_head.head", model.lm_head)):
+            for name, of in (("embed_tokens", model.get_input_embeddings()), ("shared_head.head", model.lm_head)):
                 tensors[f"model.layers.{number}.{name}.weight"] = of.weight.detach().clone()
     return tensors
 
@@ -60,7 +64,14 @@ def written(name: str, folder, formats, count: int = 1, **more) -> tuple[Any, di
     return model, heads, file
 
 
-def write_safetensors(folder, model, heads, is_qwen: bool) -> None:
+def nemotrons_name(rest: str) -> str:
+    """Of a tensor of the block in a file."""
+    of_first = rest.startswith(("mixer.q", "mixer.k", "mixer.v", "mixer.o", "norm", "eh_proj", "enorm", "hnorm"))
+    rest = rest.replace("shared_head.norm", "final_layernorm").replace("post_attention_norm", "norm")
+    return f"mtp.layers.{0 if of_first else 1}.{rest}"
+
+
+def write_safetensors(folder, model, heads, kind: str) -> None:
     """The same as a checkpoint of safetensors, by the published names."""
     model.save_pretrained(folder)
     layer, named = f"model.layers.{model.config.num_hidden_layers}.", {}
@@ -68,7 +79,8 @@ def write_safetensors(folder, model, heads, is_qwen: bool) -> None:
         rest = name.removeprefix(layer)
         own = PUBLISHED.get(rest.removesuffix(".weight"))
         theirs = f"{own}.weight" if own else f"mtp.layers.0.{rest}"
-        named[theirs if is_qwen else name] = weight.contiguous()
+        theirs = theirs if kind.startswith(("qwen", "exaone")) else name
+        named[nemotrons_name(rest) if kind.startswith("nemotron") else theirs] = weight.contiguous()
     file = folder / "model.safetensors"
     save_file(load_file(file) | named, file, {"format": "pt"})
     byte_tokenizer().save_pretrained(folder)
@@ -90,7 +102,7 @@ def test_drafts_are_those_of_the_safetensors_form(name, tmp_path):
     model, heads, file = written(name, tmp_path, [Q.Q8_0, Q.Q4_0, Q.F16, Q.F32])
     folder = tmp_path / "safetensors"
     model.config.num_nextn_predict_layers = 1
-    write_safetensors(folder, model, heads, name.startswith(("qwen", "exaone")))
+    write_safetensors(folder, model, heads, name)
     text = np.random.default_rng(0).integers(5, 250, 12)
     states = torch.randn(11, model.config.hidden_size, generator=torch.Generator().manual_seed(1)).bfloat16()
     expected = drafts(saltus.load(str(folder), "plain", device="cpu"), text, states)
@@ -152,18 +164,3 @@ def test_heads_that_are_not_whole_are_refused_but_not_their_model(tmp_path):
     gguf_models.write(gguf_models.tiny(CASES["deepseek2"]), CASES["deepseek2"], file, [Q.Q8_0])
     with pytest.raises(ValueError, match="has no heads"):
         saltus.load(str(file), "mtp", device="cpu")
-
-
-def test_heads_of_another_kind_leave_the_model_as_it_is(tmp_path):
-    """Nemotron 3's converter folds two layers into one block."""
-    model = gguf_models.tiny(CASES["nemotron_h_moe"])
-    number, hidden = model.config.num_hidden_layers, model.config.hidden_size
-    shapes = {"eh_proj": (hidden, 2 * hidden), "enorm": (hidden,), "hnorm": (hidden,), "shared_head.norm": (hidden,)}
-    heads = {f"model.layers.{number}.{name}.weight": torch.ones(shape) for name, shape in shapes.items()}
-    file = tmp_path / "tiny.gguf"
-    gguf_models.write(model, CASES["nemotron_h_moe"], file, [Q.Q8_0], later=heads)
-    engine = saltus.load(str(file), device="cpu")
-    texts = [engine.generate("one two", raw=True, max_new_tokens=8, method=each).tokens for each in ("auto", "plain")]
-    assert texts[0] == texts[1]
-    with pytest.raises(ValueError, match="nemotron_h are not supported; take another method"):
-        engine.generate("one two", raw=True, max_new_tokens=8, method="mtp")

@@ -21,6 +21,7 @@ from mtp_checkpoints import (
     edit,
     edit_config,
     head_tensors,
+    layers_like_a_head,
     write_checkpoint,
     write_speculators_head,
 )
@@ -84,10 +85,9 @@ def reference_layer(form, model, tensors, module):
     """The module's layer by Transformers' own class, as a function of all its inputs at once."""
     config = copy.deepcopy(model.config)
     config._attn_implementation = config._experts_implementation = "eager"
-    like = next(i for i in reversed(range(config.num_hidden_layers)) if hasattr(model.model.layers[i], "self_attn"))
-    layer = type(model.model.layers[like])(config, like)
+    layer = layers_like_a_head(model, lambda layer, place: type(layer)(config, place))
     begin = {"ERNIE 4.5": f"model.mtp_block.{module}.", "MiMo": f"model.mtp_layers.{module}."}
-    begin["MiMo V2"] = f"model.mtp.layers.{module}."
+    begin |= {"MiMo V2": f"model.mtp.layers.{module}.", "Nemotron 3.5": "mtp.layers."}
     begin |= {each: f"mtp.layers.{module}." for each in FORMS if each.startswith(QWENS_NAMES)}
     at = begin.get(form, f"model.layers.{config.num_hidden_layers + module}.")
     own = {name.removeprefix(at): weight for name, weight in tensors.items() if name.startswith(at)}
@@ -95,7 +95,9 @@ def reference_layer(form, model, tensors, module):
         own |= {ours: own.pop(theirs) for ours, theirs in MIMO_V2.items()}
     state = {}
     for name, weight in layer.state_dict().items():
-        kinds = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}.get(name.rpartition(".")[2])
+        kinds = {"gate_up_proj": ("gate", "up"), "up_proj": ("up",), "down_proj": ("down",)}.get(
+            name.rpartition(".")[2]
+        )
         if ".experts." in name and kinds:
             path = name.rpartition(".")[0]
             state[name] = torch.stack(
@@ -110,6 +112,10 @@ def reference_layer(form, model, tensors, module):
         if getattr(config, "layer_types", ["full_attention"])[-1] == "sliding_attention":
             mask += torch.full((len(x), len(x)), -torch.inf).tril(-config.sliding_window)
         places = torch.arange(len(x))[None]
+        if form == "Nemotron 3.5":
+            for part in layer:
+                x = part(x[None], attention_mask=mask)[0]
+            return x
         kind = {"layer_type": "sliding_attention"} if form == "MiMo V2" else {}
         angles = model.model.rotary_emb(x[None], position_ids=places, **kind)
         return layer(x[None], position_embeddings=angles, attention_mask=mask, position_ids=places)[0]
@@ -119,7 +125,7 @@ def reference_layer(form, model, tensors, module):
 
 def reference_drafts(form, model, states, tokens, count, modules=1):
     """The logits of the likeliest chain, every row computed anew for each draft, as DeepSeek-AI 2024 writes it."""
-    epsilon, plus = model.config.rms_norm_eps, float(form.startswith("Qwen"))
+    epsilon, plus = getattr(model.config, "rms_norm_eps", 1e-5), float(form.startswith("Qwen"))
     embeddings, unembedding = model.get_input_embeddings().weight, model.get_output_embeddings().weight
 
     def norm(x, weight):

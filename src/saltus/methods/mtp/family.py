@@ -26,7 +26,7 @@ class MtpFamily:
     embeddings: str = ""  # empty: the target's; modules may have copies of these two
     head: str = ""
     state_first: bool = False  # the projection reads [state; embedding]
-    # what is called otherwise in the layer, by Transformers' name
+    # beginnings of what is called otherwise in the layer, by Transformers' names
     renamed: Mapping[str, str] = field(default_factory=dict)
 
     def parts(self, module: int, num_layers: int) -> dict[str, str]:
@@ -49,8 +49,7 @@ class MtpFamily:
     def published(self, name: str, module: int, num_layers: int) -> str:
         """What a checkpoint calls a tensor, by its part and the rest of its name."""
         part, _, rest = name.partition(".")
-        for ours, theirs in self.renamed.items():
-            rest = rest.replace(ours, theirs)
+        rest = _renamed(rest, self.renamed.items())
         return f"{self.parts(module, num_layers).get(part, part)}{rest}"
 
     def _placed(self, name: str, parts: Mapping[str, str]) -> str | None:
@@ -58,10 +57,15 @@ class MtpFamily:
         for part, beginning in parts.items():
             if name.startswith(beginning):
                 rest = name.removeprefix(beginning)
-                for ours, theirs in self.renamed.items():
-                    rest = rest.replace(theirs, ours)
-                return f"{part}.{rest}"
+                return f"{part}.{_renamed(rest, ((theirs, ours) for ours, theirs in self.renamed.items()))}"
         return None
+
+
+def _renamed(name: str, pairs: Iterable[tuple[str, str]]) -> str:
+    """With another beginning, if it has one of these."""
+    found = ((old, new) for old, new in pairs if f"{name}.".startswith(f"{old}."))
+    old, new = next(found, ("", ""))
+    return new + name.removeprefix(old)
 
 
 @lru_cache

@@ -54,11 +54,13 @@ def find_heads(model: Any, folder: Path | None = None) -> HeadTensors | None:
         return None
     tensors = stored_tensors(folder, arithmetic_of(model))
     layers = model.config.get_text_config().num_hidden_layers
-    for family in families():
-        if modules := family.modules(tensors, layers):
-            placed = [{part: tensors[name] for part, name in module.items()} for module in modules]
-            return HeadTensors(family, placed, tensors, folder, layers)
-    return None
+    found = [(family, modules) for family in families() if (modules := family.modules(tensors, layers))]
+    if not found:
+        return None
+    # layers of several families may be called alike
+    family, modules = max(found, key=lambda each: len({name.partition(".")[0] for name in each[1][0]}))
+    placed = [{part: tensors[name] for part, name in module.items()} for module in modules]
+    return HeadTensors(family, placed, tensors, folder, layers)
 
 
 def has_heads(model: Any) -> bool:
@@ -172,7 +174,8 @@ def _stacks(names: Mapping[str, Any]) -> dict[str, dict[tuple[int, str], str]]:
     stacks: dict[str, dict[tuple[int, str], str]] = {}
     for name in names:
         if match := EXPERT.fullmatch(name):
-            stack = f"{match[1]}.{'down_proj' if match[3] == 'down' else 'gate_up_proj'}"
+            has_gate = f"{match[1]}.{match[2]}.gate_proj.weight" in names
+            stack = f"{match[1]}.{'gate_up' if has_gate and match[3] != 'down' else match[3]}_proj"
             stacks.setdefault(stack, {})[int(match[2]), match[3]] = name
     return stacks
 
@@ -192,7 +195,7 @@ def _shapes(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...] | 
 
 def _kinds(stack: str) -> tuple[str, ...]:
     """The matrices of an expert that stand in a stack, in this order."""
-    return ("gate", "up") if stack.endswith("gate_up_proj") else ("down",)
+    return tuple(stack.rpartition(".")[2].removesuffix("_proj").split("_"))
 
 
 def _weights(tensors: Mapping[str, StoredTensor], others: Mapping[str, StoredTensor]) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ class MtpModule(nn.Module):
     def __init__(self, target: Any, has_experts: bool, state_first: bool, has_norm: bool) -> None:
         super().__init__()
         self.target, self.state_first, self.has_norm = [target], state_first, has_norm  # in a list: no submodule
-        norm = getattr(decoder_of(target), "norm", None)
+        norm = getattr(decoder_of(target), name := _norm_name(target), None)
         if norm is None:
             raise ValueError(
                 f"heads in checkpoints of {target.config.model_type} are not supported; take another method"
@@ -42,8 +42,9 @@ class MtpModule(nn.Module):
             self.embedding_norm, self.state_norm, last_norm = (_empty_copy(norm) for _ in range(3))
             model = _model_of_one_layer(target, has_experts)
         decoder = decoder_of(model)
-        decoder.rotary_emb = decoder_of(target).rotary_emb
-        decoder.norm = last_norm if has_norm else norm
+        if hasattr(decoder, "rotary_emb"):
+            decoder.rotary_emb = decoder_of(target).rotary_emb
+        setattr(decoder, name, last_norm if has_norm else norm)
         model.set_input_embeddings(target.get_input_embeddings())
         model.set_output_embeddings(target.get_output_embeddings())
         self.model = model
@@ -57,9 +58,10 @@ class MtpModule(nn.Module):
     def parts(self) -> dict[str, nn.Module]:
         """What has weights of its own, by the names of an MtpFamily's fields."""
         decoder = decoder_of(self.model)
-        norm = {"norm": decoder.norm} if self.has_norm else {}
+        norm = {"norm": getattr(decoder, _norm_name(self.model))} if self.has_norm else {}
         norms = {"embedding_norm": self.embedding_norm, "state_norm": self.state_norm, **norm}
-        return {"projection": self.projection, **norms, "layer": decoder.layers[0]}
+        layer = decoder.layers if has_parts_of_layers(self.model.config) else decoder.layers[0]
+        return {"projection": self.projection, **norms, "layer": layer}
 
     def needed_weights(self) -> dict[str, Tensor]:
         """What a checkpoint must have, by part and rest of the name."""
@@ -115,6 +117,16 @@ class MtpModule(nn.Module):
         return linear(x, [self.projection.weight], [None])[0] if x.device.type == "cpu" else self.projection(x)
 
 
+def has_parts_of_layers(config: Any) -> bool:
+    """True if layers are mixers or MLPs alone (Nemotron), so that a head has several of them."""
+    return hasattr(config, "mtp_layers_block_type")
+
+
+def _norm_name(model: Any) -> str:
+    """Of the last norm of a decoder."""
+    return "norm_f" if has_parts_of_layers(model.config.get_text_config()) else "norm"
+
+
 def linear_of(weight: Float[Tensor, "outputs hidden"]) -> nn.Linear:
     """A linear layer with this weight, which is not trained."""
     with torch.device("meta"):
@@ -151,6 +163,9 @@ def _model_of_one_layer(target: Any, has_experts: bool) -> Any:
     windows = getattr(config, "mtp_sliding_windows", None)
     if windows and types[0] == "sliding_attention":
         config.sliding_window = windows[0]
+    if has_parts_of_layers(config):
+        config.layers_block_type = config.mtp_layers_block_type
+        return type(target)(config)
     settings = {
         "num_hidden_layers": 1, "layer_types": types[:1], "mlp_layer_types": [kind], "indexer_types": ["full"],
         "mlp_only_layers": [] if has_experts else [0], "decoder_sparse_step": 1,

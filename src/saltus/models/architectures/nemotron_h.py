@@ -105,5 +105,9 @@ TENSORS = {
     **{f"ffn_{name}_shexp": f"mixer.shared_experts.{name}_proj" for name in ("up", "down")},
     **{f"ffn_{name}_exps.weight": f"mixer.experts.{name}_proj" for name in ("up", "down")},
     "ffn_gate_inp": "mixer.gate", "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+    # of the block that predicts later tokens, which is two layers
+    "post_attention_norm": "post_attention_norm", "nextn.shared_head_norm": "head.norm",
+    "nextn.shared_head_head": "head.head",
+    **{f"nextn.{name}": f"head.{name}" for name in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
 }  # fmt: skip
 GGUF = tuple(GgufArchitecture(name, gguf_config, TENSORS) for name in ("nemotron_h", "nemotron_h_moe"))
