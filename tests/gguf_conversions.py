@@ -68,7 +68,7 @@ def convert(architecture: str, config: Any, name: str, values: np.ndarray) -> Co
         swaps = architecture in ("gpt-oss", "llama4") and values.ndim == 3
         stored = values.swapaxes(1, 2) if swaps else values
         return Conversion([whole], [stored], lambda made: made[0].swapaxes(1, 2) if swaps else made[0])
-    if name.endswith("shared_mlp.input_linear.weight"):
+    if name.endswith("shared_mlp.input_linear.weight") and architecture != "granite-swa":
         gate, up = np.split(values, 2)
         place = name.replace("shared_mlp.input_linear.weight", "mlp.shared_experts.{}_proj.weight")
         place = place if config.num_local_experts else place.replace("shared_experts.", "")

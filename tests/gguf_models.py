@@ -182,6 +182,11 @@ CASES = {
         "shared_intermediate_size": 96}, tied=True),
     "granitehybrid, experts": Case("granitemoehybrid", "granitehybrid", GRANITE | MAMBA | GRANITE_EXPERTS | {
         "num_hidden_layers": 3, "layer_types": MIXED}),
+    "granite-swa": Case("granite_swa", "granite-swa", GRANITE | {
+        "num_hidden_layers": 4, "layer_types": [FULL, SLIDING, SLIDING, FULL], "sliding_window": 8,
+        "layer_rope_theta": [5000.0, 5000.0, 0, 5000.0]}, tied=True),
+    "granite-swa, experts": Case("granitemoe_swa", "granite-swa", GRANITE | GRANITE_EXPERTS | {
+        "layer_types": [FULL, SLIDING], "sliding_window": 8, "layer_rope_theta": [5000.0, 0]}),
     "glm4moe": Case("glm4_moe", "glm4moe", DEEPSEEK_EXPERTS | {
         "head_dim": 32, "use_qk_norm": True, "attention_bias": True, "n_shared_experts": 1, "n_group": 1,
         "topk_group": 1,
@@ -317,6 +322,7 @@ CASES = {
         "hidden_size_per_layer_input": 0}, tied=True),
 }  # fmt: skip
 SAME_NAMES = {
+    "granite-swa": "granitehybrid",
     "mellum": "qwen3moe",
     "cohere2moe": "dots1",
     "deepseek32": "glm-dsa",
@@ -327,7 +333,7 @@ SAME_NAMES = {
 }  # of tensors, as another architecture; `gguf` may not have it yet
 INTERLEAVED = {
     "llama", "granite", "smollm3", "arcee", "granitemoe", "granitehybrid", "mistral3", "olmo", "muse-glimmer",
-    "minicpm",
+    "minicpm", "granite-swa",
 }  # fmt: skip
 NEMOTRONS = ("nemotron_h", "nemotron_h_moe")
 WITHOUT_ANGLES = ("mamba", "mamba2", "jamba", "gpt2", "starcoder", "kimi-linear", *NEMOTRONS)
@@ -490,7 +496,10 @@ def _file_name(names: Any, name: str) -> str:
     direct = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
     nextn = ("eh_proj", "enorm", "hnorm", "embed_tokens", "shared_head.norm", "shared_head.head")
     direct |= {key: f"nextn.{key.replace('.', '_')}.weight" for key in nextn}
-    direct["post_attention_norm"] = "post_attention_norm.weight"
+    direct |= {"post_attention_norm": "post_attention_norm.weight", "self_attn.sinks": "attn_sinks.weight"}
+    direct |= {
+        f"shared_mlp.{ours}_linear": f"ffn_{key}_shexp.weight" for ours, key in (("input", "up"), ("output", "down"))
+    }
     direct |= {f"self_attn.{key}_proj": "attn_gate.weight" for key in ("g", "gate")}
     for key, found in direct.items():
         if name.startswith("model.layers.") and name.removesuffix(".weight").endswith(f".{key}"):
@@ -586,6 +595,9 @@ def _add_settings(out: gguf.GGUFWriter, config: Any, case: Case) -> None:
     if case.name in ("qwen2vl", "qwen3vl", "qwen3vlmoe"):
         out.add_rope_dimension_sections([16, 8, 8, 0])  # of positions in pictures
         out.add_num_deepstack_layers(3)
+    if case.name == "granite-swa":
+        out.add_sliding_window_pattern([kind == SLIDING for kind in config.layer_types])
+        out.add_array("granite-swa.attention.rope_pattern", [bool(theta) for theta in config.layer_rope_theta])
     if case.name == "step35":
         slides = [kind == SLIDING for kind in config.layer_types]
         out.add_sliding_window_pattern(slides)
