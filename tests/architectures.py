@@ -138,6 +138,10 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
     "GPT2": {"n_embd": 48, "n_head": 6, "n_layer": 2, "n_positions": 512},
     "BioGpt": {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6},
     "GPTJ": {"n_embd": 48, "n_head": 6, "n_layer": 2, "n_positions": 512, "rotary_dim": 4},
+    "GPTNeo": {
+        "hidden_size": 48, "intermediate_size": 72, "num_heads": 6, "num_layers": 2, "window_size": 12,
+        "attention_types": [[["global", "local"], 1]], "initializer_range": 0.1,  # scores are not scaled
+    },
     "GPTNeoX": {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6},
     "OPT without weights of norms": {
         "hidden_size": 48, "ffn_dim": 72, "num_attention_heads": 6, "word_embed_proj_dim": 48, "enable_bias": False,
@@ -420,7 +424,7 @@ DESCRIBED = [  # by a file of saltus.models.architectures
     "Glm", "MiniCPM3", "Mellum", "DeepseekV32", "GlmMoeDsa",
     "NanoChat", "Jais2", "Exaone", "Phi", "StableLm", "StableLm of parallel layers", "Nemotron", "Afmoe", "SolarOpen",
     "VaultGemma", "HyperCLOVAX", "FlexOlmo", "HYV3", "GraniteMoeShared", "SarvamMoE", "Flint", "Laguna",
-    "Laguna with other gates", "Step3p7", "Apertus", "GPT2", "GPTBigCode", "GPTNeoX", "OPT",
+    "Laguna with other gates", "Step3p7", "Apertus", "GPT2", "GPTBigCode", "GPTNeo", "GPTNeoX", "OPT",
     "OPT without weights of norms", "GPTNeoX of layers after each other", "GraniteSWA",
     "GraniteMoeSWA", "MiMoV2Flash", "Phimoe", "Cohere2Moe", "Cohere2Moe with a dense layer",
     "Falcon", "Falcon of groups", "LongcatFlash", "Persimmon",

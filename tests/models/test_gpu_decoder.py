@@ -153,10 +153,15 @@ def test_described_layers_are_those_of_transformers_and_rows_do_not_depend_on_ea
     assert torch.equal(together[1].logits.float().cpu(), torch.stack(alone))
 
 
-@pytest.mark.parametrize("name", ["Falcon", "Falcon of groups"])
+FALCON = {"ffn_hidden_size": 64, "num_attention_heads": 4, "hidden_size": 128, "num_hidden_layers": 1}
+GPT_NEO = {"intermediate_size": 64, "num_heads": 4, "hidden_size": 128, "window_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), [("Falcon", FALCON), ("Falcon of groups", FALCON), ("GPTNeo", GPT_NEO)]
+)  # fmt: skip
 @torch.inference_mode()
-def test_heads_by_groups_are_those_of_transformers(name):
-    changes = {"ffn_hidden_size": 64, "num_attention_heads": 4, "hidden_size": 128, "num_hidden_layers": 1}
+def test_layers_that_attend_by_code_of_their_own_are_those_of_transformers(name, changes):
     model, tokens = tiny(name, **changes).to(DTYPE), text(5).tolist()
     exact, description = copy.deepcopy(model).double(), described_for_gpu(model.to(DEVICE))
     assert fits_described(model, description)
