@@ -195,6 +195,11 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
         "residual_multiplier": 0.3, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "attention_multiplier": 0.2,
     },
     "Phi3": {**LLAMA_LIKE, **WINDOW},
+    "Phi4Multimodal": {
+        **LLAMA_LIKE, "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+        "audio_config": {"hidden_size": 32, "num_blocks": 1, "num_attention_heads": 2, "nemo_conv_channels": 8},
+    },
+    "Mllama": {**LLAMA_LIKE, "num_hidden_layers": 3, "cross_attention_layers": [1]},
     "Granite": {
         **LLAMA_LIKE, "residual_multiplier": 0.3, "embedding_multiplier": 3.0, "logits_scaling": 2.0,
         "attention_multiplier": 0.2,
@@ -404,6 +409,7 @@ WITH_FLOAT32_ROUTERS = [  # as Transformers loads them in bfloat16
 ]  # fmt: skip
 TEXT_PARTS = {  # of models of pictures and text
     "Gemma3", "Gemma3n", "Gemma4", "Gemma4Unified", "Llama4", "Qwen3_5", "Qwen3_5Moe", "MuseGlimmer", "Step3p7",
+    "Mllama",
 }  # fmt: skip
 OWN_CLASSES_OF = {"MuseGlimmer": "muse_glimmer_text", "Step3p7": "step3p5"}  # by type of model
 
@@ -428,7 +434,7 @@ DESCRIBED = [  # by a file of saltus.models.architectures
     "OPT without weights of norms", "GPTNeoX of layers after each other", "GraniteSWA",
     "GraniteMoeSWA", "MiMoV2Flash", "Phimoe", "Cohere2Moe", "Cohere2Moe with a dense layer",
     "Falcon", "Falcon of groups", "LongcatFlash", "Persimmon",
-    "Kolibri1", "AXK1", "MuseGlimmer", "Apertus1p5Text",
+    "Kolibri1", "AXK1", "MuseGlimmer", "Apertus1p5Text", "Phi4Multimodal", "Mllama",
     *RECURRENT,
 ]  # fmt: skip
 

@@ -185,8 +185,9 @@ class MLPAndExperts:
 class Layer:
     """x + mixer(norm(x)), then the same with the MLP; each output may have a norm of its own, or be scaled.
 
-    A layer may be one of both alone. `parallel`: both read the layer's input. The layer's output is multiplied by the
-    number `output_scale`, by its path. `altup`: this is done to one stream of several, and others follow.
+    A layer may be one of both alone, or add nothing. `parallel`: both read the layer's input. The layer's output is
+    multiplied by the number `output_scale`, by its path. `altup`: this is done to one stream of several, and others
+    follow.
     """
 
     mixer: Mixer | ParallelMixers | None

@@ -49,6 +49,8 @@ def _have_all_tokens(inputs: PerLayerEmbeddings, model: Any) -> bool:
 
 def _is_known(layer: Layer, base: Any) -> bool:
     output_norms = layer.mixer_output_norm, layer.mlp_output_norm
+    if layer.mixer is None and layer.mlp is None:
+        return False
     if layer.shortcut is not None or (layer.parallel and isinstance(layer.mlp, Experts)):
         return False
     if layer.parallel and not _have_like_settings(layer.mlp_norm, layer.mixer_norm, base):
