@@ -376,6 +376,10 @@ RECURRENT: dict[str, dict] = {  # on our kernels alone
         **NEMOTRON, **DEEPSEEK_EXPERTS, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
         "moe_shared_expert_intermediate_size": 40, "routed_scaling_factor": 2.5,
     },
+    "NemotronH with experts of latent vectors": {
+        **NEMOTRON, **DEEPSEEK_EXPERTS, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "moe_shared_expert_intermediate_size": 40, "moe_latent_size": 24,
+    },
     "Bamba": {**MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1], "head_dim": 16},
     "Lfm2Moe": {
         **LLAMA_LIKE, **EXPERTS, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"],

@@ -243,6 +243,9 @@ CASES = {
     "nemotron_h_moe": Case("nemotron_h", "nemotron_h_moe", NEMOTRON | DEEPSEEK_EXPERTS | {
         "layers_block_type": ["linear_attention", "moe", FULL, "moe"], "n_group": 1, "topk_group": 1,
         "n_shared_experts": 1, "moe_shared_expert_intermediate_size": 96}),
+    "nemotron_h_moe, latent": Case("nemotron_h", "nemotron_h_moe", NEMOTRON | DEEPSEEK_EXPERTS | {
+        "layers_block_type": ["linear_attention", "moe", FULL, "moe"], "n_group": 1, "topk_group": 1,
+        "n_shared_experts": 1, "moe_shared_expert_intermediate_size": 96, "moe_latent_size": 64}),
     "exaone-moe": Case("exaone_moe", "exaone-moe", EXPERTS | {
         "head_dim": 32, "num_hidden_layers": 4, "sliding_window": 8, "sliding_window_pattern": 4,
         "num_shared_experts": 2}),

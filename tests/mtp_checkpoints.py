@@ -23,7 +23,7 @@ FORMS: dict[str, tuple[str, dict]] = {  # the target's architecture, and what di
     "MiMo": ("Qwen2", {}),
     "MiMo V2": ("MiMoV2Flash", {"mlp_layer_types": ["sparse", "dense"]}),
     "K-EXAONE": ("ExaoneMoe", {"mlp_layer_types": ["sparse", "dense"], "mtp_layer_types": ["full_attention"]}),
-    "Nemotron 3.5": ("NemotronH with experts", {"num_nextn_predict_layers": 1}),
+    "Nemotron 3 Super": ("NemotronH with experts of latent vectors", {"num_nextn_predict_layers": 1}),
     "EXAONE 4.5": ("Exaone4", {"layer_types": ["sliding_attention"] * 2, "num_nextn_predict_layers": 1}),
 }
 MIMO_V2 = {  # of a layer's tensors, by Transformers' names
@@ -87,7 +87,7 @@ def head_tensors(form: str, model: Any, module: int = 0, seed: int = 3) -> dict[
         names = [f"{at}{name}.weight" for name in ("eh_proj", "enorm", "hnorm", "final_layernorm")]
         for ours, theirs in MIMO_V2.items():
             layer[theirs] = layer.pop(ours)
-    elif form == "Nemotron 3.5":
+    elif form == "Nemotron 3 Super":
         at = "mtp.layers."
         names = [f"{at}{name}.weight" for name in ("0.eh_proj", "0.enorm", "0.hnorm", "1.final_layernorm")]
     elif form == "MiMo":

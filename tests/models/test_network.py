@@ -455,8 +455,8 @@ def test_what_cannot_be_served_is_an_error_that_says_why(name):
 
 
 def test_what_kernels_do_not_compute_beside_a_state_is_named():
-    with pytest.raises(ValueError, match=r"keeps a state in .*, and our kernels do not compute experts of latent"):
-        make_network(tiny("NemotronH with experts", moe_latent_size=24), "mine")
+    with pytest.raises(ValueError, match=r"keeps a state in .*, and our kernels do not compute the activation gelu"):
+        make_network(tiny("NemotronH", mamba_hidden_act="gelu"), "mine")
 
 
 def test_a_sum_of_scores_that_is_limited_is_left_to_transformers_layers():

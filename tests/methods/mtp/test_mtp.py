@@ -87,7 +87,7 @@ def reference_layer(form, model, tensors, module):
     config._attn_implementation = config._experts_implementation = "eager"
     layer = layers_like_a_head(model, lambda layer, place: type(layer)(config, place))
     begin = {"ERNIE 4.5": f"model.mtp_block.{module}.", "MiMo": f"model.mtp_layers.{module}."}
-    begin |= {"MiMo V2": f"model.mtp.layers.{module}.", "Nemotron 3.5": "mtp.layers."}
+    begin |= {"MiMo V2": f"model.mtp.layers.{module}.", "Nemotron 3 Super": "mtp.layers."}
     begin |= {each: f"mtp.layers.{module}." for each in FORMS if each.startswith(QWENS_NAMES)}
     at = begin.get(form, f"model.layers.{config.num_hidden_layers + module}.")
     own = {name.removeprefix(at): weight for name, weight in tensors.items() if name.startswith(at)}
@@ -112,7 +112,7 @@ def reference_layer(form, model, tensors, module):
         if getattr(config, "layer_types", ["full_attention"])[-1] == "sliding_attention":
             mask += torch.full((len(x), len(x)), -torch.inf).tril(-config.sliding_window)
         places = torch.arange(len(x))[None]
-        if form == "Nemotron 3.5":
+        if form == "Nemotron 3 Super":
             for part in layer:
                 x = part(x[None], attention_mask=mask)[0]
             return x

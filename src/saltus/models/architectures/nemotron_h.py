@@ -27,13 +27,13 @@ def mlp(config: Any, path: str) -> MLP:
 
 
 def experts(config: Any, number: int, path: str) -> Experts:
-    """DeepSeek's mixture, of experts without gates."""
-    if config.moe_latent_size is not None:
-        raise NotDescribed("experts of latent vectors")
+    """DeepSeek's mixture, of experts without gates, which may read latent vectors (Nemotron 3 Super)."""
+    latent = Weight(f"{path}.fc1_latent_proj"), Weight(f"{path}.fc2_latent_proj")
     return deepseek_mixture(
         config, number, router=f"{path}.gate", experts=f"{path}.experts", has_gate=False,
         activation=activation(config.mlp_hidden_act), selection_bias=f"{path}.gate.e_score_correction_bias",
         shared=mlp(config, f"{path}.shared_experts") if config.moe_shared_expert_intermediate_size else None,
+        latent=None if config.moe_latent_size is None else latent,
     )  # fmt: skip
 
 
@@ -59,8 +59,6 @@ def describe(config: Any) -> DecoderDescription:
 
 def gguf_config(model: GgufModel) -> dict[str, Any]:
     """See GgufArchitecture. A layer is of the kind whose tensors it has; files do not have the least step."""
-    if any(model.layers_with("ffn_latent_down.weight")):
-        raise ValueError("it has experts of latent vectors, which are not supported")
     check_gates(model, SIGMOID)
     owners = {
         "linear_attention": model.layers_with("ssm_a"), FULL: model.layers_with("attn_q.weight"),
@@ -95,7 +93,9 @@ def _kind(number: int, owners: dict[str, list[bool]]) -> str:
 def _experts_config(model: GgufModel, first: int) -> dict[str, Any]:
     """Of DeepSeek's mixture; `first` is a layer that has one."""
     shared = model.rows(f"blk.{first}.ffn_up_shexp.weight")
-    return {**deepseek_expert_counts(model), "moe_shared_expert_intermediate_size": shared}
+    latent = model.rows(name) if (name := f"blk.{first}.ffn_latent_down.weight") in model.shapes else None
+    counts = deepseek_expert_counts(model)
+    return {**counts, "moe_shared_expert_intermediate_size": shared, "moe_latent_size": latent}
 
 
 TENSORS = {
@@ -104,6 +104,7 @@ TENSORS = {
     **{f"ffn_{name}": f"mixer.{name}_proj" for name in ("up", "down")},
     **{f"ffn_{name}_shexp": f"mixer.shared_experts.{name}_proj" for name in ("up", "down")},
     **{f"ffn_{name}_exps.weight": f"mixer.experts.{name}_proj" for name in ("up", "down")},
+    "ffn_latent_down": "mixer.fc1_latent_proj", "ffn_latent_up": "mixer.fc2_latent_proj",
     "ffn_gate_inp": "mixer.gate", "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
     # of the block that predicts later tokens, which is two layers
     "post_attention_norm": "post_attention_norm", "nextn.shared_head_norm": "head.norm",

@@ -266,6 +266,9 @@ class DecoderOps:
     def _mix(self, experts: Experts, norm: Norm | None, out: Tensor, add: Tensor | None = None) -> None:
         """out = a mixture of experts of the hidden states + add"""
         size = self.hidden.shape[1]
+        if experts.latent is not None:
+            self._mix_latent(experts, norm, out, add)
+            return
         given = {} if norm is None else self.weights.norm(norm, size).arguments()
         struct = experts_struct(experts, self.weights, size, given)
         if experts.shared is not None:
@@ -282,6 +285,24 @@ class DecoderOps:
         struct.x, struct.out = self.hidden.data_ptr(), out.data_ptr()
         struct.add = None if add is None else add.data_ptr()
         self.op(structs.MIX_EXPERTS, struct)
+
+    def _mix_latent(self, experts: Experts, norm: Norm | None, out: Tensor, add: Tensor | None) -> None:
+        """The same where experts read latent vectors: the router and the shared expert read the hidden states."""
+        assert experts.latent is not None and norm is not None and experts.shared_gate is experts.router_norm is None
+        (down, up), size = experts.latent, self.hidden.shape[1]
+        width = len(self.weights.matrix(down).weight)
+        normed, made = self.buffer("routed", size), self.buffer("given of latent vectors", size)
+        read, given = self.buffer("latent of experts", width), self.buffer("latent given by experts", width)
+        self.normalize(self.hidden, norm, normed)
+        self.product(normed, [(down, read)])
+        struct = experts_struct(experts, self.weights, width, {}, size)
+        struct.x, struct.routed, struct.out = read.data_ptr(), normed.data_ptr(), given.data_ptr()
+        self.op(structs.MIX_EXPERTS, struct)
+        self.product(given, [(up, made)])
+        if experts.shared is not None:
+            x, settings = self._inner(experts.shared, norm)
+            self.product(x, [(experts.shared.down, made)], add=made, **settings)
+        self.add(made, add, 1.0, out)
 
     def _mlp_and_experts(self, both: MLPAndExperts, norm: Norm | None, output_norm: Norm | None, scale: float) -> None:
         """Add the sum of both, through its norm and scaled, to the hidden states."""

@@ -18,11 +18,15 @@ if TYPE_CHECKING:
 GATE, UP, DOWN = range(3)  # of weights, in the struct
 
 
-def experts_struct(layer: Experts, weights: Resolver, hidden: int, norm: dict[str, Any]) -> structs.Experts:
+def experts_struct(
+    layer: Experts, weights: Resolver, hidden: int, norm: dict[str, Any], routed: int | None = None
+) -> structs.Experts:
     """All but its rows, what it reads and what it writes. `norm` has the fields of the norm before it.
 
-    Errors: ValueError for numbers of experts that the kernel cannot choose by.
+    Experts read and give `hidden` numbers, the router reads as many or `routed`. Errors: ValueError for numbers of
+    experts that the kernel cannot choose by.
     """
+    routed = routed or hidden
     router, module = weights.module(layer.router), weights.module(layer.experts)
     router_weight = weights.dense(router.weight)
     if layer.router_scale is not None:
@@ -31,13 +35,13 @@ def experts_struct(layer: Experts, weights: Resolver, hidden: int, norm: dict[st
     experts, down = len(router_weight), _stack(module, "down_proj", layer.is_transposed)
     width = down.shape[2]
     _check(layer, experts, width)
-    assert router_weight.shape == (experts, hidden)
+    assert router_weight.shape == (experts, routed)
     assert down.shape == (experts - layer.zero_experts, hidden, width)
     assert not (layer.zero_experts and layer.scales_inputs)
     assert not layer.limit or layer.activation == "clamped_swiglu" or (layer.has_gate and not layer.gate_up_interleaved)
     struct = structs.Experts(
         router=router_weight.data_ptr(), router_is_float32=router_weight.dtype == torch.float32, hidden=hidden,
-        width=width, routed_inputs=hidden, experts=experts, top_k=layer.top_k, groups=layer.groups,
+        width=width, routed_inputs=routed, experts=experts, top_k=layer.top_k, groups=layer.groups,
         top_groups=layer.top_groups, best_of_group=layer.best_of_group, scoring=structs.SCORINGS[layer.scoring],
         normalized=layer.is_normalized, least_sum=layer.least_sum, scale=layer.scale, scales_inputs=layer.scales_inputs,
         activation=structs.ACTIVATION_NUMBERS[layer.activation], interleaved=layer.gate_up_interleaved,

@@ -21,6 +21,7 @@ def is_known_experts(experts: Experts, base: Any) -> bool:
         not experts.biases_logits
         and experts.output_scale == 1
         and not experts.zero_experts
+        and experts.latent is None
         and (experts.limit == 0 or experts.activation == "clamped_swiglu")
         and experts.activation in (GATED if experts.has_gate else UNGATED)
         and hasattr(module, first)
