@@ -208,6 +208,12 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
     "Glm4": {**LLAMA_LIKE, "head_dim": 16},
     "Cohere": LLAMA_LIKE,
     "Cohere2": {**LLAMA_LIKE, **WINDOW, **ALTERNATING},
+    "CohereCompass": {
+        **LLAMA_LIKE, **WINDOW, **ALTERNATING, "logit_scale": 0.25, "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+            "full_attention": None,
+        },
+    },
     "Olmo": LLAMA_LIKE,
     "NanoChat": {**LLAMA_LIKE, "final_logit_softcapping": 5.0},
     "Jais2": {**LLAMA_LIKE, "head_dim": 8},
@@ -413,7 +419,7 @@ WITH_FLOAT32_ROUTERS = [  # as Transformers loads them in bfloat16
 ]  # fmt: skip
 TEXT_PARTS = {  # of models of pictures and text
     "Gemma3", "Gemma3n", "Gemma4", "Gemma4Unified", "Llama4", "Qwen3_5", "Qwen3_5Moe", "MuseGlimmer", "Step3p7",
-    "Mllama",
+    "Mllama", "CohereCompass",
 }  # fmt: skip
 OWN_CLASSES_OF = {"MuseGlimmer": "muse_glimmer_text", "Step3p7": "step3p5"}  # by type of model
 
@@ -439,6 +445,7 @@ DESCRIBED = [  # by a file of saltus.models.architectures
     "GraniteMoeSWA", "MiMoV2Flash", "Phimoe", "Cohere2Moe", "Cohere2Moe with a dense layer",
     "Falcon", "Falcon of groups", "LongcatFlash", "Persimmon",
     "Kolibri1", "AXK1", "MuseGlimmer", "Apertus1p5Text", "Phi4Multimodal", "Mllama",
+    "CohereCompass",
     *RECURRENT,
 ]  # fmt: skip
 

@@ -103,6 +103,7 @@ DESCRIBED = {
     "Gemma": {}, "Gemma3": {"sliding_window": 50}, "Granite": {}, "SmolLM3": {}, "Exaone4": {}, "SeedOss": {},
     "Phi3": {}, "Cwm": {}, "Ministral": {}, "Glm4": {}, "Ernie4_5": {}, "Helium": {}, "Olmo2": {}, "Olmo3": {},
     "Ministral3": {}, "Gemma2": {"sliding_window": 50}, "Cohere": {}, "Cohere2": {"sliding_window": 50},
+    "CohereCompass": {"sliding_window": 50},
     "Gemma4": {"sliding_window": 50, "global_head_dim": 64, "hidden_size_per_layer_input": 64},
     "Gemma4 of unlike heads": {"sliding_window": 50, "hidden_size_per_layer_input": 64},
     "Gemma4 of shared keys": {
@@ -130,7 +131,7 @@ DESCRIBED = {
 }  # fmt: skip
 LIKE_OTHERS = {  # they launch no kernel with constants that none of the others has: their rows are compared there
     "Gemma", "Granite", "SmolLM3", "SeedOss", "Phi3", "Cwm", "Ministral", "Ernie4_5", "Helium", "Olmo3", "Ministral3",
-    "Cohere", "Gemma4Unified", "Olmo", "VaultGemma", "Glm", "Starcoder2", "Jais2", "GPT2",
+    "Cohere", "Gemma4Unified", "Olmo", "VaultGemma", "Glm", "Starcoder2", "Jais2", "GPT2", "CohereCompass",
 }  # fmt: skip
 
 
