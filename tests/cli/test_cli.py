@@ -137,6 +137,12 @@ def test_help_has_no_line_that_a_terminal_of_80_columns_breaks_again():
             assert len(written) == 1 or all(len(line) <= 78 or line.startswith("    ") for line in written), name
 
 
+def test_help_in_80_columns_cuts_off_no_name_of_an_option():
+    runner = CliRunner(env={"COLUMNS": "80"})
+    for name, _ in commands(get_command(app)):
+        assert not re.findall(r"--[a-z-]+…", runner.invoke(app, [*name.split()[1:], "--help"]).stdout), name
+
+
 @pytest.mark.slow
 def test_a_lone_surrogate_is_a_line_that_names_it(folder):
     said = complaint("generate", "-m", folder, os.fsdecode(b"a \xed\xa0\x80"))
@@ -918,6 +924,7 @@ def test_a_text_follows_a_grammar(folder, tmp_path):
     [
         ("--regex", "(", "its regular expression is not valid (unclosed group)"),
         ("--json-schema", '{"type": "nonsense"}', "JSON schema cannot be used"),
+        ("--json-schema", '{"type": "object"', "the JSON schema is not JSON (line 1: "),
         ("--grammar", "start: what", 'unknown name: "what"'),
     ],
 )

@@ -76,7 +76,7 @@ def run(
     ] = None,
     max_draft_tokens: o.MaxDraftTokens = None,
     ngram_corpus: o.NgramCorpus = None,
-    adaptive: o.Adaptive = True,
+    no_adaptive: o.NoAdaptive = False,
     rule: o.Rule = "match",
     suite: Annotated[
         str,
@@ -144,7 +144,7 @@ def run(
 
         saltus bench -m LARGE --draft-model SMALL --methods auto,lookup
 
-        saltus bench --suite prompts:FILE -t 0.8 --endpoint http://localhost:80
+        saltus bench --suite prompts:FILE -t 0.8 --endpoint http://localhost:8080
 
         saltus bench --methods lookup,ptp --vary ptp.model=drafter-a,drafter-b -t 0.8 --seeds 4 --out ablation
 
@@ -171,7 +171,7 @@ def run(
     if out:
         make_folder(out)  # before a model is loaded
     engine = open_compared(
-        compared, rule=rule, **asdict(model_options), max_draft_tokens=max_draft_tokens, adaptive=adaptive,
+        compared, rule=rule, **asdict(model_options), max_draft_tokens=max_draft_tokens, adaptive=not no_adaptive,
         ngram_corpus=ngram_corpus or (), tuned_settings=False,
     )  # fmt: skip
     systems = systems_under_test(engine, compared.variants, baselines, assistant, endpoint or ())

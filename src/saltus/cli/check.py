@@ -26,15 +26,15 @@ def check(
     limit: o.Limit = None,
     model_options: o.ModelOptions,
     method_options: o.MethodOptions,
-    batch_invariant: Annotated[
+    no_batch_invariant: Annotated[
         bool,
         o.in_panel(
             o.METHOD_PANEL,
-            "--batch-invariant/--no-batch-invariant",
-            help="Use kernels that round alike in calls of any shape; without, see the flips.",
+            "--no-batch-invariant",
+            help="Use kernels that round differently in calls of another shape, and see the flips.",
         ),
-    ] = True,
-    adaptive: o.Adaptive = True,
+    ] = False,
+    no_adaptive: o.NoAdaptive = False,
     max_new_tokens: Annotated[
         int | None,
         o.in_panel(
@@ -92,7 +92,7 @@ def check(
     if server_options.server is not None:
         from saltus.cli.check_server import check_server
 
-        _refuse_engine_options(model_options, method_options, sampling_options, batch_invariant and adaptive)
+        _refuse_engine_options(model_options, method_options, sampling_options, not (no_batch_invariant or no_adaptive))
         name = "" if model_options.model == o.DEFAULT_MODEL else model_options.model
         tokens = max_new_tokens or SERVER_TOKENS
         report = check_server(server_options, name, prompts, limit, tokens, sampling_options.seed)
@@ -100,7 +100,7 @@ def check(
         if server_options != ServerOptions(api_key=server_options.api_key):
             raise ValueError("options of servers need a server; give --server URL")
         tokens, options = max_new_tokens or MODEL_TOKENS, (model_options, method_options, sampling_options)
-        report = _check_model(prompts, limit, *options, batch_invariant, adaptive, tokens)
+        report = _check_model(prompts, limit, *options, not no_batch_invariant, not no_adaptive, tokens)
     finish(report, json, out)
 
 

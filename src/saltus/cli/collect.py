@@ -48,12 +48,12 @@ Prompts = Annotated[
 Out = Annotated[
     Path, o.in_panel(o.OUTPUT_PANEL, "--out", metavar="DIR", help="The texts; a repeated command continues there.")
 ]
-BatchInvariant = Annotated[
+NoBatchInvariant = Annotated[
     bool,
     o.in_panel(
         o.MODEL_PANEL,
-        "--batch-invariant/--no-batch-invariant",
-        help="Round alike in batches of any shape; without, a GPU may be faster, but texts depend on batches.",
+        "--no-batch-invariant",
+        help="Round differently in batches of another shape: a GPU may be faster, but texts depend on batches.",
     ),
 ]
 Temperatures = Annotated[
@@ -93,7 +93,7 @@ class CollectionOptions:
     dtype: o.Dtype = "auto"
     device: o.Device = "auto"
     chat_template: o.ChatTemplate = None
-    batch_invariant: BatchInvariant = True
+    no_batch_invariant: NoBatchInvariant = False
     temperature: Temperatures = None
     top_p: o.TopP = 1.0
     top_k: o.TopK = 0
@@ -197,7 +197,7 @@ def _collect_texts(
 ) -> None:
     inputs = read_inputs(prompts, given.limit)
     load_options: dict[str, Any] = {
-        "model": given.model, "dtype": given.dtype, "device": given.device, "exact": given.batch_invariant, **method,
+        "model": given.model, "dtype": given.dtype, "device": given.device, "exact": not given.no_batch_invariant, **method,
     }  # fmt: skip
     settings = _plan_settings(given) | plan_settings
     from saltus.engine.chat.chat_template import read_chat_template
@@ -241,7 +241,7 @@ def _collect_from_server(prompts: Path, out: Path, given: CollectionOptions, ser
     local = {
         "--ray": given.ray is not None,
         "--processes": given.processes > 1,
-        "--no-batch-invariant": not given.batch_invariant,
+        "--no-batch-invariant": given.no_batch_invariant,
         "--coupling": given.coupling != o.DEFAULT_COUPLING,
     }
     local |= {"--device": given.device != "auto", "--dtype": given.dtype != "auto"}

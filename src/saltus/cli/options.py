@@ -125,12 +125,12 @@ NgramCorpus = Annotated[
         help="Texts that lookup also copies from, such as a code base or documentation; may be repeated.",
     ),
 ]
-Adaptive = Annotated[
+NoAdaptive = Annotated[
     bool,
     in_panel(
         METHOD_PANEL,
-        "--adaptive/--no-adaptive",
-        help="Verify only draft tokens that pay, or as many as --max-draft-tokens.",
+        "--no-adaptive",
+        help="Verify as many draft tokens as --max-draft-tokens, also those that do not pay.",
     ),
 ]
 Rule = Annotated[
