@@ -53,6 +53,11 @@ def test_an_unknown_name_offers_the_nearest():
     assert all(short in said for short in SHORT_NAMES)
 
 
+def test_a_name_of_ollama_or_llama_cpp_is_told_what_to_give_instead():
+    assert "`ollama show llama3.2:1b --modelfile`" in complaint("llama3.2:1b")
+    assert "owner/name-GGUF:MODEL-Q4_K_M.gguf" in complaint("owner/name-GGUF:Q4_K_M")
+
+
 @pytest.mark.parametrize("name", ["", " ", "./nowhere", "no/such/folder", "/", "a\\b", "x" * 5000])
 def test_a_name_that_cannot_be_a_model_is_one_line(name):
     complaint(name)

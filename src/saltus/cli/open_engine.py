@@ -64,7 +64,8 @@ def open_engine(
     with terminal_progress() as show:
         for name in (model, *draft_models):
             resolve(name, progress=_compiling_meanwhile(show))
-    note = _temporary_note(f"loading {model}") if sys.stderr.isatty() else nullcontext()
+    live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    note = _temporary_note(f"loading {model}") if live else nullcontext()
     with note, terminal_progress() if settings.get("ngram_corpus") else nullcontext(no_progress) as show:
         _silence_transformers()
         from saltus.engine.load import load

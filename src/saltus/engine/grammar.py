@@ -62,6 +62,8 @@ class Grammar:
             return cls(matcher_class().grammar_from_json_schema(followed), followed)
         except RecursionError:
             raise ValueError("the JSON schema is nested too deeply") from None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"the JSON schema is not JSON (line {error.lineno}: {error.msg}); mend it") from None
         except ValueError as error:
             raise ValueError(f"the grammar of a JSON schema cannot be used: {first_line(error)}") from None
 

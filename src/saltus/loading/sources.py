@@ -104,6 +104,14 @@ def _resolve(name: str, offline: bool, progress: ProgressCallback) -> Path:
         return fetch_from_hub(name, offline, progress)
     if folder.suffix == ".gguf":
         raise SourceError(f"there is no file {name!r}; check the path")
+    repository, colon, rest = name.partition(":")
+    if colon and HUB_ID.fullmatch(repository):  # owner/name:Q4_K_M, as llama.cpp names a file of a repository
+        raise SourceError(f"{name!r} names no file; give it whole, such as {repository}:MODEL-{rest or 'Q4_K_M'}.gguf")
+    if colon and "/" not in name and "\\" not in name:  # llama3.2:1b
+        raise SourceError(
+            f"{name!r} is neither a folder nor a short name; if it is a model of Ollama, give its file, which"
+            f" `ollama show {name} --modelfile` names after FROM"
+        )
     if not name.strip() or "/" in name or "\\" in name:
         raise SourceError(f"there is no folder {name!r}; give a folder that holds a model, or a hub id (owner/name)")
     raise SourceError(
