@@ -6,7 +6,7 @@ import saltus
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", default="smollm2-135m", help="a short name, a folder, or a hub id")
-parser.add_argument("--prompt", default="Count from one to twenty.")
+parser.add_argument("--prompt", default="Write the numbers from 1 to 30.")
 parser.add_argument("--max-new-tokens", type=int, default=64)
 given = parser.parse_args()
 
