@@ -197,7 +197,8 @@ def _collect_texts(
 ) -> None:
     inputs = read_inputs(prompts, given.limit)
     load_options: dict[str, Any] = {
-        "model": given.model, "dtype": given.dtype, "device": given.device, "exact": not given.no_batch_invariant, **method,
+        "model": given.model, "dtype": given.dtype, "device": given.device,
+        "exact": not given.no_batch_invariant, **method,
     }  # fmt: skip
     settings = _plan_settings(given) | plan_settings
     from saltus.engine.chat.chat_template import read_chat_template
