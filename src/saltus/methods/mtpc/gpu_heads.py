@@ -41,7 +41,7 @@ class GraphedHeads:
         """The outputs for the inputs of this size; the next run overwrites them."""
         inputs = self.inputs[size]
         if self.use_cuda_graphs and size not in self.graphs:
-            captured = self.capture.capture_or_warn(lambda: self.model.draft_outputs(*inputs))
+            captured = self.capture.capture_or_warn(lambda: self.model.draft_outputs(*inputs), self.graphs)
             self.use_cuda_graphs = captured is not None
             self.graphs |= {} if captured is None else {size: captured}
         if not self.use_cuda_graphs:

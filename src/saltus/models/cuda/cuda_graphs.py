@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from saltus.models.cuda.kernel_support import has_kernels
 
 Outputs = TypeVar("Outputs")
 log = logging.getLogger("saltus")
+_one_at_a_time = threading.Lock()  # each capture begins by a wait for the whole device, which would end another one
 
 
 @dataclass
@@ -49,6 +51,8 @@ class GraphCapture:
         current.wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
         with (
+            _one_at_a_time,
+            torch.cuda.stream(current),  # torch.cuda.graph leaves its own one to the thread if the capture fails
             _no_garbage_collection(),
             torch.cuda.graph(graph, self.memory_pool, self.stream, capture_error_mode="thread_local"),
         ):
@@ -56,15 +60,26 @@ class GraphCapture:
         self.graphs.add(graph)
         return graph, outputs
 
-    def capture_or_warn(self, run: Callable[[], Outputs]) -> tuple[Any, Outputs] | None:
-        """The same; None, after a warning, for what cannot be captured. Errors: out of memory."""
+    def capture_or_warn(self, run: Callable[[], Outputs], graphs: dict[Any, Any]) -> tuple[Any, Outputs] | None:
+        """The same; None, after a warning, for what cannot be captured.
+
+        Where memory is short, the other `graphs` are dropped, whose memory it may have, and captured anew when they are
+        needed. Errors: out of memory.
+        """
         try:
             return self.capture(run)
         except RuntimeError as error:
-            if (no_memory := out_of_memory_behind(error)) is not None:  # the end of its capture fails, too
+            no_memory = out_of_memory_behind(error)  # the end of its capture fails, too
+            if no_memory is None:
+                before = error.__context__  # what made the end of the capture fail
+                reason = str(before if isinstance(before, RuntimeError) else error).splitlines()[0]
+                log.warning("calls cannot be captured as CUDA graphs and run without them: %s", reason)
+                return None
+            if not graphs:
                 raise no_memory from None
-            log.warning("calls cannot be captured as CUDA graphs and run without them: %s", str(error).splitlines()[0])
-            return None
+        del no_memory  # whose frames hold tensors
+        graphs.clear()
+        return self.capture_or_warn(run, graphs)
 
 
 @contextlib.contextmanager

@@ -333,7 +333,7 @@ class FixedShapeRunner:
             self.recurrent_inputs[inputs.shape].clear()
         if queries is not None:
             queries.clear()
-        captured = self.capture.capture_or_warn(lambda: self._run_static_inputs(inputs, queries))
+        captured = self.capture.capture_or_warn(lambda: self._run_static_inputs(inputs, queries), self.pool.graphs)
         if captured is None:
             self.use_cuda_graphs = False
         else:

@@ -75,7 +75,7 @@ class GraphedPasses:
         of_drafter = self.drafter, key
         if self.use_cuda_graphs and of_drafter not in self.pool.graphs:
             inputs.clear()  # what was written last may belong to pages of other texts by now
-            captured = self.capture.capture_or_warn(lambda: evaluate(inputs))
+            captured = self.capture.capture_or_warn(lambda: evaluate(inputs), self.pool.graphs)
             self.use_cuda_graphs = captured is not None
             self.pool.graphs |= {} if captured is None else {of_drafter: captured}
         if not self.use_cuda_graphs:
