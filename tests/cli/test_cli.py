@@ -707,6 +707,7 @@ def test_a_fault_of_ours_is_one_line_and_a_traceback_only_where_it_is_asked_for(
 OUT_OF_MEMORY = [
     MemoryError(),
     torch.OutOfMemoryError("CUDA out of memory. Tried …"),
+    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported …"),
     RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: …"),
 ]
 

@@ -1,11 +1,18 @@
 """Tell that memory ran out, whoever says it."""
 
+SAYINGS = (  # of RuntimeErrors
+    "can't allocate memory",  # PyTorch on CPUs
+    "CUDA error: out of memory",  # CUDA itself, as where other programs have filled the GPU
+    "Error [CUDA]: out of memory",  # Triton
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+
 
 def is_out_of_memory(error: BaseException) -> bool:
     """True for an allocation that failed: Python's, NumPy's, or PyTorch's on any device."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # PyTorch on CPUs
+    return isinstance(error, RuntimeError) and any(saying in str(error) for saying in SAYINGS)
 
 
 def out_of_memory_behind(error: BaseException | None) -> BaseException | None:
