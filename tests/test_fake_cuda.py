@@ -1,8 +1,10 @@
 """Decoding on a CUDA device that does not exist: every tensor is where it has to be, and texts are those of plain."""
 
 import contextlib
+import importlib.util
 import queue
 import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -657,9 +659,11 @@ def test_without_a_compiler_for_our_kernels_a_warning_says_so_and_texts_are_writ
         engine = load(tiny_folder())
         check_texts(engine, ["lookup"])
         (told,) = [each for each in caplog.messages if "kernels for GPUs are off" in each]
-        assert told.endswith("Failed to find C compiler. Please specify via CC environment variable.")
+        assert told.endswith("Triton finds no C compiler; install gcc or clang")
     finally:
         kernel_support._kernels_run.cache_clear()
+    failed = subprocess.CalledProcessError(1, ["gcc", "/tmp/main.c"])
+    assert kernel_support.KernelsFail("check", failed).reason.endswith("install python3-dev (python3-devel)")
 
 
 @dataclass(frozen=True)
@@ -722,6 +726,17 @@ def test_transformers_generate_launches_packed_products_on_the_models_device(dev
     with torch.inference_mode():
         torch.nn.functional.linear(torch.zeros(2, 64, dtype=torch.bfloat16, device="cuda"), packed)
     assert chosen == [True]
+
+
+def test_without_triton_a_warning_says_how_to_have_our_kernels(device, monkeypatch, caplog):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    kernel_support._kernels_run.cache_clear()
+    try:
+        assert not kernel_support.has_kernels("cuda")
+        assert not kernel_support.has_kernels("cpu")
+        assert [each.endswith("pip install triton") for each in caplog.messages] == [True]
+    finally:
+        kernel_support._kernels_run.cache_clear()
 
 
 def test_our_kernels_are_off_on_gpus_that_do_not_multiply_bfloat16(device, monkeypatch, caplog):

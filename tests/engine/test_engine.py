@@ -559,6 +559,19 @@ def test_a_gpu_that_there_is_not_is_refused_with_those_that_there_are(monkeypatc
             resolve_device(name)
 
 
+def test_a_gpu_that_torch_cannot_use_is_told_with_a_cure(monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nCUDA kernel errors …")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch, "ones", fail)
+    with refused(
+        "torch cannot use the GPU cuda (CUDA error: no kernel image is available for execution on the device)"
+    ):
+        saltus.load("nowhere")
+
+
 @pytest.mark.unchecked
 @pytest.mark.parametrize(
     ("settings", "cure"),

@@ -86,6 +86,8 @@ def load_checkpoint(
     PEFT its base model with the adapter merged into the weights.
     """
     device = resolve_device(device)
+    if device != "cpu":
+        _require_working_gpu(device)
     _check_choice("dtype", dtype, DTYPES)
     _check_choice("weights", weights, WEIGHTS)
     _check_choice("arithmetic", arithmetic, ("auto", *ARITHMETICS))
@@ -200,6 +202,17 @@ def resolve_device(name: str) -> str:
         known = ", ".join(f"cuda:{each}" for each in range(count)) or kind
         raise ValueError(f"device is {name!r}, but torch does not have that; use {known}")
     return name
+
+
+def _require_working_gpu(name: str) -> None:
+    """Raise ValueError for a GPU that torch finds and cannot use: it is too old for it, or other programs have it."""
+    try:
+        torch.ones(1, device=name).add_(1).cpu()
+    except Exception as error:  # RuntimeErrors mostly
+        raise ValueError(
+            f"torch cannot use the GPU {name} ({first_line(error)}); see nvidia-smi for programs that hold it, or take"
+            " device='cpu' (--device cpu)"
+        ) from error
 
 
 def _check_choice(option: str, value: str, choices: Collection[str]) -> None:

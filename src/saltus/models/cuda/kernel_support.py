@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import subprocess
 from functools import lru_cache
 
 import torch
@@ -45,6 +46,8 @@ _given_up: list[KernelsFail] = []
 def _kernels_run(device: torch.device) -> bool:
     """True if Triton is there and compiles for the GPU, for which it needs a C compiler; a warning says what fails."""
     if importlib.util.find_spec("triton") is None:
+        if device.type == "cuda":
+            _warn_that_they_are_off("Triton is missing; pip install triton")
         return False
     try:
         from saltus.models.cuda.launching import check_launch
@@ -61,6 +64,13 @@ def _warn_that_they_are_off(reason: str) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """A line of it; Triton's errors of compilation show the kernel's source before what they have to say."""
+    """A line of it, with the cure of what Triton often lacks.
+
+    Triton's errors of compilation show the kernel's source before what they have to say.
+    """
+    if isinstance(error, subprocess.CalledProcessError):  # it names the whole command; the compiler has said why
+        return "Triton's C compiler fails, as it does without Python's headers; install python3-dev (python3-devel)"
+    if "find C compiler" in str(error):
+        return "Triton finds no C compiler; install gcc or clang"
     said = getattr(error, "error_message", None) or str(error)
     return (said.strip() or type(error).__name__).splitlines()[0]
