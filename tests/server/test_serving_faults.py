@@ -230,3 +230,17 @@ def test_a_request_that_cannot_be_decoded_hurts_no_other(engine):
             assert answer.result().status_code == 400
             assert "no token is left to choose" in answer.result().json()["error"]["message"]
         assert service.engine_thread.num_open == 0
+
+
+def test_a_gpu_that_answers_no_more_ends_the_engines_thread(engine, monkeypatch):
+    """After an illegal address every call of CUDA fails in this process, so that no other text could be decoded."""
+
+    def fail(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(engine.network, "forward", fail)
+    (error,) = decoded(engine, ["the"])
+    assert (error.status, error.message) == (500, "a call failed: CUDA error: an illegal memory access was encountered")
+    monkeypatch.setattr("saltus.engine.scheduler.answers", lambda device: False)
+    (error,) = decoded(engine, ["the"])
+    assert (error.status, error.message) == (503, "the server has failed and stops; try another one")

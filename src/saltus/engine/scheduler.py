@@ -33,6 +33,7 @@ from saltus.engine.prompt_reading import PromptReader
 from saltus.engine.request import Request
 from saltus.engine.scheduled_request import AnyScheduled, ScheduledRequest
 from saltus.engine.turns import Shares, giving_way, memory_limit, next_in_turn
+from saltus.models.cuda.host_copies import answers
 from saltus.models.memory_use import text_bytes
 from saltus.models.resized_vocabulary import embedding_rows
 
@@ -48,7 +49,7 @@ class Scheduler(Generic[AnyScheduled]):
     With `prefill_chunk_tokens` prompts are read in chunks of so many tokens between the calls of running texts, and one
     text joins a step (on a GPU several with short prompts); without, all that have a place join at once, and their
     first call reads their prompts. With `isolates_failures` an error ends the text that it happened to, as its
-    `failure`; without, `step` raises it.
+    `failure`; without, and where the GPU answers no more, `step` raises it.
     """
 
     decoder: Decoder
@@ -93,7 +94,7 @@ class Scheduler(Generic[AnyScheduled]):
             try:
                 self._call(decoding)
             except Exception as error:
-                if not self.isolates_failures:
+                if not self.isolates_failures or self._has_lost_its_gpu():
                     raise
                 log.exception("a call failed")
                 self._recover(error, decoding)
@@ -198,7 +199,7 @@ class Scheduler(Generic[AnyScheduled]):
             try:
                 self.prompts.read_chunk(scheduled)
             except Exception as error:
-                if not self.isolates_failures:
+                if not self.isolates_failures or self._has_lost_its_gpu():
                     raise
                 log.exception("a prompt could not be read")
                 self._fail(scheduled, error, in_call=True)
@@ -227,6 +228,10 @@ class Scheduler(Generic[AnyScheduled]):
     def _call(self, scheduled: Sequence[AnyScheduled]) -> None:
         """One round of calls of these texts."""
         next(run_batch([each.sequence for each in scheduled if each.sequence is not None], self.networks), None)
+
+    def _has_lost_its_gpu(self) -> bool:
+        device = getattr(self.decoder.target, "device", None)
+        return device is not None and not answers(device)
 
     def _recover(self, error: Exception, decoding: Sequence[AnyScheduled]) -> None:
         """After a call that failed: without memory the newest text ends, else those that fail alone, too."""

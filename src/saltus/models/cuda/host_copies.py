@@ -20,3 +20,13 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """An array on a device, for whose copy to a GPU the host does not wait; torch keeps pinned memory until then."""
     host = torch.from_numpy(array)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def answers(device: torch.device) -> bool:
+    """False for a GPU after an error that every later call of this process returns, too, such as an illegal address."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.current_stream(device).synchronize()
+        except RuntimeError:
+            return False
+    return True
