@@ -10,15 +10,20 @@ import subprocess
 import sys
 import time
 from threading import Event
+from types import SimpleNamespace
 
 import httpx
 import pytest
+import torch
 import uvicorn
 from typer.testing import CliRunner
 
 from architectures import tiny
 from forked_python import saltus_command
 from saltus.cli.app import app
+from saltus.cli.serve import _within_gpu_memory
+from saltus.models.cuda.kv_pages import KVPagePool
+from saltus.server.served_request import Limits
 from tiny_models import byte_tokenizer
 from tiny_server import unused_port  # noqa: F401
 
@@ -97,6 +102,19 @@ def test_a_host_that_is_not_this_machine_is_refused_before_anything_starts(host,
     found = CliRunner().invoke(app, ["serve", "-m", "nowhere", "--host", host, *more])
     assert found.exit_code == 2
     assert f"cannot listen on {host}:8000" in " ".join(found.output.split())
+
+
+def test_on_a_gpu_texts_have_no_more_memory_than_there_is(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (3 * 10**9, 8 * 10**9))
+    pool, gpu = KVPagePool(1, 256, buffers=[torch.empty(10**6, dtype=torch.int8)]), torch.device("cuda", 0)
+    network = SimpleNamespace(device=gpu, fixed_shape_runner=SimpleNamespace(pool=pool))
+    assert _within_gpu_memory(Limits(8, max_cached_bytes=4 * 10**9), network) == Limits(
+        8, max_cached_bytes=1_500_500_000
+    )
+    assert "at most 1.5 GB, half of what the GPU has" in capsys.readouterr().err
+    assert _within_gpu_memory(Limits(max_cached_bytes=10**9), network) == Limits(max_cached_bytes=10**9)
+    assert _within_gpu_memory(Limits(), SimpleNamespace(device=torch.device("cpu"))) == Limits()
+    assert not capsys.readouterr().err
 
 
 def test_a_name_server_that_does_not_answer_is_not_waited_for(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import logging
 import os
@@ -252,6 +253,7 @@ def _new_service(
     return_freed_buffers()
     engine, _ = open_with_options(model_options, method_options, o.SamplingOptions())
     engine.generate("Are you there?", max_new_tokens=8)  # what is loaded late is loaded before the first request
+    limits = _within_gpu_memory(limits, engine.network)
     if max_model_len is not None:
         _limit_context_to(engine, max_model_len)
     learner = None if plan is None else _new_learner(engine, plan)
@@ -263,6 +265,21 @@ def _new_service(
     logging.basicConfig(format="%(message)s", handlers=[LogLines()])
     logging.getLogger("saltus.server").setLevel(logging.INFO)
     return service
+
+
+def _within_gpu_memory(limits: Any, network: Any) -> Any:
+    """The limits, with no more memory than a GPU has room for beside the weights, and a line if that is less."""
+    from saltus.cli.answers import print_note
+    from saltus.models.cuda.kv_pages import gpu_bytes_for_texts
+
+    runner = getattr(network, "fixed_shape_runner", None)
+    if runner is None or network.device.type != "cuda":
+        return limits
+    most = gpu_bytes_for_texts(runner.pool, network.device)
+    if most >= limits.max_cached_bytes:
+        return limits
+    print_note(f"keys and values have at most {most / 1e9:.1f} GB, half of what the GPU has beside the weights")
+    return dataclasses.replace(limits, max_cached_bytes=most)
 
 
 def _limit_context_to(engine: Any, most: int) -> None:

@@ -24,6 +24,17 @@ FIRST_SHARE = 0.1  # of a GPU's free memory, for the first buffers: graphs are c
 MAX_FIRST_PAGES = 1024  # of a GPU's first buffers
 
 
+def gpu_bytes_for_texts(pool: KVPagePool, device: torch.device) -> int:
+    """What keys and values may take of a GPU where the weights are: half of what is free or the pool's.
+
+    The rest is for pages that a pool has beyond those and for its old buffers while it grows, for graphs and for texts
+    that are kept.
+    """
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    return (free + sum(each.nbytes for each in pool.buffers)) // 2
+
+
 @dataclass
 class KVPagePool:
     """Keys and values of all texts: slots i · page_size and on are those of page i.
