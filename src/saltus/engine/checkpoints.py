@@ -197,8 +197,8 @@ def resolve_device(name: str) -> str:
     _check_choice("device", kind, ("auto", "cpu", "cuda"))
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(
-            "device is cuda, but torch finds no CUDA device; use device='cpu', or a CUDA build of torch with a driver that"
-            " is new enough for it"
+            "device is cuda, but torch finds no CUDA device; use device='cpu', or a CUDA build of torch and a driver"
+            " that is new enough for it"
         )
     count = torch.cuda.device_count() if kind == "cuda" else 0
     if colon and not (number.isdecimal() and int(number) < count):

@@ -113,7 +113,7 @@ def measure_machine_speed(
     since it has no fast ones of some types on some processors: there a large one takes minutes.
     """
     here = device.type == "cpu"
-    count = (megabytes or (512 if here else 4096)) * 2**20 // 4
+    count = (megabytes or (512 if here else _buffer_megabytes(device))) * 2**20 // 4
     size = size or (2048 if here else 8192)
     source, target = torch.ones(count, device=device), torch.zeros(count, device=device)
     a, b = (torch.full((size, size), 0.5, dtype=dtype, device=device) for _ in range(2))
@@ -147,6 +147,12 @@ def measure_machine_speed(
         for kind in ("_bytes_per_second", "_flops_per_second")
     ]
     return MachineSpeed(best[0], best[1], measured, torch.get_num_threads())
+
+
+def _buffer_megabytes(device: torch.device) -> int:
+    """Of one of two buffers on a GPU, in an eighth of its free memory; caches have 130 MB at most."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(1, min(4096, free // 2**23))
 
 
 def _multiply_by_kernel(rows: torch.Tensor, weight: torch.Tensor) -> None:
