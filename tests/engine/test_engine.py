@@ -1003,6 +1003,22 @@ def test_the_same_prompt_again_is_not_read_again(engine):
     assert reads == [len(engine.encode(PROMPT)), 1]
 
 
+def test_kept_texts_are_dropped_before_a_text_ends_without_memory(engine, monkeypatch):
+    settings = {"method": "lookup", "max_new_tokens": 8}
+    expected, forward = engine.generate(PROMPT, **settings).tokens, engine.network.forward
+    tree, failed = engine.decoder.prefix_tree, []
+
+    def while_none_are_kept(*given):
+        if tree.num_bytes:
+            failed.append(tree.num_bytes)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return forward(*given)
+
+    monkeypatch.setattr(engine.network, "forward", while_none_are_kept)
+    assert engine.generate(PROMPT, **settings).tokens == expected
+    assert len(failed) == 2, "at first, and when the prompt was kept"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["small_model", "ptp", "mtpc"])
 def test_by_rejection_a_text_depends_on_its_seed_alone(engine, method):

@@ -94,10 +94,11 @@ class Scheduler(Generic[AnyScheduled]):
             try:
                 self._call(decoding)
             except Exception as error:
-                if not self.isolates_failures or self._has_lost_its_gpu():
-                    raise
-                log.exception("a call failed")
-                self._recover(error, decoding)
+                if not self._has_freed_memory(error):
+                    if not self.isolates_failures or self._has_lost_its_gpu():
+                        raise
+                    log.exception("a call failed")
+                    self._recover(error, decoding)
             seconds = time.perf_counter() - started
             for scheduled in decoding:
                 scheduled.request.seconds += seconds
@@ -199,6 +200,8 @@ class Scheduler(Generic[AnyScheduled]):
             try:
                 self.prompts.read_chunk(scheduled)
             except Exception as error:
+                if self._has_freed_memory(error):
+                    continue
                 if not self.isolates_failures or self._has_lost_its_gpu():
                     raise
                 log.exception("a prompt could not be read")
@@ -229,6 +232,14 @@ class Scheduler(Generic[AnyScheduled]):
         """One round of calls of these texts."""
         next(run_batch([each.sequence for each in scheduled if each.sequence is not None], self.networks), None)
 
+    def _has_freed_memory(self, error: Exception) -> bool:
+        """True if memory ran out while the prefix tree had some, which is free now: the next step calls again."""
+        if not is_out_of_memory(error) or self.prefix_tree is None or not self.prefix_tree.num_bytes:
+            return False
+        log.warning("memory is short: what was kept of earlier texts is dropped")
+        self.prefix_tree.clear()
+        return True
+
     def _has_lost_its_gpu(self) -> bool:
         device = getattr(self.decoder.target, "device", None)
         return device is not None and not answers(device)
@@ -236,9 +247,6 @@ class Scheduler(Generic[AnyScheduled]):
     def _recover(self, error: Exception, decoding: Sequence[AnyScheduled]) -> None:
         """After a call that failed: without memory the newest text ends, else those that fail alone, too."""
         if is_out_of_memory(error):
-            if self.prefix_tree is not None and self.prefix_tree.num_bytes:
-                self.prefix_tree.clear()
-                return
             decoding = decoding[-1:]
         if len(decoding) == 1:
             self._fail(decoding[0], error, in_call=True)
