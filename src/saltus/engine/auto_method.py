@@ -49,9 +49,13 @@ def resolve_method(
         log.warning("auto drafts without the model's own heads: %s", reason)
     if WITH_DRAFTER not in candidates:
         return "lookup", None
-    ratio = _cost_of_eight_rows(target, call_cost, measure=not call_cost.seconds)
-    if ratio > MAX_COST_OF_EIGHT_ROWS:  # other work may have disturbed the measurement
-        ratio = min(ratio, _cost_of_eight_rows(target, call_cost, measure=True))
+    is_timed = bool(call_cost.seconds)
+    if not is_timed:
+        _time_calls(target, call_cost)
+    ratio = _cost_of_eight_rows(call_cost)
+    if not is_timed or ratio > MAX_COST_OF_EIGHT_ROWS:  # other work may have disturbed the measurement, either way
+        _time_calls(target, call_cost)
+        ratio = _cost_of_eight_rows(call_cost)
     if ratio <= MAX_COST_OF_EIGHT_ROWS:
         return WITH_DRAFTER, None
     return "lookup", (
@@ -76,8 +80,12 @@ def auto_candidates(target: TargetNetwork, options: Mapping[str, Mapping[str, An
     return [*found, "lookup"]
 
 
-def _cost_of_eight_rows(target: TargetNetwork, call_cost: CallCost, measure: bool) -> float:
+def _time_calls(target: TargetNetwork, call_cost: CallCost) -> None:
+    """Keep the least of each time, since noise only adds."""
+    known = call_cost.seconds
+    known.update({rows: min(seconds, known.get(rows, seconds)) for rows, seconds in call_seconds(target).items()})
+
+
+def _cost_of_eight_rows(call_cost: CallCost) -> float:
     """As a multiple of a call of one row."""
-    if measure:
-        call_cost.seconds.update(call_seconds(target))
     return call_cost.seconds_for(8) / call_cost.seconds_for(1)
