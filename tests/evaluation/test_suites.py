@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from saltus.evaluation.benchmarks import suites
 from saltus.evaluation.benchmarks.suites import SUITES, find_grader, load_tasks, tasks_fingerprint
 
 SPEC = {"question_id": 82, "category": "writing", "turns": ["Write.", "Again."]}
@@ -134,6 +135,7 @@ def test_a_data_set_is_asked_for_by_name_configuration_and_split(monkeypatch):
         inputs.append((names, settings))
         return [MATH]
 
+    monkeypatch.setattr(suites, "hub_answers", lambda name: True)
     fake = SimpleNamespace(load_dataset=load_dataset, disable_progress_bars=lambda: None)
     monkeypatch.setitem(sys.modules, "datasets", fake)
     for spec in ("gsm8k", "gsm8k:owner/name", "gsm8k:owner/name:hard@train", "gsm8k:https://somewhere/rows.jsonl"):
@@ -147,13 +149,19 @@ def test_a_data_set_is_asked_for_by_name_configuration_and_split(monkeypatch):
 
 
 def test_a_data_set_that_cannot_be_had_is_told_in_a_line(monkeypatch):
+    """The library is not asked to try again and again where the hub is silent."""
+    asked, config = [], SimpleNamespace(HF_HUB_OFFLINE=False)
+
     def load_dataset(*names, **settings):
+        assert config.HF_HUB_OFFLINE
         raise ConnectionError("no route\nto host")
 
-    fake = SimpleNamespace(load_dataset=load_dataset, disable_progress_bars=lambda: None)
+    monkeypatch.setattr(suites, "hub_answers", lambda name: asked.append(name))
+    fake = SimpleNamespace(load_dataset=load_dataset, disable_progress_bars=lambda: None, config=config)
     monkeypatch.setitem(sys.modules, "datasets", fake)
     with pytest.raises(ValueError, match=r"cannot be had \(no route\); give a file: --suite gsm8k:FILE"):
         load_tasks("gsm8k")
+    assert asked == ["openai/gsm8k"]
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r'pip install "\.\[bench\]"'):
         load_tasks("gsm8k")

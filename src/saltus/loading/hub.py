@@ -152,6 +152,18 @@ def _list_files(hub_id: str, revision: str | None) -> tuple[str, dict[str, int]]
     return found.sha, {each.rfilename: each.size or 0 for each in found.siblings or []}
 
 
+def hub_answers(data_set: str) -> bool:
+    """Whether the hub says in time what it has under the name of a data set, be it nothing."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        answer_within(HUB_TIMEOUT, lambda: HfApi().dataset_info(data_set, timeout=HUB_TIMEOUT))
+    except Exception as error:  # whatever the client's network library raises
+        return isinstance(error, HfHubHTTPError | HFValidationError)
+    return True
+
+
 def _model_files(name: str, sizes: dict[str, int]) -> list[str]:
     """Those of a repository that Transformers needs, and that come with a model of ours."""
     names = next(

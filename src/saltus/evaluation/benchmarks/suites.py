@@ -16,6 +16,7 @@ from saltus.engine.prompts import Prompt, read_prompts_file
 from saltus.engine.text_files import parse_jsonl, read_jsonl, read_text
 from saltus.evaluation.benchmarks.graders import GRADERS, Grader
 from saltus.loading.fetching import first_line
+from saltus.loading.hub import hub_answers
 
 Row = dict[str, Any]
 
@@ -256,6 +257,10 @@ def _load_dataset(suite: Suite, source: str) -> Iterator[tuple[str, Any]]:
         else:
             name, _, split = source.partition("@")
             name, _, configuration = name.partition(":")
+            if not hub_answers(name):  # else the library asks again for a minute, and prints each time
+                from datasets import config
+
+                config.HF_HUB_OFFLINE = True
             rows = datasets.load_dataset(name, configuration or None, split=split or "test")
     except Exception as error:  # of many kinds: no network, no such name, no such split
         reason = first_line(error)
