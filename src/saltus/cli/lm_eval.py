@@ -103,11 +103,17 @@ def _run(arguments: list[str]) -> None:
 
     from lm_eval.__main__ import cli_evaluate
 
+    from saltus.loading.fetching import first_line
+
     before, exiting = sys.argv, ArgumentParser.error
     sys.argv, ArgumentParser.error = ["lm_eval", *arguments], _refuse
     try:
         cli_evaluate()
-    except (ValueError, OSError, ModuleNotFoundError, MemoryError):
+    except ValueError as error:
+        if str(error).startswith("Tasks not found"):
+            raise ValueError(f"{first_line(error)}; `saltus lm-eval ls tasks` shows all") from None
+        raise
+    except (OSError, ModuleNotFoundError, MemoryError):
         raise
     except Exception as error:
         traceback.print_exc()
