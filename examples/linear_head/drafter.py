@@ -11,11 +11,11 @@ from torch import Tensor
 from saltus.core.canvas import Canvas
 from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
-from saltus.core.protocols import Drafter, Network
+from saltus.core.protocols import Drafter, DraftGenerator, Network
 from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
 from saltus.methods.shared.autoregressive import draft_autoregressively
-from saltus.methods.shared.hidden_state_drafter import DraftCalls, HiddenStateDrafter
+from saltus.methods.shared.hidden_state_drafter import HiddenStateDrafter
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class LinearHead:
         return LinearHeadNetwork(load(Path(self.model), target.model, target_name))
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
-        def draft(canvas: Canvas, hidden_states: Tensor, num_draft_tokens: int) -> DraftCalls:
+        def draft(canvas: Canvas, hidden_states: Tensor, num_draft_tokens: int) -> DraftGenerator:
             inputs = ForwardInputs(canvas, network_name="linear_head", hidden_states=hidden_states)
             limits = num_draft_tokens, self.min_probability
             return (yield from draft_autoregressively(inputs, *limits, noise, sampling, rule, "linear_head"))

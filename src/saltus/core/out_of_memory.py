@@ -1,6 +1,6 @@
 """Tell that memory ran out, whoever says it."""
 
-SAYINGS = (  # of RuntimeErrors
+MESSAGES = (  # of RuntimeErrors, parts of them
     "can't allocate memory",  # PyTorch on CPUs
     "CUDA error: out of memory",  # CUDA itself, as where other programs have filled the GPU
     "Error [CUDA]: out of memory",  # Triton
@@ -12,7 +12,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """True for an allocation that failed: Python's, NumPy's, or PyTorch's on any device."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(error, RuntimeError) and any(saying in str(error) for saying in SAYINGS)
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in MESSAGES)
 
 
 def out_of_memory_behind(error: BaseException | None) -> BaseException | None:

@@ -168,9 +168,8 @@ class Experts:
     margin: float = 0.0  # of sparse_mixer
     output_scale: float = 1.0  # of what all experts and the shared one give
     zero_experts: int = 0
-    latent: tuple[Weight, Weight] | None = (
-        None  # experts read what the first gives, and their sum goes through the second
-    )
+    # experts read what the first of two projections gives, and their sum goes through the second
+    latent: tuple[Weight, Weight] | None = None
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from torch import Tensor
 from saltus.core.canvas import Canvas
 from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
-from saltus.core.protocols import Drafter, Network
+from saltus.core.protocols import Drafter, DraftGenerator, Network
 from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
 from saltus.core.value_types import require_at_least
 from saltus.methods.shared.autoregressive import draft_autoregressively
-from saltus.methods.shared.hidden_state_drafter import DraftCalls, HiddenStateDrafter
+from saltus.methods.shared.hidden_state_drafter import HiddenStateDrafter
 
 SOURCE = "mtp"
 
@@ -53,7 +53,7 @@ class Mtp:
         return MtpNetwork(load_heads(target, target_name, folder), target)
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
-        def draft(canvas: Canvas, hidden_states: Tensor, num_draft_tokens: int) -> DraftCalls:
+        def draft(canvas: Canvas, hidden_states: Tensor, num_draft_tokens: int) -> DraftGenerator:
             inputs = ForwardInputs(canvas, network_name="mtp", hidden_states=hidden_states)
             limits = num_draft_tokens, self.min_probability
             return draft_autoregressively(inputs, *limits, noise, sampling, rule, SOURCE, top_k=self.top_k)

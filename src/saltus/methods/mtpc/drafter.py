@@ -10,14 +10,14 @@ from torch import Tensor
 from saltus.core.canvas import Canvas
 from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
-from saltus.core.protocols import Drafter
+from saltus.core.protocols import Drafter, DraftGenerator
 from saltus.core.rules import Rule, match, reject
 from saltus.core.sampling import Sampling
 from saltus.core.value_types import require_at_least
 from saltus.methods.mtpc.drawn_window import can_draw_window, draft_drawn_window
 from saltus.methods.shared.autoregressive import draft_autoregressively
 from saltus.methods.shared.draft_tree import DraftOutputs, chooser, likely_paths
-from saltus.methods.shared.hidden_state_drafter import DraftCalls, HiddenStateDrafter
+from saltus.methods.shared.hidden_state_drafter import HiddenStateDrafter
 from saltus.methods.shared.query_chains import with_query_chains
 
 SOURCE = "mtpc"
@@ -53,7 +53,7 @@ class Mtpc:
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
         at_once = self.draw == "window" and rule is reject and can_draw_window(sampling)
 
-        def draft(canvas: Canvas, hidden_states: Tensor, num_draft_tokens: int) -> DraftCalls:
+        def draft(canvas: Canvas, hidden_states: Tensor, num_draft_tokens: int) -> DraftGenerator:
             inputs = ForwardInputs(canvas, network_name="mtpc", hidden_states=hidden_states)
             limits = num_draft_tokens, self.min_probability
             if at_once:

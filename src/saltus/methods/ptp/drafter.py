@@ -14,7 +14,7 @@ from saltus.core.canvas import Canvas
 from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
 from saltus.core.picking import Coupling
-from saltus.core.protocols import Drafter
+from saltus.core.protocols import Drafter, DraftGenerator
 from saltus.core.rules import Rule, match, reject
 from saltus.core.sampling import Sampling
 from saltus.core.value_types import require_at_least
@@ -27,7 +27,7 @@ from saltus.methods.shared.draft_tree import (
     likely_paths,
     position_predictions,
 )
-from saltus.methods.shared.hidden_state_drafter import DraftCalls, HiddenStateDrafter
+from saltus.methods.shared.hidden_state_drafter import HiddenStateDrafter
 from saltus.methods.shared.query_chains import (
     SOURCE,
     UniformConditioning,
@@ -102,12 +102,14 @@ class DrafterPtp:
             raise ValueError(f"ptp: several drafts need an adapter, but {name} is a drafter; leave drafts out")
         return HiddenStateDrafter(self.options.num_draft_tokens, self._draft_calls(noise, sampling, rule))
 
-    def _draft_calls(self, noise: Noise, sampling: Sampling, rule: Rule) -> Callable[[Canvas, Tensor, int], DraftCalls]:
+    def _draft_calls(
+        self, noise: Noise, sampling: Sampling, rule: Rule
+    ) -> Callable[[Canvas, Tensor, int], DraftGenerator]:
         form, choices = usable_form("one-hot", self.trained_coupling, sampling), self.options.top_k
         if self.reads_uniforms:
             _warn_if_other(form, "one-hot", self.options.model, self.trained_coupling, sampling.coupling)
 
-        def draft(canvas: Canvas, hidden_states: Tensor, num_draft_tokens: int) -> DraftCalls:
+        def draft(canvas: Canvas, hidden_states: Tensor, num_draft_tokens: int) -> DraftGenerator:
             # Under `reject` drafts have uniforms of their own, never those that the rule uses.
             stream = f"{SOURCE}/{canvas.num_decided}" if rule is reject else "text"
             uniforms = position_uniforms(noise, sampling, canvas.open_positions[:num_draft_tokens], stream)

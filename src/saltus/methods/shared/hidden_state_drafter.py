@@ -17,8 +17,6 @@ from saltus.models.cuda.host_copies import to_device
 
 MAX_UNREAD = 32  # hidden states that a draft network reads at once: of a prompt or after a pause, the last ones
 
-DraftCalls = DraftGenerator
-
 
 @dataclass
 class HiddenStateDrafter:
@@ -29,19 +27,19 @@ class HiddenStateDrafter:
     """
 
     num_draft_tokens: int  # draft tokens, at most
-    draft: Callable[[Canvas, Tensor, int], DraftCalls]
+    draft: Callable[[Canvas, Tensor, int], DraftGenerator]
     max_unread: int = MAX_UNREAD  # set before the first step where the draft network reads more
     output_hidden_states: bool = field(default=True, init=False)
     pending: list[Tensor] = field(default_factory=list, init=False)  # hidden states that were not read yet
     num_tokens_seen: int = field(default=0, init=False)  # decided tokens whose hidden states were collected
 
-    def __call__(self, canvas: Canvas, last: Step | None, max_depth: int) -> Sequence[Drafts] | DraftCalls:
+    def __call__(self, canvas: Canvas, last: Step | None, max_depth: int) -> Sequence[Drafts] | DraftGenerator:
         if last is None:
             return ()
         self._collect(last, len(canvas.decided_prefix))
         return self._draft(canvas, min(self.num_draft_tokens, max_depth)) if self.pending else ()
 
-    def _draft(self, canvas: Canvas, num_draft_tokens: int) -> DraftCalls:
+    def _draft(self, canvas: Canvas, num_draft_tokens: int) -> DraftGenerator:
         hidden_states = self.pending[0] if len(self.pending) == 1 else torch.cat(self.pending)
         self.pending.clear()
         if len(hidden_states) > self.max_unread:
