@@ -46,11 +46,13 @@ class MLP:
     gate: Weight | None
     up: Weight
     down: Weight
-    activation: Activation | Literal["xielu"] = "silu"
+    activation: Activation | Literal["xielu", "clamped_silu"] = "silu"
     gate_scale: float = 1.0  # of what the gate gives, before the activation
     output_scale: float = 1.0
     gate_cutoff: float | None = None
-    limit: float = 0.0  # if not 0, what the activation gives is at most this, and what it multiplies within ± this
+    # if not 0, what the activation gives is at most this, or with "clamped_silu" what it reads; what it multiplies is
+    # within ± this
+    limit: float = 0.0
     xielu: str | None = None  # the path of this activation's numbers (Huang & Schlag 2024)
 
 
@@ -122,6 +124,39 @@ class Streams:
 
 
 @dataclass(frozen=True)
+class HyperConnection:
+    """Hyper-connections around a mixer or an MLP (Zhu et al. 2024).
+
+    It reads a mean of a token's streams x, and is added to all. With u = (`mix` x) / √(mean x² + ε) of all x, it reads
+    Σ_i (σ(s₀ u_i + b_i) + `least`) x_i. What it gives is added to stream j times `magnitude` · σ(s₁ u_j + b_j) +
+    `written_least`. A stream stays as it is, or with `rounds` becomes Σ_i M_ij x_i: M is the softmax of the rows of
+    s₂ u + b plus `least`, divided by the sums of columns, then in turns by those of rows and columns, so often in all (Xie
+    et al. 2026).
+    """
+
+    mix: str  # the path of a tensor [gates, streams · hidden]; those of `base` [gates] and `scale` [kinds of gates]
+    base: str
+    scale: str
+    epsilon: float
+    least: float
+    magnitude: float = 1.0
+    written_least: float = 0.0
+    rounds: int = 0
+
+
+@dataclass(frozen=True)
+class HyperStreams:
+    """A token has `count` streams of hidden states, at first its embedding each; layers have hyper-connections.
+
+    The last norm reads a mean of them, with weights as those that a mixer reads by, or all 1 / `count` without. What
+    drafters read after a layer is what the next mixer, or the last norm, reads.
+    """
+
+    count: int
+    last: HyperConnection | None = None
+
+
+@dataclass(frozen=True)
 class Experts:
     """A mixture: Σ weight · down(activation(gate x) · up x) over the `top_k` experts that the router chooses.
 
@@ -142,7 +177,7 @@ class Experts:
     router: str
     experts: str
     top_k: int
-    activation: Activation | Literal["clamped_swiglu"] = "silu"
+    activation: Activation | Literal["clamped_swiglu", "clamped_silu"] = "silu"
     has_gate: bool = True
     scoring: Literal["softmax", "sigmoid", "sparse_mixer"] = "softmax"
     is_normalized: bool = False
@@ -204,6 +239,8 @@ class Layer:
     output_scale: str | None = None
     laurel: Laurel | None = None
     altup: AltUp | None = None
+    mixer_streams: HyperConnection | None = None  # around the mixer, and around the MLP; there is no other residual
+    mlp_streams: HyperConnection | None = None
     shortcut: Experts | None = None  # reads what the MLP reads, and is added after the next layer (LongCat-Flash)
 
 
@@ -225,6 +262,7 @@ class DecoderDescription:
     logit_softcap: float = 0.0
     per_layer_embeddings: PerLayerEmbeddings | None = None
     streams: Streams | None = None  # layers have AltUp
+    hyper_streams: HyperStreams | None = None  # layers have hyper-connections
     position_embedding: PositionEmbedding | None = None
 
 
@@ -256,9 +294,15 @@ def weights_perhaps_in_float32(description: DecoderDescription) -> tuple[str, ..
     found = [".A_log", ".dt_bias", ".D", ".sinks"]
     for mixer in (mixer for layer in description.layers for mixer, _ in mixers_of(layer)):
         if isinstance(mixer, LatentAttention) and mixer.indexer is not None:
-            found.append(f"{mixer.indexer.weights}.weight")
+            found += [
+                f"{mixer.indexer.weights}.weight",
+                *(f"{mixer.indexer.key_norm.path}.{part}" for part in ("weight", "bias")),
+            ]
         if isinstance(mixer, KimiDeltaNet):
             found.append(f"{mixer.kernel}.weight")
+    connections = [each for layer in description.layers for each in (layer.mixer_streams, layer.mlp_streams)]
+    connections.append(description.hyper_streams and description.hyper_streams.last)
+    found += [path for each in connections if each is not None for path in (each.mix, each.base, each.scale)]
     for experts in filter(None, map(experts_of, description.layers)):
         named = experts.selection_bias, experts.expert_scale, experts.router_scale
         found += [f"{experts.router}.weight", f"{experts.router}.bias", *filter(None, named)]

@@ -73,7 +73,8 @@ typedef struct {
 } Linear;
 
 // Whether the activation of a linear product stands alone or multiplies, it is one of these; SILU alone has a number of its own.
-enum { SILU, GELU_TANH, GELU, RELU_SQUARED, SIGMOID, SILU_ALONE, SOFTPLUS = 7, RELU };
+// CLAMPED_SILU: a gate is at most the limit before its activation, and what it multiplies within ± this.
+enum { SILU, GELU_TANH, GELU, RELU_SQUARED, SIGMOID, SILU_ALONE, SOFTPLUS = 7, RELU, CLAMPED_SILU };
 static inline int is_prepared(const Linear *a) { return a->norm || a->gate || a->activation; }
 
 typedef struct {
@@ -232,6 +233,7 @@ static inline int is_one_of(int64_t token, const int64_t *tokens, int64_t count)
 }
 
 #include "altup.h"
+#include "hyper.h"
 #include "experts.h"
 #define OUT_OF_MEMORY 1
 #define UNKNOWN_TOKEN 2
@@ -241,7 +243,8 @@ enum {
   LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS, MIX_EXPERTS,
   CONVOLVE, RECUR, GATE_OUTPUTS, SCALE_COLUMNS, REARRANGE, MULTIPLY_HEADS, XIELU, ADD_POSITIONS,
   SKIP_UNLESS_CHOOSING, CHOOSE_KEYS, KEEP_SELECTED,
-  PREDICT_STREAMS, CORRECT_STREAMS, MATCH_MAGNITUDE, AVERAGE, CUT_OFF
+  PREDICT_STREAMS, CORRECT_STREAMS, MATCH_MAGNITUDE, AVERAGE, CUT_OFF,
+  COLLAPSE_STREAMS, SPREAD_STREAMS
 };
 typedef struct {
   int64_t kind;

@@ -60,6 +60,7 @@
 #include "linear.inc"
 #include "experts.inc"
 #include "key_choice.inc"
+#include "hyper.inc"
 #include "altup.inc"
 #include "decoder.inc"
 #include "draft_pass.inc"

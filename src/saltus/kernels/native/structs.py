@@ -132,7 +132,7 @@ PANEL = 64  # outputs whose weights of MULTIPLY_HEADS lie together
 NORM_KINDS = {"rms": 0, "rms-float32": 1, "layer": 2}
 ACTIVATION_NUMBERS = {
     "silu": 0, "gelu_tanh": 1, "gelu": 2, "relu_squared": 3, "sigmoid": 4, "clamped_swiglu": 6, "softplus": 7,
-    "relu": 8,
+    "relu": 8, "clamped_silu": 9,
 }  # fmt: skip
 SILU_ALONE = 5  # not of a gate
 INTERLEAVED = 64  # added to the numbers of formats, see integer_weights.h

@@ -19,6 +19,7 @@ from saltus.models.cpu.attention_ops import AttentionOps
 from saltus.models.cpu.decoder_weights import Resolver, linear_struct
 from saltus.models.cpu.expert_ops import experts_struct
 from saltus.models.cpu.hybrid_kv_cache import HybridKVCache, RecurrentCall, StateSizes
+from saltus.models.cpu.hyper_ops import HyperOps
 from saltus.models.cpu.mixer_ops import MixerOps
 from saltus.models.cpu.per_layer_ops import PerLayerOps
 from saltus.models.decoder_description import (
@@ -64,6 +65,10 @@ class DecoderOps:
         self.streams = None if description.streams is None else StreamOps(self, description.streams)
         if self.streams is not None:
             self.streams.begin()
+        self.hyper = None if description.hyper_streams is None else HyperOps(self, description.hyper_streams)
+        if self.hyper is not None:
+            self.hyper.begin()
+        self.residual = hidden if self.hyper is None else None  # what outputs of mixers and MLPs are added to
         self.last_mixer = _last_mixer(description)
         shortcut = None
         for number, layer in enumerate(description.layers):
@@ -72,6 +77,8 @@ class DecoderOps:
                 self.add(shortcut, hidden, 1.0)
             shortcut = None if layer.shortcut is None else self.buffer("shortcut", hidden.shape[1])
         assert shortcut is None
+        if self.hyper is not None and description.hyper_streams is not None:
+            self.hyper.collapse(description.hyper_streams.last)
         self.op(structs.LAYER_BEGINS, which=len(description.layers))  # none does, but the states may be wanted
         if self.streams is not None:
             self.streams.end()
@@ -133,6 +140,9 @@ class DecoderOps:
         ))  # fmt: skip
 
     def _layer(self, number: int, layer: Layer) -> None:
+        if self.hyper is not None:
+            self._with_hyper_connections(number, layer, self.hyper)
+            return
         self.op(structs.LAYER_BEGINS, which=number)
         x, outputs, streams = self.hidden, [self.hidden], self.streams
         if streams is None or layer.altup is None:
@@ -146,6 +156,24 @@ class DecoderOps:
             self.per_layer.add(number, layer.per_layer_input, x, outputs)
         if layer.output_scale is not None:
             self.add(self.hidden, None, float(self.weights.tensor(layer.output_scale)))
+
+    def _with_hyper_connections(self, number: int, layer: Layer, hyper: HyperOps) -> None:
+        """A layer whose mixer and MLP read a mean of several streams each, and are added to all."""
+        assert (
+            not layer.parallel and layer.laurel is layer.shortcut is layer.per_layer_input is layer.output_scale is None
+        )
+        assert layer.mixer_streams is not None and layer.mlp_streams is not None and len(mixers_of(layer)) == 1
+        connection = hyper.collapse(layer.mixer_streams)
+        self.op(structs.LAYER_BEGINS, which=number)
+        ((mixer, scale),) = mixers_of(layer)
+        x = self._mixer(number, mixer, layer.mixer_norm)
+        if number == self.last_mixer:
+            self._keep_selected([x, *hyper.kept])
+        self._to_hidden(x, mixer.output, layer.mixer_output_norm, scale * layer.residual_scale)
+        hyper.spread(connection)
+        connection = hyper.collapse(layer.mlp_streams)
+        self._mlp(layer, None)
+        hyper.spread(connection)
 
     def _mixer_and_mlp(self, number: int, layer: Layer) -> None:
         beside = None if layer.laurel is None else self._laurel(layer.laurel, layer.mixer_norm)
@@ -164,13 +192,17 @@ class DecoderOps:
         if layer.shortcut is not None:
             assert not layer.parallel
             self._mix(layer.shortcut, layer.mlp_norm, self.buffer("shortcut", self.hidden.shape[1]))
+        self._mlp(layer, mixed if layer.parallel else None)
+
+    def _mlp(self, layer: Layer, mixed: Sequence[tuple[Tensor, Weight, Norm | None, float]] | None) -> None:
+        """Add what the MLP or the experts give to the hidden states; first the outputs of mixers, if they are given."""
         if isinstance(layer.mlp, Experts):
-            self._experts(layer.mlp, layer, mixed if layer.parallel else None)
+            self._experts(layer.mlp, layer, mixed)
         elif isinstance(layer.mlp, MLPAndExperts):
             self._mlp_and_experts(layer.mlp, layer.mlp_norm, layer.mlp_output_norm, layer.residual_scale)
         elif layer.mlp is not None:
             x, settings = self._inner(layer.mlp, layer.mlp_norm)
-            if layer.parallel:
+            if mixed is not None:
                 self._add_mixed(mixed, layer.residual_scale)
             scale = layer.residual_scale * layer.mlp.output_scale
             self._to_hidden(x, layer.mlp.down, layer.mlp_output_norm, scale, **settings)
@@ -231,9 +263,12 @@ class DecoderOps:
         )  # fmt: skip
 
     def _to_hidden(self, x: Tensor, weight: Weight, norm: Norm | None, scale: float, **settings: Any) -> None:
-        """Add the product of x, through its norm and scaled, to the hidden states."""
+        """Add the product of x, through its norm and scaled, to the hidden states.
+
+        With hyper-connections it takes their place.
+        """
         if norm is None and scale == 1:
-            self.product(x, [(weight, self.hidden)], add=self.hidden, **settings)
+            self.product(x, [(weight, self.hidden)], add=self.residual, **settings)
             return
         made = self.buffer("made", self.hidden.shape[1])
         self.product(x, [(weight, made)], **settings)
@@ -241,12 +276,12 @@ class DecoderOps:
 
     def _add_normed(self, made: Tensor, norm: Norm | None, scale: float) -> None:
         if norm is None:
-            self.add(made, self.hidden, scale)
+            self.add(made, self.residual, scale)
         elif scale == 1:
-            self.normalize(made, norm, self.hidden, add=self.hidden)
+            self.normalize(made, norm, self.hidden, add=self.residual)
         else:
             self.normalize(made, norm, made)
-            self.add(made, self.hidden, scale)
+            self.add(made, self.residual, scale)
 
     def _experts(self, experts: Experts, layer: Layer, mixed: Sequence[Any] | None) -> None:
         """Add what a mixture of experts gives, through its norm and scaled, to the hidden states.
@@ -255,7 +290,7 @@ class DecoderOps:
         """
         scale = layer.residual_scale * experts.output_scale
         if layer.mlp_output_norm is None and scale == 1 and mixed is None:
-            self._mix(experts, layer.mlp_norm, self.hidden, add=self.hidden)
+            self._mix(experts, layer.mlp_norm, self.hidden, add=self.residual)
             return
         given = self.buffer("given by experts", self.hidden.shape[1])
         self._mix(experts, layer.mlp_norm, given)
