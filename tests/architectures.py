@@ -249,6 +249,10 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
         **LATENT_LIKE, **INDEXER, "num_hidden_layers": 3, "mlp_layer_types": ["dense", "dense", "sparse"],
         "indexer_types": ["full", "shared", "full"],
     },
+    "HYV4": {
+        **LATENT_LIKE, **INDEXER, "num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "indexer_types": ["full", "shared", "full"], "hc_mult": 3, "hc_magnitude": 1.5, "swiglu_limit": 0.5,
+    },
     "Mistral4": {
         **LLAMA_LIKE, "num_key_value_heads": 6, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 12, "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4,
@@ -437,7 +441,7 @@ DESCRIBED = [  # by a file of saltus.models.architectures
     "SeedOss", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Glm4Moe", "GraniteMoe", "GptOss",
     "DeepseekV2", "DeepseekV3", "Mistral4", "Glm4MoeLite", "Llama4", "Dots1", "ExaoneMoe", "MiniMaxM2", "Ernie4_5_Moe",
     "HunYuanDenseV1", "HunYuanMoEV1", "Helium", "Gemma3n", "Gemma4Unified", "Cwm", "InternLM3", "Youtu", "Olmo",
-    "Glm", "MiniCPM3", "Mellum", "DeepseekV32", "GlmMoeDsa",
+    "Glm", "MiniCPM3", "Mellum", "DeepseekV32", "GlmMoeDsa", "HYV4",
     "NanoChat", "Jais2", "Exaone", "Phi", "StableLm", "StableLm of parallel layers", "Nemotron", "Afmoe", "SolarOpen",
     "VaultGemma", "HyperCLOVAX", "FlexOlmo", "HYV3", "GraniteMoeShared", "SarvamMoE", "Flint", "Laguna",
     "Laguna with other gates", "Step3p7", "Apertus", "GPT2", "GPTBigCode", "GPTNeo", "GPTNeoX", "OPT",

@@ -46,6 +46,14 @@ def convert(architecture: str, config: Any, name: str, values: np.ndarray) -> Co
         of_head = np.concatenate([np.arange(0, rotated, 2), np.arange(1, rotated, 2), np.arange(rotated, dim)])
         order = (np.arange(0, len(values), dim)[:, None] + of_head).ravel()
         return Conversion([whole], [values[order]], lambda made: made[0][np.argsort(order)])
+    rotated = {"q_b_proj": -1, "kv_a_proj_with_mqa": 0, "wq_b": -1, "wk": 0, "k_norm": 0}  # 0: of one head
+    if architecture == "hy-v4" and (kind := name.split(".")[-2]) in rotated:
+        size = config.index_head_dim if kind == "wq_b" else config.qk_nope_head_dim + config.qk_rope_head_dim
+        order = np.arange(len(values)).reshape(-1, size if rotated[kind] else len(values))
+        turned = order[:, -config.qk_rope_head_dim :]
+        turned[:] = turned.reshape(len(order), 2, -1).swapaxes(1, 2).reshape(turned.shape)
+        order = order.ravel()  # the halves of what is rotated by turns
+        return Conversion([whole], [values[order]], lambda made: made[0][np.argsort(order)])
     if architecture == "bailingmoe3" and re.search(r"[fg]_proj", name):
         is_recurrent = config.layer_types[int(name.split(".")[2])] == "linear_attention"
         whole = whole.replace("_proj", "_a_proj") if is_recurrent else whole

@@ -199,6 +199,10 @@ CASES = {
         "q_lora_rank": 64, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
     "glm-dsa": Case("glm_moe_dsa", "glm-dsa", LATENT | DEEPSEEK_EXPERTS | INDEXER | {
         "num_hidden_layers": 3, "q_lora_rank": 64, "indexer_types": ["full", "shared", "full"]}),
+    "hy-v4": Case("hy_v4", "hy-v4", LATENT | DEEPSEEK_EXPERTS | INDEXER | {
+        "num_hidden_layers": 3, "q_lora_rank": 64, "indexer_types": ["full", "shared", "full"], "n_group": 1,
+        "mlp_layer_types": ["dense", "sparse", "sparse"], "topk_group": 1, "swiglu_limit": 0.5, "hc_mult": 3,
+        "hc_magnitude": 1.5}),
     "mistral4": Case("mistral4", "mistral4", LATENT | DEEPSEEK_EXPERTS | {
         "q_lora_rank": 64, "rope_parameters": YARN | {
             "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.25}}),
@@ -329,6 +333,7 @@ SAME_NAMES = {
     "mellum": "qwen3moe",
     "cohere2moe": "dots1",
     "deepseek32": "glm-dsa",
+    "hy-v4": "glm-dsa",
     "muse-glimmer": "gemma3",
     "laguna": "dots1",
     "hy_v3": "dots1",
@@ -344,7 +349,7 @@ MORE_IN_NORMS = {"gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe"
 HALF_ROTATED = ("glm", "glm4", "phi", "stablelm", "nemotron")
 PLAIN = (
     r"indexer\.(proj|k_norm)|_norm(_[12])?(\.weight)?$|ffn_gate_inp|exp_probs_b|\.ssm_(a$|d$|conv1d|norm)|shortconv\.conv"
-    r"|altup_(correct|predict)_coef|position_embd"  # always in float32
+    r"|hc_(attn_|ffn_)?(fn|base|scale)|altup_(correct|predict)_coef|position_embd"  # always in float32
 )
 
 
@@ -421,7 +426,7 @@ def converted(
         made = converted.back([numbers for _, numbers in both]) - np.float32(added)
         if heads:
             made = made.reshape(heads, len(made) // heads // 2, 2, -1).swapaxes(1, 2)
-        keeps = any(kept in name for kept in model._keep_in_fp32_modules_strict or ())
+        keeps = any(kept in name for kept in model._keep_in_fp32_modules_strict or ()) and name != "lm_head.weight"
         numbers = torch.from_numpy(np.ascontiguousarray(made)).reshape(weight.shape)
         weight.data = numbers if keeps else numbers.bfloat16()
     return tensors
@@ -504,6 +509,9 @@ def _file_name(names: Any, name: str) -> str:
         f"shared_mlp.{ours}_linear": f"ffn_{key}_shexp.weight" for ours, key in (("input", "up"), ("output", "down"))
     }
     direct |= {f"self_attn.{key}_proj": "attn_gate.weight" for key in ("g", "gate")}
+    if hyper := re.fullmatch(r"model\.(layers\.(\d+)\.(attn|ffn)_hc\.|hc_head\.hc_)(fn|base|scale)(\.weight)?", name):
+        _, layer, kind, part, _ = hyper.groups()
+        return f"output_hc_{part}.weight" if layer is None else f"blk.{layer}.hc_{kind}_{part}.weight"
     for key, found in direct.items():
         if name.startswith("model.layers.") and name.removesuffix(".weight").endswith(f".{key}"):
             return f"blk.{name.split('.')[2]}.{found}"

@@ -13,7 +13,7 @@ from saltus.models.cuda.described_layers import described_for_gpu
 from saltus.training.data.packed_forward import prepare_model
 
 TOP_K = 8  # of the tiny models
-BOTH = pytest.mark.parametrize("name", ["DeepseekV32", "GlmMoeDsa"])
+each_model = pytest.mark.parametrize("name", ["DeepseekV32", "GlmMoeDsa", "HYV4"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 
@@ -27,7 +27,7 @@ def indexers(model):
 
 
 @DTYPES
-@BOTH
+@each_model
 def test_rows_that_see_no_more_keys_than_are_chosen_have_the_bits_of_attention_to_all(name, dtype):
     """Also those in a call whose later rows choose, and around the place where a text becomes too long."""
     few, all_keys = network(name, dtype, index_topk=20), network(name, dtype, index_topk=512)
@@ -50,7 +50,7 @@ def test_short_texts_have_the_bits_of_deepseek_v3(dtype):
     assert torch.equal(chain(CausalNetwork(sparse), tokens), chain(CausalNetwork(dense), tokens))
 
 
-@BOTH
+@each_model
 def test_of_equal_scores_the_first_keys_are_chosen(name):
     model = tiny(name)
     for indexer in indexers(model):
@@ -76,7 +76,7 @@ def test_scores_that_are_no_numbers_choose_as_many_keys(number):
 
 
 @DTYPES
-@BOTH
+@each_model
 def test_many_heads_and_long_texts_have_the_same_rows_in_every_call(name, dtype):
     """More heads than a tile of scores has rows, more keys than a piece, and prompts that a call reads in chunks."""
     ours = network(name, dtype, index_n_heads=50, index_topk=100, max_position_embeddings=2048)
@@ -102,7 +102,7 @@ def _decided(tokens):
     return continuation(np.asarray(tokens), 1), (), ()
 
 
-@BOTH
+@each_model
 def test_layers_with_an_indexer_keep_a_key_of_it(name):
     model = tiny(name)
     ours, cache = CausalNetwork(model), None
@@ -113,7 +113,7 @@ def test_layers_with_an_indexer_keep_a_key_of_it(name):
     assert cache.bytes_per_token == 4 * (latent * config.num_hidden_layers + index)
 
 
-@BOTH
+@each_model
 def test_our_kernels_for_gpus_do_not_choose_keys(name):
     model = tiny(name)
     assert describe_decoder(model) is not None

@@ -87,7 +87,8 @@ def load_gguf_model(
             model.huge_pages.zeros,
         )
         if not isinstance(weight, PackedWeight):
-            weight = weight if any(each in name for each in exact) else weight.to(torch.bfloat16).to(dtype)
+            keeps = name != "lm_head.weight" and any(each in name for each in exact)  # see `round_output_layer`
+            weight = weight if keeps else weight.to(torch.bfloat16).to(dtype)
         if flips:
             weight = weight.flipped() if isinstance(weight, PackedWeight) else weight.mT.contiguous()
         return module, attribute, weight

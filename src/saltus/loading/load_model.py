@@ -125,7 +125,15 @@ def _transformers_model(
             f"{name} lacks {len(wrong)} of its weights or has them in other shapes, such as {wrong[0]};"
             " fetch or save it again, for a causal language model"
         )
+    round_output_layer(model)
     return model
+
+
+def round_output_layer(model: Any) -> None:
+    """Give an output layer that Transformers keeps in float32 (Hunyuan 4) the dtype of the other layers."""
+    head = getattr(model, "lm_head", None)
+    if head is not None and head.weight.dtype == torch.float32 != model.dtype:
+        head.to(model.dtype)
 
 
 def _why_it_does_not_load(name: str, folder: Path, error: Exception) -> str:

@@ -70,12 +70,12 @@ def latent_attention(config: Any, layer: int, name: str = "self_attn", **changes
     return LatentAttention(**settings | changes)
 
 
-def indexer(config: Any, layer: int, rope_interleaved: bool) -> Indexer:
-    """What chooses the keys of a layer, as DeepSeek V3.2 names it."""
+def indexer(config: Any, layer: int, rope_interleaved: bool, epsilon: float = 1e-6, **changes: Any) -> Indexer:
+    """What chooses the keys of a layer, as DeepSeek V3.2 names it, changed in places."""
     path = f"layers.{layer}.self_attn.indexer"
     return Indexer(
-        Weight(f"{path}.wq_b"), Weight(f"{path}.wk"), Norm(f"{path}.k_norm", 1e-6, "layer"), f"{path}.weights_proj",
-        config.index_n_heads, config.index_head_dim, rope_interleaved, config.index_topk,
+        Weight(f"{path}.wq_b"), Weight(f"{path}.wk"), Norm(f"{path}.k_norm", epsilon, "layer"), f"{path}.weights_proj",
+        config.index_n_heads, config.index_head_dim, rope_interleaved, config.index_topk, **changes,
     )  # fmt: skip
 
 

@@ -130,8 +130,8 @@ class HyperConnection:
     It reads a mean of a token's streams x, and is added to all. With u = (`mix` x) / √(mean x² + ε) of all x, it reads
     Σ_i (σ(s₀ u_i + b_i) + `least`) x_i. What it gives is added to stream j times `magnitude` · σ(s₁ u_j + b_j) +
     `written_least`. A stream stays as it is, or with `rounds` becomes Σ_i M_ij x_i: M is the softmax of the rows of
-    s₂ u + b plus `least`, divided by the sums of columns, then in turns by those of rows and columns, so often in all (Xie
-    et al. 2026).
+    s₂ u + b plus `least`, divided by the sums of columns, then in turns by those of rows and columns, so often in all
+    (Xie et al. 2026).
     """
 
     mix: str  # the path of a tensor [gates, streams · hidden]; those of `base` [gates] and `scale` [kinds of gates]

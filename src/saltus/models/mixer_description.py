@@ -105,8 +105,8 @@ class Indexer:
     """Chooses the keys that a token attends to: DeepSeek Sparse Attention's lightning indexer (DeepSeek-AI 2025).
 
     A token's score of a key is Σ over `heads` of weight · max(0, query · key), whose queries come from the latent
-    vector of queries, after its norm; keys and weights from what the layer reads. Their first dimensions are rotated
-    by the layer's angles. The `top_k` keys of the greatest scores are chosen, of equal ones the first.
+    vector of queries, after its norm; keys and weights from what the layer reads. Their first dimensions, or the last,
+    are rotated by the layer's angles. The `top_k` keys of the greatest scores are chosen, of equal ones the first.
     """
 
     query: Weight
@@ -117,6 +117,7 @@ class Indexer:
     dim: int
     rope_interleaved: bool
     top_k: int
+    rotates_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,8 @@ class LatentAttention:
     growth: float = 0.0
     steps: int = 1
     head_gate: Weight | None = None  # gives a number for each head, by whose sigmoid its output is multiplied
+    gate: Weight | None = None  # the same with a number for each output
+    sinks: str | None = None  # the path of a score of each head that takes weight and has no value
     query_scale: float = 1.0  # of queries
     latent_scale: float = 1.0  # of latent vectors, after their norm
     indexer: Indexer | None = None

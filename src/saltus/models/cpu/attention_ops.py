@@ -87,6 +87,8 @@ class AttentionOps:
         given, indexer = [(layer.latent, made)], layer.indexer
         if layer.head_gate is not None:
             given.append((layer.head_gate, ops.buffer("head gate", heads)))
+        if layer.gate is not None:
+            given.append((layer.gate, ops.buffer("gate of heads", heads * layer.value_dim)))
         if indexer is not None:
             check_sizes(index_topk=indexer.top_k, index_n_heads=indexer.heads, index_head_dim=indexer.dim)
             given.append((indexer.key, ops.buffer("index key", indexer.dim)))
@@ -118,7 +120,7 @@ class AttentionOps:
         to_keys, to_values = self._matrices_of_heads(layer)
         self._multiply_heads(q, to_keys, queries, rope)
         simple = Attention(
-            layer.query, layer.latent, None, layer.output, heads, 1, latent + rope, layer.scale
+            layer.query, layer.latent, None, layer.output, heads, 1, latent + rope, layer.scale, sinks=layer.sinks
         )  # fmt: skip
         new_queries, new_keys = (x.view(len(x), -1, latent + rope) for x in (queries, k))
         index_key = None
@@ -130,8 +132,11 @@ class AttentionOps:
         self._attend(number, simple, new_queries, new_keys, None, new_values, index_key)
         out = ops.buffer("out", heads * layer.value_dim)
         self._multiply_heads(attended, to_values, out)
+        sigmoid = structs.ACTIVATION_NUMBERS["sigmoid"]
+        if layer.gate is not None:
+            MixerOps(ops).gate(out, ops.buffer("gate of heads", out.shape[1]), out.shape[1], None, activation=sigmoid)
         if layer.head_gate is not None:
-            gate, sigmoid = ops.buffer("head gate", heads), structs.ACTIVATION_NUMBERS["sigmoid"]
+            gate = ops.buffer("head gate", heads)
             MixerOps(ops).gate(out, gate[..., None], layer.value_dim, None, activation=sigmoid)
         return out
 
@@ -155,15 +160,16 @@ class AttentionOps:
             inputs=ops.hidden.shape[1], heads=heads, dim=dim, most=indexer.top_k,
             weight_is_float32=weight.dtype == torch.float32,
         )  # fmt: skip
+        first = dim - layer.rope_dim if indexer.rotates_last else 0
         ops.normalize(key, indexer.key_norm, key)
-        self._rotate(key, 1, dim, None, layer.angles, indexer.rope_interleaved)
+        self._rotate(key[:, first:], 1, dim - first, None, layer.angles, indexer.rope_interleaved)
         with ops.skipped_unless_choosing(struct):
             if norm is None:
                 ops.copy(ops.hidden, normed)
             else:
                 ops.normalize(ops.hidden, norm, normed)
             ops.product(of_queries, [(indexer.query, query)], layer.query_norm)
-            self._rotate(query, heads, dim, None, layer.angles, indexer.rope_interleaved)
+            self._rotate(query[:, first:], heads, dim - first, None, layer.angles, indexer.rope_interleaved)
         return struct, key[:, None]
 
     def _matrices_of_heads(self, layer: LatentAttention) -> tuple[Tensor, Tensor]:

@@ -51,7 +51,11 @@ def _is_known(layer: Layer, base: Any) -> bool:
     output_norms = layer.mixer_output_norm, layer.mlp_output_norm
     if layer.mixer is None and layer.mlp is None:
         return False
-    if layer.shortcut is not None or (layer.parallel and isinstance(layer.mlp, Experts)):
+    if (
+        layer.mixer_streams is not None
+        or layer.shortcut is not None
+        or (layer.parallel and isinstance(layer.mlp, Experts))
+    ):
         return False
     if layer.parallel and not _have_like_settings(layer.mlp_norm, layer.mixer_norm, base):
         return False
@@ -125,7 +129,7 @@ def _are_known_angles(a: Attention, base: Any) -> bool:
 
 
 def _is_known_latent_attention(a: LatentAttention, base: Any) -> bool:
-    if a.indexer is not None or a.shares_choice is not None or a.head_gate is not None:
+    if any(each is not None for each in (a.indexer, a.shares_choice, a.head_gate, a.gate, a.sinks)):
         return False
     whole = [each for each in (a.query, a.latent, a.expand, a.output, a.query_latent) if each is not None]
     biases = [base.get_submodule(each.path).bias is None for each in whole]
