@@ -104,6 +104,14 @@ def test_a_text_that_the_draft_model_cannot_hold_has_no_drafts():
         next(generator)
 
 
+def test_a_text_that_is_nothing_in_the_draft_models_tokens_has_no_drafts(tiny_folder):
+    options = {"small_model": {"model": str(tiny_folder(seed=1, words=OTHER))}}
+    engine = saltus.load(str(tiny_folder()), "small_model", options=options, adaptive=False)
+    half_a_character = engine.tokenizer("日", add_special_tokens=False).input_ids[:1]
+    plain = engine.generate(half_a_character, method="plain", max_new_tokens=9)
+    assert engine.generate(half_a_character, max_new_tokens=9).tokens == plain.tokens
+
+
 def test_a_call_that_would_not_pay_has_no_logits():
     def drafter(canvas, last, max_depth):
         outputs = yield ForwardInputs(canvas)

@@ -155,8 +155,9 @@ def translating_drafter(drafter: Drafter, translation: VocabularyTranslation) ->
                 read = checked_draft_call(drafter, inputs).canvas.decided_prefix.tolist()
                 decided = len(read) - (inputs.canvas.num_decided - canvas.num_decided)
                 own = [*text.read(read[:decided]), *(translation.own[token] for token in read[decided:])]
-                outputs = ForwardOutputs(torch.empty(0, 0))  # none where the text is too long for the draft model
-                if translation.context_length is None or len(own) < translation.context_length:
+                # No logits where the text is too long for the draft model, or half a character: no token of its.
+                outputs = ForwardOutputs(torch.empty(0, 0))
+                if own and (translation.context_length is None or len(own) < translation.context_length):
                     translated = continuation(own, len(inputs.canvas.open_positions))
                     made = yield ForwardInputs(
                         translated, network_name=inputs.network_name, draft_probabilities=inputs.draft_probabilities
