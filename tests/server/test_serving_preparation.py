@@ -2,6 +2,7 @@
 
 # ruff: noqa: F811  fixtures
 
+import asyncio
 import concurrent.futures
 import json
 import threading
@@ -129,6 +130,15 @@ def test_a_body_of_a_million_values_is_not_parsed(server):
     answer = httpx.post(f"{server[1]}/v1/completions", content=body, headers=JSON, timeout=30)
     assert answer.status_code == 413
     assert "values" in answer.json()["error"]["message"]
+
+
+def test_a_client_that_is_still_sending_what_is_refused_reads_why(server):
+    async def post() -> httpx.Response:
+        async with httpx.AsyncClient() as client:
+            body = b'{"prompt": [' + b"0," * (6 * MAX_VALUES) + b"0]}"
+            return await client.post(f"{server[1]}/v1/completions", content=body, headers=JSON, timeout=30)
+
+    assert asyncio.run(post()).status_code == 413
 
 
 @pytest.mark.parametrize(

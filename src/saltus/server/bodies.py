@@ -33,6 +33,7 @@ class Body:
 
     budget: BodyBudget
     copy: bytearray | None = None  # gets the bytes, too
+    has_length: bool = False  # its length was told before, and is at most `MAX_BODY_BYTES`
     num_bytes: int = 0
     num_held: int = 0
     num_values: int = 1
@@ -64,15 +65,18 @@ class Body:
         return limited
 
     def _add(self, part: bytes) -> None:
+        # A client that is cut off while it sends may not read the answer, so what has an end is read and dropped.
+        headers = {} if self.has_length else CLOSE
         self.num_bytes += len(part)
         self.num_values += part.count(b",")  # those in texts, too: to count without them is to read it
         if self.num_bytes > MAX_BODY_BYTES:
             raise HTTPException(413, TOO_LONG, CLOSE)
         if self.num_values > MAX_VALUES:
-            raise HTTPException(413, f"the body has more than {MAX_VALUES:,} values or commas; shorten it", CLOSE)
+            message = f"the body has more than {MAX_VALUES:,} values or commas; shorten it"
+            raise HTTPException(413, message, headers)
         if self.budget.used + len(part) > MAX_BODIES_BYTES:
             message = "the server reads as many large requests as it has memory for; try again later"
-            raise HTTPException(503, message, {**CLOSE, "Retry-After": "1"})
+            raise HTTPException(503, message, {**headers, "Retry-After": "1"})
         self.budget.used += len(part)
         self.num_held += len(part)
         if self.copy is not None:

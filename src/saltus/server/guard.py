@@ -58,7 +58,9 @@ class Guard:
         given = headers.get(b"x-request-id", b"")[:128]
         request_id = given if given and given.isascii() and given.decode().isprintable() else uuid.uuid4().hex.encode()
         started, status = time.monotonic(), None
-        scope[BODY_IN_SCOPE] = body = Body(self.budget, bytearray() if self.log_bodies else None)
+        scope[BODY_IN_SCOPE] = body = Body(
+            self.budget, bytearray() if self.log_bodies else None, has_length=b"transfer-encoding" not in headers
+        )
 
         async def send_with_id(message: MutableMapping[str, Any]) -> None:
             nonlocal status
