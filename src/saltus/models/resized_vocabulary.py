@@ -12,6 +12,8 @@ from torch import Tensor
 from saltus.core.canvas import Canvas
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.protocols import Network
+from saltus.models.cpu.hybrid_kv_cache import StateSizes
+from saltus.models.memory_use import kv_bytes_per_token, state_sizes
 
 UNKNOWN_TOKEN = 0  # read in place of a token that the draft model has no embedding of; drafts then are guesses
 
@@ -27,6 +29,14 @@ class ResizedVocabulary:
     @property
     def model(self) -> Any:
         return self.network.model
+
+    @property
+    def state_sizes(self) -> StateSizes | None:
+        return state_sizes(self.network)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return kv_bytes_per_token(self.network)
 
     def new_kv_cache(self) -> Any:
         return self.network.new_kv_cache()
