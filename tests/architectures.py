@@ -348,6 +348,13 @@ RECURRENT: dict[str, dict] = {  # on our kernels alone
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "mlp_layer_types": ["dense", "sparse", "sparse"],
     },
+    "Glm5Next": {
+        **LATENT_LIKE, **INDEXER, "num_hidden_layers": 4, "qk_rope_head_dim": 0, "linear_num_heads": 3,
+        "linear_head_dim": 20, "index_kpool": 4, "swiglu_limit": 0.5,
+        "layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "indexer_types": ["full", "full", "shared", "full"],
+        "hc_mult": 3, "hc_sinkhorn_iters": 4,
+    },
     "OlmoHybrid": {
         **LLAMA_LIKE, "num_hidden_layers": 3, "head_dim": 8, "linear_num_key_heads": 3, "linear_num_value_heads": 6,
         "linear_key_head_dim": 12, "linear_value_head_dim": 20, "rope_parameters": None,
@@ -423,9 +430,13 @@ WITH_FLOAT32_ROUTERS = [  # as Transformers loads them in bfloat16
 ]  # fmt: skip
 TEXT_PARTS = {  # of models of pictures and text
     "Gemma3", "Gemma3n", "Gemma4", "Gemma4Unified", "Llama4", "Qwen3_5", "Qwen3_5Moe", "MuseGlimmer", "Step3p7",
-    "Mllama", "CohereCompass",
+    "Mllama", "CohereCompass", "Glm5Next",
 }  # fmt: skip
-OWN_CLASSES_OF = {"MuseGlimmer": "muse_glimmer_text", "Step3p7": "step3p5"}  # by type of model
+OWN_CLASSES_OF = {
+    "MuseGlimmer": "muse_glimmer_text",
+    "Step3p7": "step3p5",
+    "Glm5Next": "glm5_next_text",
+}  # by type of model
 
 OTHER_CLASSES = {
     "GPT2": "GPT2LMHeadModel",
@@ -476,7 +487,16 @@ def by_our_kernels(model, description, settings: FixedShapeSettings) -> CausalNe
         return CausalNetwork(model, fixed_shapes=True, fixed_shape_settings=settings)
 
 
-ZEROS = "correction_bias", "expert_bias", "correct_output_scale", "alpha_p", "alpha_n", "sinks"  # at first, or alike
+ZEROS = (
+    "correction_bias",
+    "expert_bias",
+    "correct_output_scale",
+    "alpha_p",
+    "alpha_n",
+    "sinks",
+    "compress_ape",
+    "compress_gate",
+)  # at first, or alike
 
 
 def tiny(name: str, seed: int = 0, **changes) -> PreTrainedModel:

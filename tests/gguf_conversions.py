@@ -47,7 +47,7 @@ def convert(architecture: str, config: Any, name: str, values: np.ndarray) -> Co
         order = (np.arange(0, len(values), dim)[:, None] + of_head).ravel()
         return Conversion([whole], [values[order]], lambda made: made[0][np.argsort(order)])
     rotated = {"q_b_proj": -1, "kv_a_proj_with_mqa": 0, "wq_b": -1, "wk": 0, "k_norm": 0}  # 0: of one head
-    if architecture == "hy-v4" and (kind := name.split(".")[-2]) in rotated:
+    if architecture == "hy_v4" and (kind := name.split(".")[-2]) in rotated:
         size = config.index_head_dim if kind == "wq_b" else config.qk_nope_head_dim + config.qk_rope_head_dim
         order = np.arange(len(values)).reshape(-1, size if rotated[kind] else len(values))
         turned = order[:, -config.qk_rope_head_dim :]
@@ -61,11 +61,11 @@ def convert(architecture: str, config: Any, name: str, values: np.ndarray) -> Co
         return Conversion(
             [whole.removesuffix(".weight")], [np.exp(values)[:, None]], lambda made: np.log(made[0][:, 0])
         )
-    if architecture in ("kimi-linear", "bailingmoe3") and name.endswith("conv1d.weight"):
+    if architecture in ("kimi-linear", "bailingmoe3", "glm5-next") and name.endswith("conv1d.weight"):
         names = [whole.replace("conv1d", f"{each}_conv1d") for each in "qkv"]
         by_part = values.reshape(3, 1, -1, 1, shape[-1])
         return Conversion(names, [*by_part], lambda made: np.concatenate(made, 1).reshape(shape))
-    if architecture == "kimi-linear" and name.endswith("A_log"):
+    if architecture in ("kimi-linear", "glm5-next") and name.endswith("A_log"):
         return Conversion([whole.removesuffix(".weight")], [-np.exp(values)], lambda made: np.log(-made[0]))
     if name.endswith(("A_log", ".D", "conv1d.weight", "conv.conv.weight", "mamba.norm.weight", "mixer.norm.weight")):
         return _state(architecture, config, name, whole, values)

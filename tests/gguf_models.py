@@ -199,7 +199,7 @@ CASES = {
         "q_lora_rank": 64, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
     "glm-dsa": Case("glm_moe_dsa", "glm-dsa", LATENT | DEEPSEEK_EXPERTS | INDEXER | {
         "num_hidden_layers": 3, "q_lora_rank": 64, "indexer_types": ["full", "shared", "full"]}),
-    "hy-v4": Case("hy_v4", "hy-v4", LATENT | DEEPSEEK_EXPERTS | INDEXER | {
+    "hy_v4": Case("hy_v4", "hy_v4", LATENT | DEEPSEEK_EXPERTS | INDEXER | {
         "num_hidden_layers": 3, "q_lora_rank": 64, "indexer_types": ["full", "shared", "full"], "n_group": 1,
         "mlp_layer_types": ["dense", "sparse", "sparse"], "topk_group": 1, "swiglu_limit": 0.5, "hc_mult": 3,
         "hc_magnitude": 1.5}),
@@ -303,6 +303,11 @@ CASES = {
         "num_hidden_layers": 3, "layer_types": MIXED, "mlp_layer_types": ["dense", "sparse", "sparse"],
         "q_lora_rank": None, "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
         "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "head_dim": 64, "qk_nope_head_dim": 64}),
+    "glm5-next": Case("glm5_next_text", "glm5-next", LATENT | DEEPSEEK_EXPERTS | INDEXER | {
+        "num_hidden_layers": 4, "layer_types": [*MIXED[:2], FULL, MIXED[0]], "q_lora_rank": 64, "qk_rope_head_dim": 0,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 3, "indexer_types": ["full", "full", "shared", "full"],
+        "n_group": 1, "topk_group": 1, "linear_num_heads": 4, "linear_head_dim": 32, "hc_mult": 3, "index_kpool": 4,
+        "hc_sinkhorn_iters": 3, "swiglu_limit": 0.5}),
     "apertus": Case("apertus", "apertus"),
     "gpt2": Case("gpt2", "gpt2", tied=True),
     "gptneox": Case("gpt_neox", "gptneox", {"num_key_value_heads": 4}),
@@ -333,7 +338,8 @@ SAME_NAMES = {
     "mellum": "qwen3moe",
     "cohere2moe": "dots1",
     "deepseek32": "glm-dsa",
-    "hy-v4": "glm-dsa",
+    "hy_v4": "glm-dsa",
+    "glm5-next": "kimi-linear",
     "muse-glimmer": "gemma3",
     "laguna": "dots1",
     "hy_v3": "dots1",
@@ -344,12 +350,13 @@ INTERLEAVED = {
     "minicpm", "granite-swa",
 }  # fmt: skip
 NEMOTRONS = ("nemotron_h", "nemotron_h_moe")
-WITHOUT_ANGLES = ("mamba", "mamba2", "jamba", "gpt2", "starcoder", "kimi-linear", *NEMOTRONS)
+WITHOUT_ANGLES = ("mamba", "mamba2", "jamba", "gpt2", "starcoder", "kimi-linear", "glm5-next", *NEMOTRONS)
 MORE_IN_NORMS = {"gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe", "nemotron", "step35"}
 HALF_ROTATED = ("glm", "glm4", "phi", "stablelm", "nemotron")
 PLAIN = (
     r"indexer\.(proj|k_norm)|_norm(_[12])?(\.weight)?$|ffn_gate_inp|exp_probs_b|\.ssm_(a$|d$|conv1d|norm)|shortconv\.conv"
-    r"|hc_(attn_|ffn_)?(fn|base|scale)|altup_(correct|predict)_coef|position_embd"  # always in float32
+    r"|hc_(attn_|ffn_)?(fn|base|scale)|indexer_compressor|altup_(correct|predict)_coef|position_embd"
+    # always in float32
 )
 
 
@@ -512,6 +519,13 @@ def _file_name(names: Any, name: str) -> str:
     if hyper := re.fullmatch(r"model\.(layers\.(\d+)\.(attn|ffn)_hc\.|hc_head\.hc_)(fn|base|scale)(\.weight)?", name):
         _, layer, kind, part, _ = hyper.groups()
         return f"output_hc_{part}.weight" if layer is None else f"blk.{layer}.hc_{kind}_{part}.weight"
+    if pooled := re.fullmatch(
+        r"model\.layers\.(\d+)\.self_attn\.indexer\.index_kpool_compress_(gate|ape)(\.weight)?", name
+    ):
+        return f"blk.{pooled[1]}.indexer_compressor_{pooled[2]}.weight"
+    indexer = {"wq_b": "attn_q_b", "wk": "attn_k", "k_norm": "k_norm", "weights_proj": "proj"}
+    if (parts := re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.indexer\.(\w+)\.(\w+)", name)) and parts[2] in indexer:
+        return f"blk.{parts[1]}.indexer.{indexer[parts[2]]}.{parts[3]}"
     for key, found in direct.items():
         if name.startswith("model.layers.") and name.removesuffix(".weight").endswith(f".{key}"):
             return f"blk.{name.split('.')[2]}.{found}"

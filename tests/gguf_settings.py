@@ -7,14 +7,14 @@ from typing import Any
 import gguf
 from gguf import ExpertGatingFuncType
 
-LATENT = "deepseek2", "deepseek32", "glm-dsa", "mistral4", "hy-v4"
+LATENT = "deepseek2", "deepseek32", "glm-dsa", "mistral4", "hy_v4"
 
 
 def heads_of_keys(config: Any, name: str) -> int | list[int]:
     """One number, or one for each layer where some have no attention."""
     if name in LATENT:
         return 1
-    if name in ("kimi-linear", "bailingmoe3"):
+    if name in ("kimi-linear", "bailingmoe3", "glm5-next"):
         return [int(kind == "full_attention") for kind in config.layer_types]
     if name == "jamba":
         return [config.num_key_value_heads * (kind == "attention") for kind in config.layers_block_type]
@@ -64,8 +64,8 @@ def add_experts(out: gguf.GGUFWriter, config: Any, name: str) -> None:
         out.add_leading_dense_block_count(config.moe_layer_start_index)
         out.add_interleave_moe_layer_step(config.moe_layer_interval)
         out.add_expert_shared_count(config.moe_num_shared_experts)
-    if name in (*LATENT, "glm4moe", "dots1", "bailingmoe2"):
-        out.add_leading_dense_block_count(config.first_k_dense_replace)
+    if name in (*LATENT, "glm5-next", "glm4moe", "dots1", "bailingmoe2"):
+        out.add_leading_dense_block_count(getattr(config, "first_k_dense_replace", 1))
         out.add_expert_shared_count(config.n_shared_experts)
         out.add_expert_weights_scale(config.routed_scaling_factor)
         out.add_expert_weights_norm(getattr(config, "norm_topk_prob", False))
@@ -119,18 +119,24 @@ def add_experts(out: gguf.GGUFWriter, config: Any, name: str) -> None:
         out.add_kv_lora_rank(config.kv_lora_rank)
         out.add_key_length(config.qk_nope_head_dim + config.qk_rope_head_dim)
         out.add_rope_dimension_count(config.qk_rope_head_dim)
-    if name in ("deepseek32", "glm-dsa", "hy-v4"):
+    if name in ("deepseek32", "glm-dsa", "hy_v4", "glm5-next"):
         out.add_indexer_head_count(config.index_n_heads)
         out.add_indexer_key_length(config.index_head_dim)
         out.add_indexer_top_k(config.index_topk)
-    if name == "hy-v4":
-        out.add_array("hy-v4.swiglu_clamp_exp", [config.swiglu_limit] * config.num_hidden_layers)
-        out.add_uint32("hy-v4.hyper_connection.count", config.hc_mult)
-        out.add_float32("hy-v4.hyper_connection.epsilon", config.hc_eps)
-        out.add_float32("hy-v4.hyper_connection.magnitude", config.hc_magnitude)
-    if name in ("glm-dsa", "hy-v4"):
+    if name in ("hy_v4", "glm5-next"):
+        out.add_array(f"{name}.swiglu_clamp_exp", [config.swiglu_limit] * config.num_hidden_layers)
+        out.add_uint32(f"{name}.hyper_connection.count", config.hc_mult)
+        out.add_float32(f"{name}.hyper_connection.epsilon", config.hc_eps)
+    if name == "glm5-next":
+        out.add_array("glm5-next.swiglu_clamp_shexp", [config.swiglu_limit] * config.num_hidden_layers)
+        out.add_uint32("glm5-next.hyper_connection.sinkhorn_iterations", config.hc_sinkhorn_iters)
+        out.add_uint32("glm5-next.attention.indexer.kpool", config.index_kpool)
+        out.add_float32("glm5-next.kda.gate_lower_bound", config.linear_lower_bound)
+    if name == "hy_v4":
+        out.add_float32("hy_v4.hyper_connection.magnitude", config.hc_magnitude)
+    if name in ("glm-dsa", "hy_v4", "glm5-next"):
         out.add_array(f"{name}.attention.indexer.types", [kind == "full" for kind in config.indexer_types])
-    if name in (*LATENT, "kimi-linear", "bailingmoe3"):
+    if name in (*LATENT, "kimi-linear", "bailingmoe3", "glm5-next"):
         rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
         if config.q_lora_rank:
             out.add_q_lora_rank(config.q_lora_rank)
@@ -158,7 +164,7 @@ def add_states(out: gguf.GGUFWriter, config: Any, name: str) -> None:
             heads * config.linear_value_head_dim,
         )  # fmt: skip
         out.add_full_attention_interval(4)
-    if name in ("kimi-linear", "bailingmoe3"):
+    if name in ("kimi-linear", "bailingmoe3", "glm5-next"):
         out.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         out.add_kda_head_dim(config.linear_head_dim)
     if name == "bailingmoe3":

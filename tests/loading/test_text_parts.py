@@ -47,6 +47,10 @@ WHOLE = {
         "Step3p5ForCausalLM", {**TEXT, **ARCHITECTURES["Step3p7"]},
         {"hidden_size": 32, "layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}, {},
     ),
+    "Glm5Next": (
+        "Glm5NextForCausalLM", {**TEXT, **ARCHITECTURES["Glm5Next"], "pad_token_id": 2},
+        {**PATCHES, "out_hidden_size": LLAMA_LIKE["hidden_size"]}, {},
+    ),
     "Glm4v": ("Glm4ForCausalLM", {**TEXT, "rope_parameters": {**THREE_DIMENSIONS, "partial_rotary_factor": 0.5,
         "mrope_section": [1, 0, 1]}}, BLOCKS, {}),
     "Glm4vMoe": (

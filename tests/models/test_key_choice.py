@@ -13,7 +13,9 @@ from saltus.models.cuda.described_layers import described_for_gpu
 from saltus.training.data.packed_forward import prepare_model
 
 TOP_K = 8  # of the tiny models
-each_model = pytest.mark.parametrize("name", ["DeepseekV32", "GlmMoeDsa", "HYV4"])
+KEY_BY_KEY = ["DeepseekV32", "GlmMoeDsa", "HYV4"]
+each_model = pytest.mark.parametrize("name", [*KEY_BY_KEY, "Glm5Next"])
+each_without_pools = pytest.mark.parametrize("name", KEY_BY_KEY)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 
@@ -50,7 +52,7 @@ def test_short_texts_have_the_bits_of_deepseek_v3(dtype):
     assert torch.equal(chain(CausalNetwork(sparse), tokens), chain(CausalNetwork(dense), tokens))
 
 
-@each_model
+@each_without_pools
 def test_of_equal_scores_the_first_keys_are_chosen(name):
     model = tiny(name)
     for indexer in indexers(model):
@@ -102,7 +104,7 @@ def _decided(tokens):
     return continuation(np.asarray(tokens), 1), (), ()
 
 
-@each_model
+@each_without_pools
 def test_layers_with_an_indexer_keep_a_key_of_it(name):
     model = tiny(name)
     ours, cache = CausalNetwork(model), None

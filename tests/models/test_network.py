@@ -86,7 +86,7 @@ def without_other_experts(model, dtype: torch.dtype, errors: torch.Tensor) -> to
 
 
 SENSITIVE = [  # rounding changes much
-    "BailingHybrid", "Bamba", "GraniteMoeHybrid without experts", "Jamba", "KimiLinear", "Llama4",
+    "BailingHybrid", "Bamba", "Glm5Next", "GraniteMoeHybrid without experts", "Jamba", "KimiLinear", "Llama4",
     "Llama4 without experts", "MuseGlimmer", "Olmo", "OlmoHybrid", "Youtu",
     *(name for name in RECURRENT if name.startswith(("Qwen", "FalconH1"))),
 ]  # fmt: skip

@@ -33,6 +33,7 @@ LAYERS_OF_TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {  # that have no 
 OWN_CLASSES = {  # that no mapping of causal models lists: Transformers', or ours of its layers
     "mistral4": ("transformers", "Mistral4ForCausalLM"),
     "muse_glimmer_text": ("saltus.models.text_parts.muse_glimmer", "MuseGlimmerForCausalLM"),
+    "glm5_next_text": ("saltus.models.text_parts.glm5_next", "Glm5NextForCausalLM"),
     "step3p5": ("saltus.models.text_parts.step3p5", "Step3p5ForCausalLM"),
 }
 SAME_LAYERS = {"mimo": "qwen2"}  # of texts alone, by types of models that Transformers has no class for

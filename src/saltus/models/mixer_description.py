@@ -101,6 +101,19 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class KeyPools:
+    """Whole pools of `size` tokens after each other are chosen, by one key each; a token attends to its last ones, too.
+
+    A pool's key is the mean of its tokens' keys, weighted for each number by the softmax of what `gate` gives of a
+    token plus the `offsets` [size, numbers] of its place (GLM-5.3 Flash).
+    """
+
+    size: int
+    gate: Weight
+    offsets: str  # the path of a tensor
+
+
+@dataclass(frozen=True)
 class Indexer:
     """Chooses the keys that a token attends to: DeepSeek Sparse Attention's lightning indexer (DeepSeek-AI 2025).
 
@@ -118,6 +131,12 @@ class Indexer:
     rope_interleaved: bool
     top_k: int
     rotates_last: bool = False
+    pools: KeyPools | None = None  # `top_k` counts their tokens
+
+    @property
+    def kept(self) -> int:
+        """Numbers that are kept of a token: its key, or with pools its gate and a pool's key, too."""
+        return self.dim if self.pools is None else 3 * self.dim
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,11 @@ typedef struct {
 // What chooses the keys of each row, before its attention: see key_choice.inc.
 typedef struct {
   const void *x, *weight;    // [rows, in], dense; [heads, in]: the product weighs a row's heads
-  const void *query, *key;   // [rows, heads, dim]; [rows, dim], dense
+  const void *query, *key;   // [rows, heads, dim]; [rows, kept], dense
+  const float *offsets;      // [pool, dim], with pools
   int64_t in, heads, dim, most;  // most: keys that a row attends to
+  int64_t kept;              // numbers that are kept of a token: dim, or of pools 3 · dim
+  int64_t pool;              // so many keys after each other are chosen together, 0: each alone
   int64_t weight_is_float32;
 } Indexer;
 

@@ -28,8 +28,8 @@ class Indexer(ctypes.Structure):
     """The struct `Indexer` of kernels.h, field for field."""
 
     _fields_ = [
-        *((name, POINTER) for name in ("x", "weight", "query", "key")),
-        *((name, INTEGER) for name in ("inputs", "heads", "dim", "most", "weight_is_float32")),
+        *((name, POINTER) for name in ("x", "weight", "query", "key", "offsets")),
+        *((name, INTEGER) for name in ("inputs", "heads", "dim", "most", "kept", "pool", "weight_is_float32")),
     ]
 
 
@@ -134,6 +134,7 @@ ACTIVATION_NUMBERS = {
     "silu": 0, "gelu_tanh": 1, "gelu": 2, "relu_squared": 3, "sigmoid": 4, "clamped_swiglu": 6, "softplus": 7,
     "relu": 8, "clamped_silu": 9,
 }  # fmt: skip
+MOST_POOL = 64  # keys that are chosen together
 SILU_ALONE = 5  # not of a gate
 INTERLEAVED = 64  # added to the numbers of formats, see integer_weights.h
 SCORINGS = {"softmax": 0, "sigmoid": 1, "sparse_mixer": 2}

@@ -16,6 +16,6 @@ void saltus_threads(int64_t threads);
 // Memory that a thread keeps from call to call: fresh pages would cost more than the work. NULL if there is none.
 enum {
   PACKED, MADE, SCORES, GATED, MIDDLE, LOW, EXPANDED, SELECTED, FEATURES, CONTEXT, MIXTURE, PLANNED, RECURRENT, BRANCHES,
-  CHOSEN, CHOSEN_KEYS, RANKS, HEAD_WEIGHTS, SCRATCHES
+  CHOSEN, CHOSEN_KEYS, POOL_ENDS, RANKS, HEAD_WEIGHTS, SCRATCHES
 };
 INTERNAL void *scratch(int which, size_t bytes);

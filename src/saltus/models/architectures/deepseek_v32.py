@@ -20,15 +20,19 @@ def describe(config: Any) -> DecoderDescription:
     return llama_decoder(config, layers)
 
 
-def sparse_settings(model: GgufModel) -> dict[str, Any]:
-    """Latent attention, its indexers and experts, by DeepSeek's names."""
+def indexer_settings(model: GgufModel) -> dict[str, Any]:
+    """Indexers, by DeepSeek's names; experts are chosen by sigmoids."""
     check_gates(model, SIGMOID)
     return {
-        **deepseek_v3.latent_settings(model), **deepseek_v3.deepseek_expert_counts(model),
         "index_n_heads": model.size("attention.indexer.head_count"),
         "index_head_dim": model.size("attention.indexer.key_length"),
         "index_topk": model.size("attention.indexer.top_k"),
-    }  # fmt: skip
+    }
+
+
+def sparse_settings(model: GgufModel) -> dict[str, Any]:
+    """Latent attention, its indexers and experts, by DeepSeek's names."""
+    return deepseek_v3.latent_settings(model) | deepseek_v3.deepseek_expert_counts(model) | indexer_settings(model)
 
 
 def gguf_config(model: GgufModel) -> dict[str, Any]:

@@ -120,4 +120,4 @@ TENSORS: dict[str, Target] = {
     "attn_gate": "self_attn.gate_proj", "attn_sinks.weight": "self_attn.sinks",
     **stream_tensors({"hc_attn": "attn_hc.", "hc_ffn": "ffn_hc.", "output_hc": "model.hc_head.hc_"}),
 }  # fmt: skip
-GGUF = GgufArchitecture("hy-v4", gguf_config, TENSORS, repeated=deepseek_v3.SPLIT)
+GGUF = GgufArchitecture("hy_v4", gguf_config, TENSORS, repeated=deepseek_v3.SPLIT)

@@ -133,5 +133,5 @@ class AttentionKinds:
 def _memory_sizes(mixer: Mixer) -> tuple[int, int, int] | None:
     """The heads of a layer's keys and values, and the sizes of both; None: it has none."""
     if isinstance(mixer, LatentAttention):
-        return 1, mixer.latent_dim + mixer.rope_dim, 0 if mixer.indexer is None else mixer.indexer.dim
+        return 1, mixer.latent_dim + mixer.rope_dim, 0 if mixer.indexer is None else mixer.indexer.kept
     return (mixer.kv_heads, mixer.dim, mixer.size_of_values) if isinstance(mixer, Attention) else None

@@ -13,7 +13,7 @@ from saltus.kernels.packed_weight import GROUP_OUTPUTS, PackedWeight, Q, quantiz
 from saltus.models.cpu.attention_kinds import AttentionKinds
 from saltus.models.cpu.mixer_ops import MixerOps
 from saltus.models.cpu.operations import Operations
-from saltus.models.mixer_description import Angles, Attention, Indexer, LatentAttention, Norm
+from saltus.models.mixer_description import Angles, Attention, Indexer, KeyPools, LatentAttention, Norm
 from saltus.models.packed_decoder import check_heads, check_sizes
 
 
@@ -81,7 +81,7 @@ class AttentionOps:
         """The same of latent attention: queries go through the matrix of keys, and outputs through that of values."""
         ops = self.ops
         nope, rope, heads, latent = layer.nope_dim, layer.rope_dim, layer.heads, layer.latent_dim
-        check_heads(heads, 1, rope)
+        check_heads(heads, 1, rope or 2)
         check_sizes(kv_lora_rank=latent, qk_nope_head_dim=nope, v_head_dim=layer.value_dim)
         q, made = ops.buffer("q", heads * (nope + rope)), ops.buffer("latent", latent + rope)
         given, indexer = [(layer.latent, made)], layer.indexer
@@ -92,12 +92,15 @@ class AttentionOps:
         if indexer is not None:
             check_sizes(index_topk=indexer.top_k, index_n_heads=indexer.heads, index_head_dim=indexer.dim)
             given.append((indexer.key, ops.buffer("index key", indexer.dim)))
+            if indexer.pools is not None:
+                given.append((indexer.pools.gate, ops.buffer("index gate", indexer.dim)))
         if layer.query_latent is None:
             ops.product(ops.hidden, [(layer.query, q), *given], norm)
         else:
             of_queries = ops.buffer("query latent", len(ops.weights.matrix(layer.query_latent).weight))
             ops.product(ops.hidden, [(layer.query_latent, of_queries), *given], norm)
             ops.product(of_queries, [(layer.query, q)], layer.query_norm)
+        assert rope or layer.angles is None
         vector, rotated, k = ops.buffer("vector", latent), ops.buffer("rotated", rope), ops.buffer("k", latent + rope)
         ops.copy(made, vector)
         ops.copy(made, rotated, latent)
@@ -106,7 +109,7 @@ class AttentionOps:
             if scale != 1:
                 ops.add(x, None, scale, x)
         self._rotate(rotated, 1, rope, None, layer.angles, layer.rope_interleaved)
-        runs = ops.weights.keep(torch.tensor([[0, latent], [latent, rope]]))
+        runs = ops.weights.keep(torch.tensor([[0, latent], [latent, rope]][: 1 + bool(rope)]))
         ops.op(structs.REARRANGE, structs.Rearrangement(
             x=vector.data_ptr(), other=rotated.data_ptr(), out=k.data_ptr(), runs=runs.data_ptr(),
             inputs=latent, others=rope, size=latent + rope, num_runs=len(runs),
@@ -157,7 +160,7 @@ class AttentionOps:
             raise ValueError(f"a decoder's {indexer.weights} does not have {heads} outputs; fetch it again")
         struct = structs.Indexer(
             x=normed.data_ptr(), weight=weight.data_ptr(), query=query.data_ptr(), key=key.data_ptr(),
-            inputs=ops.hidden.shape[1], heads=heads, dim=dim, most=indexer.top_k,
+            inputs=ops.hidden.shape[1], heads=heads, dim=dim, most=indexer.top_k, kept=dim,
             weight_is_float32=weight.dtype == torch.float32,
         )  # fmt: skip
         first = dim - layer.rope_dim if indexer.rotates_last else 0
@@ -170,7 +173,28 @@ class AttentionOps:
                 ops.normalize(ops.hidden, norm, normed)
             ops.product(of_queries, [(indexer.query, query)], layer.query_norm)
             self._rotate(query[:, first:], heads, dim - first, None, layer.angles, indexer.rope_interleaved)
+        if indexer.pools is not None:
+            key = self._with_pools(struct, key, indexer.pools)
         return struct, key[:, None]
+
+    def _with_pools(self, struct: structs.Indexer, key: Tensor, pools: KeyPools) -> Tensor:
+        """What is kept of a token: its key, its gate, and room for the key of the pool that it may end."""
+        ops, dim, size = self.ops, key.shape[1], pools.size
+        check_sizes(index_kpool=size, pools=struct.most // size)
+        if size > structs.MOST_POOL:
+            raise ValueError(
+                f"a decoder's index_kpool is {size}, but must be at most {structs.MOST_POOL}; fetch it again"
+            )
+        kept, gate = ops.buffer("kept of index", 3 * dim), ops.buffer("index gate", dim)
+        runs = ops.weights.keep(torch.tensor([[0, dim], [dim, dim], [0, dim]]))
+        ops.op(structs.REARRANGE, structs.Rearrangement(
+            x=key.data_ptr(), other=gate.data_ptr(), out=kept.data_ptr(), runs=runs.data_ptr(),
+            inputs=dim, others=dim, size=3 * dim, num_runs=len(runs),
+        ))  # fmt: skip
+        offsets = ops.weights.floats(ops.weights.tensor(pools.offsets).flatten(), size * dim)
+        struct.key, struct.kept, struct.offsets, struct.pool = kept.data_ptr(), 3 * dim, offsets.data_ptr(), size
+        struct.most = struct.most // size * size + size - 1
+        return kept
 
     def _matrices_of_heads(self, layer: LatentAttention) -> tuple[Tensor, Tensor]:
         """What queries are multiplied by [heads, latent, nope], and what is attended to [heads, value, latent].

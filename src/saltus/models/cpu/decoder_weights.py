@@ -53,7 +53,7 @@ class Resolver:
 
     def matrix(self, weight: Weight) -> Matrix:
         """Errors: ValueError for one without numbers, which kernels would divide by."""
-        module = self.module(weight.path)
+        module = self._layer(weight.path)
         whole = self._transposed(weight.path) if type(module).__name__ == "Conv1D" else module.weight
         if 0 in whole.shape:
             sides = " x ".join(map(str, whole.shape))
@@ -64,6 +64,12 @@ class Resolver:
         rows = slice(weight.start, weight.stop)
         assert weight.stop <= len(whole)
         return Matrix(select_outputs(whole, rows), None if bias is None else bias.detach()[rows])
+
+    def _layer(self, path: str) -> Any:
+        """A linear layer; a parameter is that of one without biases."""
+        parent, _, name = path.rpartition(".")
+        found = getattr(self.module(parent), name)
+        return Matrix(found, None) if isinstance(found, Tensor) else found
 
     def _transposed(self, path: str) -> Tensor:
         """The matrix [outputs, inputs] of a layer that has it the other way around, as GPT-2's have."""
