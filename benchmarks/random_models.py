@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     Glm4MoeLiteConfig,
     GptOssConfig,
+    Lfm2MoeConfig,
     LlamaConfig,
     Qwen2Config,
     Qwen3_5TextConfig,
@@ -47,30 +48,44 @@ SHAPES: dict[str, Callable[[], Any]] = {  # configurations by the name of a shap
     ),
     "9B-hybrid": Qwen3_5TextConfig,
     "20B-A4B": lambda: GptOssConfig(num_hidden_layers=24, num_local_experts=32),
-    "30B-latent": Glm4MoeLiteConfig,
+    "30B-latent": lambda: Glm4MoeLiteConfig(first_k_dense_replace=1),
+    "8B-A1B-conv": lambda: Lfm2MoeConfig(
+        **_sizes(24, 2048, 7168, 32, 8, 65_536),
+        moe_intermediate_size=1792,
+        num_experts=32,
+        num_experts_per_tok=4,
+        num_dense_layers=2,
+        layer_types=["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)],
+    ),
     "tiny": lambda: LlamaConfig(**_sizes(2, 64, 64, 2, 1, 304), head_dim=32, tie_word_embeddings=False),
 }
 SHAPE_NAMES = (
     "0.6B and 1.7B: Qwen3's; 7B: Qwen2.5's; 8B: Llama 3's; 30B-A3B: Qwen3's with experts; 9B-hybrid: Qwen3.5's, whose"
     " layers mostly keep a state; 20B-A4B: gpt-oss's; 30B-latent: GLM-4.7-Flash's, with experts and latent attention;"
-    " tiny: for rehearsals"
+    " 8B-A1B-conv: LFM2's, with experts and short convolutions; tiny: for rehearsals"
 )
 
 
 def random_model(
-    shape: str, weights: str = "bf16", device: str = "cpu", distinct_rows: int | None = 8, dtype: Any = torch.bfloat16
-) -> Any:
+    shape: str, weights: str = "bf16", device: str = "cpu", distinct_rows: int | None = 8, dtype: Any = torch.bfloat16,
+    layers: int | None = None,
+) -> Any:  # fmt: skip
     """A model of this shape, whose weights are drawn on the device.
 
     Rows of a matrix repeat the first `distinct_rows`, which draws faster and reads alike; None: all are different, as
     those of routers always are.
     `weights` may be packed ("q4_1", "q8_0", on the CPU) and then multiply activations of 8 bits. "fp8" are 8-bit floats
     with a scale for 128 inputs, to be moved to a GPU; embeddings and the output layer stay in `dtype`.
+    It has all layers of the shape, or the first so many.
     """
     config = SHAPES[shape]()
+    if layers is not None:
+        _keep_layers(config, layers)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config).to(dtype)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
+    for name, module in model.model.named_children():
+        if name in ("rotary_emb", "pos_emb"):  # computed, not drawn
+            setattr(model.model, name, type(module)(config=config).to(device))
     torch.manual_seed(0)
     for module in model.modules():
         kind = weights, distinct_rows
@@ -87,6 +102,13 @@ def random_model(
     model.tie_weights()
     model.generation_config.eos_token_id = None
     return model.eval()
+
+
+def _keep_layers(config: Any, count: int) -> None:
+    config.num_hidden_layers = count
+    for name in ("layer_types", "mlp_layer_types"):
+        if getattr(config, name, None):
+            setattr(config, name, getattr(config, name)[:count])
 
 
 def _random(parameter: Any, weights: str, distinct_rows: int | None, device: str, dtype: Any) -> Any:
