@@ -39,7 +39,7 @@ STATES = {
     "Mamba": {}, "FalconMamba": {}, "Jamba": {"num_hidden_layers": 3, "mamba_dt_rank": 64},
     "GraniteMoeHybrid without experts": {"mamba_n_heads": 8, "mamba_d_head": 16, "shared_intermediate_size": 64},
 }  # fmt: skip
-SETTINGS = FixedShapeSettings(page_size=128, pages_per_block=1, prefill_chunk=32, rows_per_group=4)
+SETTINGS = FixedShapeSettings(page_size=128, pages_per_block=1, prefill_chunk=16, rows_per_group=4)
 TREE = (7, 9, 4, 11, 5), (-1, 0, -1, 1, 2)
 PATHS = (), (7,), (7, 9), (4,), (7, 9, 11), (4, 5)
 
@@ -71,7 +71,7 @@ def logits(network: CausalNetwork, tokens, tree=(), kv_cache=None) -> torch.Tens
 def test_layers_are_those_of_transformers(name):
     """A prompt of several calls, and a tree after it."""
     network, plain = decoded(name)
-    tokens = text(40).tolist()
+    tokens = text(20).tolist()
     for row, path in zip(logits(network, tokens, TREE), PATHS, strict=True):
         expected = plain(torch.tensor([[*tokens, *path]])).logits[0, -1]
         assert (row - expected).norm() < BOUND * expected.norm(), path
