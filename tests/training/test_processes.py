@@ -21,7 +21,7 @@ import test_train
 import torch
 from test_adapter_training import gradients
 from test_cli import complaint, saltus_
-from test_train import ADAPTER, HEADS, RECIPE, scalars, training
+from test_train import ADAPTER, HEADS, RECIPE, begin_earlier, scalars, training
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -219,13 +219,30 @@ def launch(room: Path, *arguments: object, fails: bool = False) -> list[tuple[in
     return [(int(code), printed) for code, _, printed in said]
 
 
-@pytest.fixture
-def recipe(tmp_path) -> Callable[..., Path]:
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Callable[..., Path]:
+    room = tmp_path_factory.mktemp("recipes")
+
     def write(kind: str) -> Path:
-        (tmp_path / f"{kind}.toml").write_text(RECIPES[kind], encoding="utf-8")
-        return tmp_path / f"{kind}.toml"
+        (room / f"{kind}.toml").write_text(RECIPES[kind], encoding="utf-8")
+        return room / f"{kind}.toml"
 
     return write
+
+
+@pytest.fixture(scope="module")
+def run_of_one(recipe, folder, teacher, tmp_path_factory) -> Callable[..., Path]:
+    """The folder of a run of one process, which is made once for all tests."""
+    made: dict[tuple[str, ...], Path] = {}
+
+    def run(kind: str, *more: str) -> Path:
+        if (kind, *more) not in made:
+            work = tmp_path_factory.mktemp("one") / "work"
+            saltus_(*command(kind, recipe, folder, teacher, work, *more))
+            made[kind, *more] = work
+        return made[kind, *more]
+
+    return run
 
 
 def losses(work: Path) -> list[float]:
@@ -242,9 +259,8 @@ def command(kind: str, recipe: Callable[..., Path], folder, teacher, work: Path,
     ("kind", "more"),
     [("drafter", ["--set", "optimizer=muon"]), ("adapter", []), ("adapter", ["--fsdp"]), ("heads", [])],
 )
-def test_two_processes_have_the_curve_of_one(kind, more, recipe, folder, teacher, tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    saltus_(*command(kind, recipe, folder, teacher, one, *[word for word in more if word != "--fsdp"]))
+def test_two_processes_have_the_curve_of_one(kind, more, recipe, folder, teacher, tmp_path, run_of_one):
+    one, two = run_of_one(kind, *[word for word in more if word != "--fsdp"]), tmp_path / "two"
     (code, printed), (other_code, nothing) = launch(
         tmp_path / "room", *command(kind, recipe, folder, teacher, two, *more)
     )
@@ -260,9 +276,10 @@ def test_two_processes_have_the_curve_of_one(kind, more, recipe, folder, teacher
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [1, 2])
-def test_a_run_goes_on_with_another_number_of_processes(first, recipe, folder, teacher, tmp_path, monkeypatch):
-    whole, work, loss = tmp_path / "whole", tmp_path / "work", DrafterTrainingTask.loss
-    saltus_(*command("drafter", recipe, folder, teacher, whole))
+def test_a_run_goes_on_with_another_number_of_processes(
+    first, recipe, folder, teacher, tmp_path, monkeypatch, run_of_one
+):
+    whole, work, loss = run_of_one("drafter"), tmp_path / "work", DrafterTrainingTask.loss
     given = command("drafter", recipe, folder, teacher, work)
 
     def interrupted(task: DrafterTrainingTask, step: int) -> torch.Tensor:
@@ -277,7 +294,7 @@ def test_a_run_goes_on_with_another_number_of_processes(first, recipe, folder, t
         else:
             launch(tmp_path / "room", *given, fails=True)
     assert torch.load(work / "checkpoint.pt")["step"] == 7
-    time.sleep(1)  # TensorBoard reads its files in the order of their names, which have seconds
+    begin_earlier(work)
     if first == 1:
         launch(tmp_path / "room", *given)
     else:
