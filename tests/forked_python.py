@@ -36,7 +36,10 @@ def forked_python(*modules: str) -> list[str]:
         return [sys.executable]
     place = Path(tempfile.mkdtemp(prefix="fork")) / "server"
     command = [sys.executable, __file__, "--serve", str(place), *modules]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # it ends with its input
+    # Triton's own functions are interpreted or not as they were when it was imported: in forks they can be compiled
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    pipe = subprocess.PIPE
+    server = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)  # it ends with its input
     atexit.register(server.kill)
     assert server.stdout is not None
     assert server.stdout.readline() == b"ready\n"

@@ -3,13 +3,13 @@
 import itertools
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
+from forked_python import FOR_COMMANDS, forked_python
 from kept_builds import kept_builds
 from saltus.kernels import native
 
@@ -26,8 +26,8 @@ def printed_by(cache: Path, script: str, *arguments: str) -> list[str]:
     """The lines of a script, which compiles where other tests interpret."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, TESTS / script, *arguments], env=environment | {"TRITON_CACHE_DIR": str(cache)}, timeout=1200,
-        capture_output=True, text=True,
+        [*forked_python(*FOR_COMMANDS), TESTS / script, *arguments], env=environment | {"TRITON_CACHE_DIR": str(cache)},
+        timeout=1200, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()

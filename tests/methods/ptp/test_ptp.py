@@ -11,7 +11,7 @@ import torch
 from transformers import set_seed
 
 import saltus
-from forked_python import forked_python
+from forked_python import FOR_COMMANDS, forked_python
 from saltus.core.canvas import continuation
 from saltus.core.distributions import Step, TargetDistributions
 from saltus.core.forward import ForwardInputs, ForwardOutputs
@@ -454,5 +454,5 @@ def test_a_drafter_loads_without_a_word(tiny_folder, tiny_drafter):
     options = {"ptp": {"model": str(tiny_drafter())}}
     program = f"import saltus; e = saltus.load({str(tiny_folder())!r}, 'plain', options={options!r});"
     program += "e.generate('the cat', method='ptp', max_new_tokens=4)"
-    done = subprocess.run([*forked_python("torch"), "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*forked_python(*FOR_COMMANDS), "-c", program], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
