@@ -108,6 +108,15 @@ CASES = {
     "phi2, one layer for queries, keys and values": Case(
         "phi", "phi2", {"intermediate_size": 1024, "num_key_value_heads": 4, "fuses_qkv": True}
     ),
+    "internlm2": Case("llama", "internlm2"),
+    "xverse": Case("llama", "xverse", {"num_key_value_heads": 4}),
+    "baichuan": Case("llama", "baichuan", {"num_key_value_heads": 4}),
+    "pangu-embedded": Case("llama", "pangu-embedded", {"attention_bias": True}, tied=True),
+    "qwen": Case("qwen2", "qwen", {"num_key_value_heads": 4, "fuses_qkv": True}),
+    "orion": Case(
+        "stablelm", "orion",
+        {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "default", "partial_rotary_factor": 1.0}},
+    ),
     "stablelm": Case("stablelm", "stablelm", {"use_qkv_bias": True}),
     "stablelm, parallel": Case("stablelm", "stablelm", {"use_parallel_residual": True}),
     "nemotron": Case("nemotron", "nemotron"),
@@ -347,7 +356,7 @@ SAME_NAMES = {
 }  # of tensors, as another architecture; `gguf` may not have it yet
 INTERLEAVED = {
     "llama", "granite", "smollm3", "arcee", "granitemoe", "granitehybrid", "mistral3", "olmo", "muse-glimmer",
-    "minicpm", "granite-swa",
+    "minicpm", "granite-swa", "internlm2", "xverse", "baichuan",
 }  # fmt: skip
 NEMOTRONS = ("nemotron_h", "nemotron_h_moe")
 WITHOUT_ANGLES = ("mamba", "mamba2", "jamba", "gpt2", "starcoder", "kimi-linear", "glm5-next", *NEMOTRONS)

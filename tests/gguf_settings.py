@@ -30,6 +30,8 @@ def widths_of_mlps(config: Any, name: str) -> int | list[int]:
     if name in ("nemotron_h", "nemotron_h_moe"):
         widths = {"mlp": config.intermediate_size, "moe": config.moe_intermediate_size}
         return [widths.get(kind, 0) for kind in config.layers_block_type]
+    if name == "qwen":
+        return 2 * config.intermediate_size
     return getattr(config, "intermediate_size_mlp", config.intermediate_size)
 
 

@@ -340,7 +340,7 @@ def test_what_is_not_supported_is_one_line_that_names_it_and_what_is(tmp_path):
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.close()
-    named = "architecture rwkv7; supported are afmoe, apertus, arcee, bailingmoe2, bailingmoe3, chatglm, cohere2"
+    named = "architecture rwkv7; supported are afmoe, apertus, arcee, baichuan, bailingmoe2, bailingmoe3, chatglm"
     assert named in complaint(file)
     file = tmp_path / "matrix.gguf"
     out = gguf.GGUFWriter(file, "")

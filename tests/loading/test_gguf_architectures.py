@@ -232,6 +232,13 @@ def test_tensors_that_are_missing_or_too_many_are_one_line(name, tmp_path):
     assert "has a tensor" in (line := complaint(file)) or "lacks" in line
 
 
+def test_biases_of_scores_by_distance_are_one_line(tmp_path):
+    """Of Baichuan 13B, whose files differ from those of 7B in the number of layers alone."""
+    file = file_of("baichuan", tmp_path, PLAIN, more=lambda out: out.add_block_count(40))
+    with pytest.raises(SourceError, match="ALiBi"):
+        resolve(str(file))
+
+
 def test_a_bias_with_too_few_rows_for_queries_keys_and_values_is_one_line(tmp_path):
     name, bias = "chatglm, one layer for queries, keys and values", "blk.0.attn_qkv.bias"
     file = file_of(

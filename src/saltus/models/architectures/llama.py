@@ -4,7 +4,7 @@ from typing import Any
 
 from saltus.models.common_layers import llama_decoder, llama_layer
 from saltus.models.decoder_description import DecoderDescription
-from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, expert_tensors, llama_config
+from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, expert_tensors, llama_config, num_layers
 
 CLASSES = {"LlamaForCausalLM"}
 
@@ -27,4 +27,22 @@ def gguf_config(model: GgufModel) -> dict[str, Any]:
     return llama_config(model, "llama", "LlamaForCausalLM", **settings)
 
 
-GGUF = GgufArchitecture("llama", gguf_config, expert_tensors(), interleaves_heads=True)
+def plain_config(model: GgufModel) -> dict[str, Any]:
+    """Of models whose code Transformers does not have, and whose layers are Llama's."""
+    return llama_config(model, "llama", "LlamaForCausalLM")
+
+
+def baichuan_config(model: GgufModel) -> dict[str, Any]:
+    """Baichuan 7B; readers know the size by the number of layers, and 13B has no angles."""
+    if num_layers(model) == 40:
+        raise ValueError("it biases scores by distance (ALiBi, Baichuan 13B), which is not supported")
+    return plain_config(model)
+
+
+GGUF = (
+    GgufArchitecture("llama", gguf_config, expert_tensors(), interleaves_heads=True),
+    GgufArchitecture("internlm2", plain_config, interleaves_heads=True),
+    GgufArchitecture("xverse", plain_config, interleaves_heads=True),
+    GgufArchitecture("baichuan", baichuan_config, interleaves_heads=True),
+    GgufArchitecture("pangu-embedded", plain_config),
+)

@@ -33,4 +33,4 @@ def gguf_config(model: GgufModel) -> dict[str, Any]:
     )  # fmt: skip
 
 
-GGUF = GgufArchitecture("stablelm", gguf_config)
+GGUF = tuple(GgufArchitecture(name, gguf_config) for name in ("stablelm", "orion"))  # Orion's heads rotate whole
