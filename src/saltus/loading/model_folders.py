@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from saltus.loading.fetching import SourceError, first_line
+from saltus.loading.same_layers import same_layers
 
 WEIGHT_FILE_PATTERNS = (
     re.compile(r"model(-\d+-of-\d+)?\.safetensors"),
@@ -36,7 +37,6 @@ OWN_CLASSES = {  # that no mapping of causal models lists: Transformers', or our
     "glm5_next_text": ("saltus.models.text_parts.glm5_next", "Glm5NextForCausalLM"),
     "step3p5": ("saltus.models.text_parts.step3p5", "Step3p5ForCausalLM"),
 }
-SAME_LAYERS = {"mimo": "qwen2"}  # of texts alone, by types of models that Transformers has no class for
 TEXT_PART_NAMES = {  # in models that read more than text, by pattern
     r"^(?:model\.)?language_model\.(?:model\.)?(?!lm_head)": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
@@ -240,9 +240,9 @@ def text_part(folder: Path) -> dict[str, Any]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     given, _ = PreTrainedConfig.get_config_dict(folder)
-    if alike := SAME_LAYERS.get(given.get("model_type", "")):
-        own = ("model_type", "architectures", "auto_map")
-        return {"config": AutoConfig.for_model(alike, **{name: given[name] for name in given if name not in own})}
+    if same := same_layers(given):
+        kind, settings = same
+        return {"config": AutoConfig.for_model(kind, **settings)}
     whole = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     text: Any = whole.get_text_config(decoder=True)
     whole = getattr(whole, "thinker_config", whole)  # of a model that speaks, too: the part that writes
