@@ -15,7 +15,7 @@ def heads_of_keys(config: Any, name: str) -> int | list[int]:
     if name in LATENT:
         return 1
     if name in ("kimi-linear", "bailingmoe3", "glm5-next"):
-        return [int(kind == "full_attention") for kind in config.layer_types]
+        return [int(kind != "linear_attention") for kind in config.layer_types]
     if name == "jamba":
         return [config.num_key_value_heads * (kind == "attention") for kind in config.layers_block_type]
     if name in ("lfm2", "lfm2moe", "granitehybrid", "nemotron_h", "nemotron_h_moe"):
