@@ -112,6 +112,15 @@ def test_a_text_that_is_nothing_in_the_draft_models_tokens_has_no_drafts(tiny_fo
     assert engine.generate(half_a_character, max_new_tokens=9).tokens == plain.tokens
 
 
+@pytest.mark.parametrize("num_draft_tokens", [1, 4])
+def test_a_token_that_is_forced_and_that_the_draft_model_lacks_ends_its_draft(tiny_folder, num_draft_tokens):
+    small_model = {"model": str(tiny_folder(seed=1, words=OTHER)), "num_draft_tokens": num_draft_tokens}
+    engine = saltus.load(str(tiny_folder()), "small_model", options={"small_model": small_model}, adaptive=False)
+    settings = {"forced_at_index": [(1, engine.tokenizer("log").input_ids[0]), (2, 299)], "max_new_tokens": 9}
+    plain = engine.generate(PROMPT, method="plain", **settings)
+    assert engine.generate(PROMPT, **settings).tokens == plain.tokens
+
+
 def test_a_call_that_would_not_pay_has_no_logits():
     def drafter(canvas, last, max_depth):
         outputs = yield ForwardInputs(canvas)

@@ -88,8 +88,8 @@ class VocabularyTranslation:
         """
         words, begins, last = b"", [], None
         for token in branch.tokens:
-            own = self.own[token]
-            if has_no_text(self.tokenizer, own):
+            own = self.own.get(token)  # None: a token that `forced_at_index` asks for, and the draft model lacks
+            if own is None or has_no_text(self.tokenizer, own):
                 last = token if token < self.num_target_ids else None
                 break
             begins.append(len(words))
@@ -154,10 +154,15 @@ def translating_drafter(drafter: Drafter, translation: VocabularyTranslation) ->
             while True:
                 read = checked_draft_call(drafter, inputs).canvas.decided_prefix.tolist()
                 decided = len(read) - (inputs.canvas.num_decided - canvas.num_decided)
-                own = [*text.read(read[:decided]), *(translation.own[token] for token in read[decided:])]
-                # No logits where the text is too long for the draft model, or half a character: no token of its.
+                drafted = [translation.own.get(token) for token in read[decided:]]
+                own = [*text.read(read[:decided]), *(token for token in drafted if token is not None)]
+                # No logits where the text is too long for the draft model, half a character, or has a token it lacks.
                 outputs = ForwardOutputs(torch.empty(0, 0))
-                if own and (translation.context_length is None or len(own) < translation.context_length):
+                if (
+                    own
+                    and None not in drafted
+                    and (translation.context_length is None or len(own) < translation.context_length)
+                ):
                     translated = continuation(own, len(inputs.canvas.open_positions))
                     made = yield ForwardInputs(
                         translated, network_name=inputs.network_name, draft_probabilities=inputs.draft_probabilities
