@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +19,13 @@ from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode
 from saltus.models.cpu import attention, chunked_prefill
 from saltus.models.cpu.attention import AttentionCall
-from saltus.models.cpu.chunked_prefill import Chunk, prefill_and_tree_chunks
+from saltus.models.cpu.chunked_prefill import (
+    Chunk,
+    chunks_by_call,
+    gate_of_queries,
+    prefill_and_tree_chunks,
+    rows_of_call,
+)
 from saltus.models.cpu.hybrid_kv_cache import StateSizes
 from saltus.models.cpu.kv_cache import KVCache
 from saltus.models.cpu.native_decoder import NativeDecoder, supports_native_decoder
@@ -45,9 +50,14 @@ log = logging.getLogger("saltus")
 class CausalNetwork:
     """A causal model of Transformers as a target network.
 
-    An attached adapter acts on the rows of query nodes and on no others. A row rounds alike in every call: on CUDA by
-    our kernels or by calls of fixed shapes, elsewhere by kernels. Without `batch_invariant` Transformers' own attention
-    is used.
+    A batch is evaluated in one of three ways:
+
+    - a text alone, without queries and with few rows, by a prepared call (`cpu/prepared_call.py`), on most CPU models;
+    - on CUDA by calls of our kernels, or of fixed shapes (`cuda/fixed_shapes.py`);
+    - else in chunks (`cpu/chunked_prefill.py`), by the native decoder or the layers of Transformers.
+
+    An attached adapter acts on the rows of query nodes and on no others. A row rounds alike in every call. Without
+    `batch_invariant` Transformers' own attention is used, and it need not.
     """
 
     model: Any
@@ -68,37 +78,40 @@ class CausalNetwork:
     device: torch.device = field(init=False)  # `model.device` searches the parameters on every access
 
     def __post_init__(self) -> None:
-        self.device = self.model.device
+        self.device, config = self.model.device, self.model.config.get_text_config()
+        self.num_layers, self.hidden_size = config.num_hidden_layers, config.hidden_size
         fixed = self.device.type == "cuda" if self.fixed_shapes is None else self.fixed_shapes
         if fixed and recurrent_layer_types(self.model):  # nothing but our kernels reads trees into states
             self.batch_invariant = True
         fixed = fixed and self.batch_invariant
-        # whose own layers hide the other keys by masks of Transformers' attention
-        has_choice = chooses_keys(self.model)
-        if not isinstance(self.model, PackedDecoder):
-            if not has_choice:
-                attention.install_attention(self.model)
-            if self.batch_invariant:  # Transformers' grouped products round by their shapes
-                ours = gpu_experts_implementation(self.model) if fixed else None
-                self.model.set_experts_implementation(ours or experts_implementation(self.model))
+        self._install_exact_layers(fixed)
         gpu_decoder = gpu_decoder_of(self.model) if fixed else None
         if fixed and gpu_decoder is None and (why := why_not_fixed_shapes(self.model)):
             log.warning("%s: rounding depends on the shapes of calls, and texts may differ by that", why)
             self.batch_invariant, fixed = False, False
         self.model.eval()
         self.long_rope = find_long_rope(self.model)
-        config = self.model.config.get_text_config()
-        self.num_layers, self.hidden_size = config.num_hidden_layers, config.hidden_size
         if fixed:
             graphs = self.device.type == "cuda"
             self.fixed_shape_runner = FixedShapeRunner(
-                self._evaluate, self.num_layers, self.device, self.fixed_shape_settings, graphs, gpu_decoder,
+                self._run_fixed_shape, self.num_layers, self.device, self.fixed_shape_settings, graphs, gpu_decoder,
                 self.hidden_state_layers,
             )  # fmt: skip
         elif supports_native_decoder(self.model):
             decoder = NativeDecoder(self.model, max(self.max_rows_per_call, 1 + chunked_prefill.MAX_NODES))
-            if self.batch_invariant or has_choice or decoder.layers.states.state:  # nothing else reads trees
+            # nothing else reads trees into states, or for layers that choose keys
+            if self.batch_invariant or chooses_keys(self.model) or decoder.layers.states.state:
                 self.native_decoder, self.batch_invariant = decoder, True
+
+    def _install_exact_layers(self, fixed: bool) -> None:
+        """Let Transformers' layers compute attention and experts by our functions, which round alike in every call."""
+        if isinstance(self.model, PackedDecoder):
+            return
+        if not chooses_keys(self.model):  # such layers hide the other keys by masks of Transformers' attention
+            attention.install_attention(self.model)
+        if self.batch_invariant:  # Transformers' grouped products round by their shapes
+            of_gpu = gpu_experts_implementation(self.model) if fixed else None
+            self.model.set_experts_implementation(of_gpu or experts_implementation(self.model))
 
     any_subset = False
     accepts_drafters = True
@@ -188,8 +201,12 @@ class CausalNetwork:
             self._check_queries_supported()
         with self.lock, torch.inference_mode():
             if self.long_rope is None:
-                return self._forward_together(batch, kv_caches)
+                return self._forward_batch(batch, kv_caches)
             return self._forward_by_angles(self.long_rope, batch, kv_caches)
+
+    def _check_queries_supported(self) -> None:
+        if self.adapter is None:
+            raise ValueError("query nodes need an adapter that was trained for this model; attach one")
 
     def _forward_prepared(self, inputs: ForwardInputs, kv_cache: Any) -> ForwardOutputs | None:
         """The outputs of a text by a prepared call; None for one that is not prepared for."""
@@ -229,53 +246,43 @@ class CausalNetwork:
             with long_rope.angles(kind):
                 if self.fixed_shape_runner is not None and self.fixed_shape_runner.decoder is not None:
                     self.fixed_shape_runner.decoder.use_angles(kind)
-                outputs_of_kind = self._forward_together(
+                outputs_of_kind = self._forward_batch(
                     [batch[number] for number in same_kind], [kv_caches[number] for number in same_kind]
                 )
             outputs |= zip(same_kind, outputs_of_kind, strict=True)
         return [outputs[number] for number in range(len(batch))]
 
-    def _forward_together(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[Any]) -> list[ForwardOutputs]:
+    def _forward_batch(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[Any]) -> list[ForwardOutputs]:
         if self.fixed_shape_runner is None:
-            return self._forward(batch, kv_caches)
+            return self._forward_in_chunks(batch, kv_caches)
         with native.kernel_threads_only() if self.device.type == "cpu" else torch.cuda.device(self.device):
             return self.fixed_shape_runner.forward(batch, kv_caches)
 
-    def _check_queries_supported(self) -> None:
-        if self.adapter is None:
-            raise ValueError("query nodes need an adapter that was trained for this model; attach one")
-
-    def _forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[KVCache]) -> list[ForwardOutputs]:
+    def _forward_in_chunks(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[KVCache]) -> list[ForwardOutputs]:
         started = time.perf_counter()
+        past = [self._reuse_kv_cache(kv_cache, inputs) for inputs, kv_cache in zip(batch, kv_caches, strict=True)]
+        texts = enumerate(zip(batch, kv_caches, past, strict=True))
+        queues = [list(self._chunks(text, *of_text)) for text, of_text in texts]
         logits: list[Any] = [None] * len(batch)
-        states: list[list[Any]] = [[] for _ in batch]
-        contexts = [self.context_tokens(inputs.canvas) for inputs in batch]
-        read = list(map(len, contexts))
-        queues: list[list[Chunk]] = []
-        for index, (inputs, kv_cache) in enumerate(zip(batch, kv_caches, strict=True)):
-            past = self._reuse_kv_cache(kv_cache, inputs)
-            read[index] -= past
-            queues.append(list(self._chunks(index, inputs, kv_cache, past)))
+        states: list[list[torch.Tensor]] = [[] for _ in batch]
         with native.kernel_threads_only() if self.batch_invariant else contextlib.nullcontext():
-            while any(queues):
-                chunks, rows_left = [], self.max_rows_per_call
-                for queue in queues:
-                    if queue and (not chunks or queue[0].rows.num_rows <= rows_left):
-                        chunks.append(queue.pop(0))
-                        rows_left -= chunks[-1].rows.num_rows
-                rows, hidden = self._run_model(chunks)
+            for chunks in chunks_by_call(queues, self.max_rows_per_call):
+                own_logits, own_states = self._run_model(chunks)
                 for chunk in chunks:
                     if chunk.num_logits:
-                        logits[chunk.sequence], rows = rows[: chunk.num_logits], rows[chunk.num_logits :]
+                        logits[chunk.sequence] = own_logits[: chunk.num_logits]
+                        own_logits = own_logits[chunk.num_logits :]
                     if chunk.output_hidden_states:
-                        states[chunk.sequence].append(hidden[: chunk.rows.num_rows])
-                    hidden = hidden[chunk.rows.num_rows :]
+                        states[chunk.sequence].append(own_states[: chunk.rows.num_rows])
+                    own_states = own_states[chunk.rows.num_rows :]
+        contexts = [self.context_tokens(inputs.canvas) for inputs in batch]
         for inputs, kv_cache, context in zip(batch, kv_caches, contexts, strict=True):
             kv_cache.tokens = context.copy()
             kv_cache.pending_tree = inputs if inputs.tokens else None
         if self.device.type == "cuda":  # seconds include the whole call
             torch.cuda.current_stream(self.device).synchronize()
         seconds = time.perf_counter() - started
+        read = [len(context) - length for context, length in zip(contexts, past, strict=True)]
         rows = sum(read) + sum(len(inputs.tokens) for inputs in batch)
         return [
             ForwardOutputs(
@@ -292,65 +299,47 @@ class CausalNetwork:
         """The chunks that one text still has to run."""
         return prefill_and_tree_chunks(sequence, inputs, kv_cache, past_length, query_start=self.query_start)
 
-    def _evaluate(
+    def _run_model(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
+        """One call of the model: the logits that chunks need; hidden states of all rows if a chunk needs them."""
+        tokens, positions, logit_rows = rows_of_call(chunks)
+        call = AttentionCall([chunk.rows for chunk in chunks], self.num_layers, self.batch_invariant)
+        gate = gate_of_queries(chunks, self.device)
+        if self.native_decoder is not None:
+            states = any(chunk.output_hidden_states for chunk in chunks)
+            return self.native_decoder(tokens, positions, call, logit_rows, states, gate, self.hidden_state_layers)
+        tokens, positions, logit_rows = (each.to(self.device) for each in (tokens[None], positions[None], logit_rows))
+        with attention.attention_context(call):
+            return self._run_transformers(tokens, positions, logit_rows, gate, self.batch_invariant)
+
+    def _run_fixed_shape(
         self, tokens: torch.Tensor, positions: torch.Tensor, num_logits: int, gate: StaticGate | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of the last rows (0: of all), and hidden states of all; tokens and positions are [1, rows]."""
+        """One call of a fixed shape: logits of the last rows (0: of all), and hidden states of all; see `RunModel`."""
         rows, kept = tokens.shape[1], num_logits
         if num_logits:  # by a number, Gemma 4 would leave out the other rows of layers that share keys, too
             kept = torch.arange(rows - num_logits, rows, device=tokens.device)
-        exact = BatchInvariantMode() if tokens.device.type == "cpu" else contextlib.nullcontext()
+        return self._run_transformers(tokens, positions, kept, gate, tokens.device.type == "cpu")
+
+    def _run_transformers(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor | int,
+        gate: Gate | StaticGate | None,
+        exact: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of some rows (0: of all), and hidden states of all; tokens and positions are [1, rows].
+
+        With `exact` products and norms are computed by our kernels.
+        """
         model = transformers_model(self.model)
+        active_stream = getattr(self.model.config.get_text_config(), "altup_active_idx", None)
+        capture = HiddenStateCapture(decoder_of(model), self.hidden_state_layers, active_stream)
+        kernels = BatchInvariantMode() if exact else contextlib.nullcontext()
         gated = gated_adapter(model, self.adapter, gate) if gate and self.adapter else contextlib.nullcontext()
-        with self._capture_hidden_states() as hidden_states, exact, gated:
-            out = model(input_ids=tokens, position_ids=positions, logits_to_keep=kept, use_cache=False)
+        with capture as hidden_states, kernels, gated:
+            out = model(input_ids=tokens, position_ids=positions, logits_to_keep=logit_rows, use_cache=False)
         return out.logits[0], hidden_states()
-
-    def _run_model(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
-        """One call of the model: the logits that chunks need; hidden states of all rows if a chunk needs them."""
-        if len(chunks) == 1:
-            (chunk,) = chunks
-            tokens, positions, end = chunk.tokens, chunk.rows.positions, len(chunk.tokens)
-            logit_rows = range(end - chunk.num_logits, end)
-        else:
-            tokens = [token for chunk in chunks for token in chunk.tokens]
-            positions = np.concatenate([chunk.rows.positions for chunk in chunks])
-            ends = accumulate(len(chunk.tokens) for chunk in chunks)
-            logit_rows = [
-                row for chunk, end in zip(chunks, ends, strict=True) for row in range(end - chunk.num_logits, end)
-            ]
-        call = AttentionCall([chunk.rows for chunk in chunks], self.num_layers, self.batch_invariant)
-        gate = self._gate(chunks)
-        output_states = any(chunk.output_hidden_states for chunk in chunks)
-        device = self.device
-        if self.native_decoder is not None:
-            tokens, rows = (torch.from_numpy(np.array(x, dtype=np.int64)) for x in (tokens, logit_rows))
-            places = torch.from_numpy(positions)
-            return self.native_decoder(tokens, places, call, rows, output_states, gate, self.hidden_state_layers)
-        exact = BatchInvariantMode() if self.batch_invariant else contextlib.nullcontext()
-        gated = gated_adapter(self.model, self.adapter, gate) if gate and self.adapter else contextlib.nullcontext()
-        with attention.attention_context(call), self._capture_hidden_states() as hidden_states, exact, gated:
-            out = self.model(
-                input_ids=torch.tensor([tokens], device=device),
-                position_ids=torch.from_numpy(positions[None]).to(device),
-                logits_to_keep=torch.tensor(logit_rows, dtype=torch.long, device=device),
-                use_cache=False,
-            )
-        return out.logits[0], hidden_states()
-
-    def _gate(self, chunks: Sequence[Chunk]) -> Gate | None:
-        """The query rows of a call and their conditioning; None if there are none."""
-        if not any(chunk.uniforms for chunk in chunks):
-            return None
-        rows, uniforms, temperatures, has_token, end = [], [], [], [], 0
-        for chunk in chunks:
-            end += len(chunk.tokens)
-            rows += range(end - len(chunk.uniforms), end)
-            uniforms += chunk.uniforms
-            temperatures += [chunk.temperature] * len(chunk.uniforms)
-            has_token += chunk.has_token
-        values = (rows, torch.long), (uniforms, torch.float64), (temperatures, torch.float64), (has_token, torch.bool)
-        return Gate(*(torch.tensor(value, dtype=dtype, device=self.device) for value, dtype in values))
 
     def add_hidden_state_layers(self, layers: Sequence[int]) -> None:
         """Return the states after these layers as well: after all layers, those before the last norm.
@@ -382,7 +371,3 @@ class CausalNetwork:
         count = hidden_states.shape[-1] // self.hidden_size - 1
         now = self.hidden_state_layers
         return now if count == len(now) else self.layers_by_count[count]
-
-    def _capture_hidden_states(self) -> HiddenStateCapture:
-        active_stream = getattr(self.model.config.get_text_config(), "altup_active_idx", None)
-        return HiddenStateCapture(decoder_of(transformers_model(self.model)), self.hidden_state_layers, active_stream)
