@@ -10,6 +10,8 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import ArrayLike
 
+from saltus.core.value_types import SettingError
+
 BLOCK = 1024  # positions generated and cached together; a multiple of the four words that one Philox counter gives
 GROUP_SIZE = 64  # tokens whose least random number is generated first
 GROUP_STRIDE = 1024  # between the ids of a group's tokens
@@ -28,7 +30,7 @@ class Noise:
 
     def __post_init__(self) -> None:
         if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}, but must be 0 or more")
+            raise SettingError(f"seed is {self.seed}, but must be 0 or more", "seed")
 
     def uniforms(self, stream: str, positions: ArrayLike | int) -> np.ndarray:
         """Uniforms in [0, 1), float64, in the shape of `positions` (integers ≥ 0)."""

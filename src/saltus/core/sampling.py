@@ -24,7 +24,7 @@ from torch import Tensor
 from saltus.core.penalties import penalised
 from saltus.core.picking import DEFAULT_COUPLING, Coupling, Distribution, one_hot
 from saltus.core.truncation import min_p, top_k, top_p
-from saltus.core.value_types import short_repr
+from saltus.core.value_types import SettingError, short_repr
 from saltus.kernels import native
 from saltus.kernels.native import structs
 
@@ -62,7 +62,7 @@ class Sampling:
     def __post_init__(self) -> None:
         def check(holds: bool, name: str, cure: str) -> None:
             if not holds:
-                raise ValueError(f"{name} is {short_repr(getattr(self, name))}, but {cure}")
+                raise SettingError(f"{name} is {short_repr(getattr(self, name))}, but {cure}", name)
 
         warm = 0 <= self.temperature <= MAX_TEMPERATURE
         check(warm, "temperature", f"must be 0 (greedy) or a positive number of at most {MAX_TEMPERATURE:g}")
@@ -89,8 +89,8 @@ class Sampling:
 
     def _check_tokens(self, name: str, found: Sequence[int]) -> None:
         if (wrong := next((each for each in found if not 0 <= each <= MAX_TOKEN), None)) is not None:
-            raise ValueError(
-                f"{name} has {short_repr(wrong)}, but ids and indices of tokens lie in 0…{MAX_TOKEN}; remove it"
+            raise SettingError(
+                f"{name} has {short_repr(wrong)}, but ids and indices of tokens lie in 0…{MAX_TOKEN}; remove it", name
             )
 
     @property

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from functools import lru_cache, wraps
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -16,17 +17,36 @@ MAX_SHOWN = 80  # characters of a wrong value
 NUMBERS = {bool: (bool, np.bool_), int: (int, np.integer), float: (int, float, np.integer, np.floating)}
 
 
+class SettingError(ValueError):
+    """A setting that a caller gives is wrong; `setting` is its name."""
+
+    def __init__(self, message: str, setting: str = "") -> None:
+        super().__init__(message)
+        self.setting = setting
+
+
+@contextmanager
+def about_setting(name: str) -> Iterator[None]:
+    """While open, a ValueError is about the setting of this name, unless it names one itself."""
+    try:
+        yield
+    except SettingError:
+        raise
+    except ValueError as error:
+        raise SettingError(str(error), name) from error
+
+
 def typed_value(value: Any, hint: Any, name: str) -> Any:
     """The value in this type: NumPy's numbers as Python's, lists as tuples, whole numbers as the floats they stand for.
 
-    Where the hint is a protocol or names no class, any value passes. Errors: ValueError of one line.
+    Where the hint is a protocol or names no class, any value passes. Errors: SettingError of one line.
     """
     try:
         found = _fitting(value, hint)
     except OverflowError:  # of a whole number that is no float
         found = _UNFIT
     if found is _UNFIT:
-        raise ValueError(f"{name} is {short_repr(value)}, but must be {described(hint)}")
+        raise SettingError(f"{name} is {short_repr(value)}, but must be {described(hint)}", name)
     return found
 
 

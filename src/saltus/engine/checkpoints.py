@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from saltus.core.sampling import Sampling
+from saltus.core.value_types import about_setting
 from saltus.engine.target_network import make_network
 from saltus.engine.text_bounds import require_fits
 from saltus.kernels.packed_weight import ARITHMETICS
@@ -62,9 +63,11 @@ class Checkpoint:
 
     def check_sampling(self, sampling: Sampling) -> None:
         """Raise ValueError of one line if a token that the model does not have is forced, banned or biased."""
-        self.check_tokens([token for token, _ in sampling.logit_bias], "logit_bias")
+        with about_setting("logit_bias"):
+            self.check_tokens([token for token, _ in sampling.logit_bias], "logit_bias")
         for name in ("forced_at_index", "banned_at_index"):
-            self.check_tokens([token for _, token in getattr(sampling, name)], name)
+            with about_setting(name):
+                self.check_tokens([token for _, token in getattr(sampling, name)], name)
 
 
 def load_checkpoint(

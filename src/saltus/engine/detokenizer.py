@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+from saltus.core.value_types import SettingError
 from saltus.engine.token_texts import TokenTexts, has_no_text, token_bytes
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # how tokenizers show a character that is not whole
@@ -183,12 +184,12 @@ class TextOutput:
 
 
 def check_stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Stop strings as a tuple. Errors: ValueError for an empty one, and for what is no string."""
+    """Stop strings as a tuple. Errors: SettingError for an empty one, and for what is no string."""
     stops = (stop,) if isinstance(stop, str) or not isinstance(stop, Sequence | None) else tuple(stop or ())
     if wrong := [one for one in stops if not isinstance(one, str)]:
-        raise ValueError(f"stop has {wrong[0]!r}, but must be a string or several")
+        raise SettingError(f"stop has {wrong[0]!r}, but must be a string or several", "stop")
     if "" in stops:
-        raise ValueError("a stop string is empty and would end every text at once; remove it")
+        raise SettingError("a stop string is empty and would end every text at once; remove it", "stop")
     return stops
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import TemplateSyntaxError
 
+from saltus.core.value_types import SettingError, about_setting
 from saltus.engine.chat.control_tokens import control_tokens
 from saltus.engine.chat.message_parts import template_loses_messages, template_reads_parts, with_parts
 from saltus.engine.chat.template_limits import render_chat
@@ -86,7 +87,8 @@ def encode_prompt(
         tokens = _encode_chat(tokenizer, prompt, settings, model_name, end_tokens, require_room)
     else:
         if settings.tools or settings.chat_template_kwargs:
-            raise ValueError("tools and chat_template_kwargs are for conversations; give messages")
+            message = "tools and chat_template_kwargs are for conversations; give messages"
+            raise SettingError(message, "chat_template_kwargs")
         require_room(str(prompt))
         tokens = tokens_of_text(tokenizer, str(prompt), settings.add_special_tokens is not False)
     if not tokens:
@@ -226,14 +228,15 @@ def _render(tokenizer: Any, given: _TemplateInputs, settings: PromptSettings, co
     """A conversation as the chat template writes it."""
     messages, tools, variables = given
     if reserved := sorted(RESERVED & variables.keys()):
-        raise ValueError(
-            f"chat_template_kwargs are variables of the chat template, and {reserved[0]} is none; leave it out"
-        )
+        message = f"chat_template_kwargs are variables of the chat template, and {reserved[0]} is none; leave it out"
+        raise SettingError(message, "chat_template_kwargs")
     begins = settings.add_generation_prompt
     if continues and begins:
-        raise ValueError("add_generation_prompt and continue_final_message exclude each other; leave one out")
+        message = "add_generation_prompt and continue_final_message exclude each other; leave one out"
+        raise SettingError(message, "add_generation_prompt")
     if tools or has_tools(messages):
-        messages = readable_messages(messages, tools, tokenizer)
+        with about_setting("tool_calls"):
+            messages = readable_messages(messages, tools, tokenizer)
         if not template_knows_tools(tokenizer, str(tokenizer.chat_template)):
             tools = []
     if template_reads_parts(tokenizer, str(tokenizer.chat_template)):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from saltus.core.value_types import SettingError
 from saltus.engine.encoding import begin_tokens, tokens_inside_text
 from saltus.engine.fim_formats import FimFormat, find_fim_format
 from saltus.engine.text_bounds import cut_to_context
@@ -44,9 +45,10 @@ def fim_prompt(
     """
     markers = find_fim_format(tokenizer)
     if markers is None:
-        raise ValueError(
+        raise SettingError(
             f"{model_name} writes from left to right and has no fill-in-the-middle tokens; give a code model that has"
-            f" them ({KNOWN_MODELS}), or an any-subset model, such as code"
+            f" them ({KNOWN_MODELS}), or an any-subset model, such as code",
+            "suffix",
         )
     vocab = tokenizer.get_vocab()
     begin, prefix = begin_tokens(tokenizer), _encode(tokenizer, before)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from saltus.core.canvas import continuation
+from saltus.core.value_types import SettingError
 from saltus.engine.checkpoints import Checkpoint
 from saltus.engine.detokenizer import Detokenizer, TextOutput
 from saltus.engine.encoding import require_unicode
@@ -101,7 +102,7 @@ def infill_request(
     given = make_sampling(sampling, InfillSettings)
     for name in ("presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "min_new_tokens"):
         if getattr(given, name):
-            raise ValueError(f"{name} is about the tokens of one continuation, not of holes; leave it out")
+            raise SettingError(f"{name} is about the tokens of one continuation, not of holes; leave it out", name)
     for piece in template.pieces:
         require_unicode(piece, "the text")
     layout = tokenize_template(template, tokenizer, open_tokens, target.context_length, verbatim)

@@ -8,7 +8,7 @@ from typing import Any, TypedDict, get_type_hints
 
 from saltus.core.picking import Coupling
 from saltus.core.sampling import Sampling
-from saltus.core.value_types import hints_of, short_repr, typed_value
+from saltus.core.value_types import SettingError, hints_of, short_repr, typed_value
 from saltus.engine.grammar import Grammar
 
 PromptLike = str | Sequence[Mapping[str, Any]] | Sequence[int]
@@ -82,9 +82,8 @@ def _biases(value: Any, hint: Any, name: str) -> Any:
     try:
         return typed_value(pairs, hint, name)
     except ValueError:
-        raise ValueError(
-            f"{name} is {short_repr(value)}, but must be numbers by token id, such as {{5: -100}}"
-        ) from None
+        message = f"{name} is {short_repr(value)}, but must be numbers by token id, such as {{5: -100}}"
+        raise SettingError(message, name) from None
 
 
 def _is_number(key: Any) -> bool:

@@ -8,13 +8,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from saltus.core.value_types import SettingError
+
 NORMALIZED_BYTES = {"Prepend": 1, "NFC": 4, "NFD": 4}
 """Bytes of a text that may become one byte, for normalizers that drop nothing. In Unicode's tables it is 3."""
 PRE_TOKENIZERS = ("ByteLevel", "Digits", "Metaspace", "Split")  # that drop nothing
 
 
-class PromptTooLongError(ValueError):
+class PromptTooLongError(SettingError):
     """A prompt, or a text with holes, is longer than the model's context."""
+
+    def __init__(self, message: str, setting: str = "prompt") -> None:
+        super().__init__(message, setting)
 
 
 @dataclass(frozen=True)

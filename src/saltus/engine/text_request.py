@@ -9,7 +9,7 @@ from typing import Any
 
 from saltus.core.constraint import Constraint
 from saltus.core.noise import Noise
-from saltus.core.value_types import hints_of, short_repr, typed_values
+from saltus.core.value_types import SettingError, about_setting, hints_of, short_repr, typed_values
 from saltus.engine.chat.tool_calls import call_markers
 from saltus.engine.checkpoints import Checkpoint
 from saltus.engine.detokenizer import (
@@ -55,7 +55,8 @@ class TextSettings:
 
     def __post_init__(self) -> None:
         if self.files and self.suffix is None:
-            raise ValueError("files are read before a hole; give a suffix, the text after it, which may be empty")
+            message = "files are read before a hole; give a suffix, the text after it, which may be empty"
+            raise SettingError(message, "suffix")
         if self.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}, but must be 0 or more")
         if self.top_logprobs < 0:
@@ -97,19 +98,21 @@ class TextRequest:
 def make_text_request(target: Checkpoint, prompt: Any, given: Mapping[str, Any]) -> TextRequest:
     """The request for a prompt, with fields of `PromptSettings`, `TextSettings` and `Sampling` by name.
 
-    Errors: ValueError of one line.
+    Errors: ValueError of one line; a SettingError where it is about one of them.
     """
     of_prompt, of_text = hints_of(PromptSettings), hints_of(TextSettings)
     checked = typed_values(given, {**of_prompt, **of_text})
     prompt_settings = PromptSettings(**{name: value for name, value in checked.items() if name in of_prompt})
     if prompt_settings.tools and is_tokens(prompt):
-        raise ValueError("tools stand in the prompt, which token ids are already; give messages")
+        raise SettingError("tools stand in the prompt, which token ids are already; give messages", "tools")
     settings = TextSettings(**{name: value for name, value in checked.items() if name in of_text})
     sampling = {name: value for name, value in checked.items() if name not in of_prompt and name not in of_text}
 
-    target.check_tokens(settings.stop_token_ids, "stop_token_ids")
-    encoded = _encode(target, prompt, prompt_settings, settings)
-    target.check_tokens(encoded.tokens, "the prompt")
+    with about_setting("stop_token_ids"):
+        target.check_tokens(settings.stop_token_ids, "stop_token_ids")
+    with about_setting("prompt"):
+        encoded = _encode(target, prompt, prompt_settings, settings)
+        target.check_tokens(encoded.tokens, "the prompt")
     max_new_tokens = _room_after(target, len(encoded.tokens), settings)
     end_tokens = frozenset(settings.stop_token_ids) | (frozenset() if settings.ignore_eos else encoded.end_tokens)
     output = _text_output(target.tokenizer, encoded, settings, end_tokens, bool(prompt_settings.tools))
@@ -121,9 +124,11 @@ def make_text_request(target: Checkpoint, prompt: Any, given: Mapping[str, Any])
     )  # fmt: skip
     target.check_sampling(request.sampling)
     if settings.grammar is not None:
-        request.constraint = _constraint(target, settings, end_tokens, encoded.tokens)
+        with about_setting("grammar"):
+            request.constraint = _constraint(target, settings, end_tokens, encoded.tokens)
     if settings.prediction:
-        request.prediction = _predicted_tokens(target, settings.prediction)
+        with about_setting("prediction"):
+            request.prediction = _predicted_tokens(target, settings.prediction)
     if is_tokens(prompt):
         prompt = target.tokenizer.decode(encoded.tokens, clean_up_tokenization_spaces=False)
     return TextRequest(prompt, request, output)
@@ -146,7 +151,7 @@ def _encode(target: Checkpoint, prompt: Any, prompt_settings: PromptSettings, se
         begins_anew = in_template and not prompt_settings.continues(prompt)
         return _EncodedPrompt(tokens, () if begins_anew else tokens, ends)
     if not isinstance(prompt, str):
-        raise ValueError("with a suffix the prompt is the text before it, as a str")
+        raise SettingError("with a suffix the prompt is the text before it, as a str", "suffix")
     target.require_fits("the prompt", prompt, settings.suffix)
     context = target.context_length
     most = None if context is None else context - min(settings.max_new_tokens, context // SHARE_OF_NEW_TOKENS)

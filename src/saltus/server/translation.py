@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from saltus.core.value_types import SettingError
 from saltus.engine.chat.reasoning import Reasoning, reasoning_tags
 from saltus.engine.encoding import PromptSettings
 from saltus.engine.engine import Engine
@@ -133,8 +134,7 @@ def text_requests(
         message = f"{error} (this model's maximum context length is {context:,} tokens)"
         raise ApiError(400, message, body.prompt_field, CONTEXT_EXCEEDED) from error
     except ValueError as error:
-        field = "suffix" if "fill-in-the-middle" in str(error) else _field_of(str(error))
-        raise ApiError(400, str(error), field) from error
+        raise ApiError(400, str(error), _field_of(error, body)) from error
     ends, prompt_tokens = first.output.end_tokens, first.request.prompt
     constraints = (
         None if grammar is None else grammar.constraint(engine.tokenizer, ends, prompt_tokens) for _ in seeds[1:]
@@ -163,7 +163,7 @@ def infill_request(
             template, open_tokens=open_tokens, seed=seed, verbatim=True, **sampling_settings(body)
         )
     except ValueError as error:
-        raise ApiError(400, str(error), _field_of(str(error))) from error
+        raise ApiError(400, str(error), _field_of(error, body)) from error
 
 
 def sampling_settings(body: SamplingFields) -> dict[str, Any]:
@@ -191,11 +191,7 @@ def sampling_settings(body: SamplingFields) -> dict[str, Any]:
     }
 
 
-def _field_of(message: str) -> str | None:
-    """The field that an error of the engine is about, where its message names one."""
-    names = (
-        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-        "logit_bias", "seed", "stop_token_ids", "stop", "suffix", "chat_template_kwargs", "add_generation_prompt",
-        "tool_calls", "prompt", "prediction", "grammar",
-    )  # fmt: skip
-    return next((name for name in names if name.replace("_", " ") in message or name in message), None)
+def _field_of(error: ValueError, body: SamplingFields) -> str | None:
+    """The field of a request that an error of the engine is about; None if it is about no single one."""
+    setting = error.setting if isinstance(error, SettingError) else None
+    return body.prompt_field if setting == "prompt" else setting
