@@ -30,7 +30,7 @@ from architectures import tiny
 from saltus.core.forward import ForwardOutputs
 from saltus.core.sampling import Sampling
 from saltus.engine import target_network
-from saltus.engine.batch_controller import BatchController
+from saltus.engine.batch_controller import controller_in_batch
 from saltus.engine.calibration import measure_call_seconds
 from saltus.engine.checkpoints import require_same_vocabulary, resolve_device
 from saltus.engine.request import Request
@@ -936,7 +936,7 @@ def test_whether_a_text_is_finished_is_known_without_a_look_at_its_calls(engine,
 def test_a_new_text_of_a_full_batch_goes_by_what_calls_of_the_batch_cost(tiny_folder):
     setup = saltus.load(str(tiny_folder()), "lookup").decoder.setup("lookup")
     setup.controller(1).call_cost.seconds, setup.controller(4).call_cost.seconds = {1: 1.0, 2: 1.0}, {1: 1.0, 2: 2.0}
-    assert [BatchController(setup, lambda n=n: n, None).can_pay() for n in (1, 3, 4)] == [True, False, False]
+    assert [controller_in_batch(setup, lambda n=n: n, None).can_pay() for n in (1, 3, 4)] == [True, False, False]
 
 
 def test_a_batch_learns_what_its_calls_cost(tiny_folder, monkeypatch):

@@ -1,61 +1,59 @@
-"""Choose the draft tokens of a call by how many texts run at that moment."""
+"""Choose the draft tokens of a call by how many texts run at that moment, so that drafts give way as a batch fills."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from saltus.core.control.controller import Controller
-from saltus.core.distributions import Step
 from saltus.core.tree import Tree
 from saltus.engine.decoding_setup import DecodingSetup
 
 
+def controller_in_batch(
+    setup: DecodingSetup, num_running: Callable[[], int], max_draft_tokens: int | None, keeps_states: bool = False
+) -> Controller:
+    """The controller of one text, beside as many others as `num_running` says whenever it is asked.
+
+    With `keeps_states` the hidden states of every call are needed. `max_draft_tokens` is a limit of this text's own.
+    """
+    most = setup.max_draft_tokens if max_draft_tokens is None else min(setup.max_draft_tokens, max_draft_tokens)
+    if not setup.chooses_sizes:
+        return Controller(most, False, setup.acceptance, draft_model=setup.draft_model)
+    return BatchController(setup, num_running, most, keeps_states)
+
+
 class BatchController(Controller):
-    """The controller for as many texts as run at the moment, so that drafts give way as a batch fills."""
+    """Decides as the setup's controller for 1, 2, 4, … texts: the one for as many as run at the moment, or more.
+
+    Whether calls of a draft model pay, which it inherits, goes by the costs of that controller, too.
+    """
 
     def __init__(
-        self,
-        setup: DecodingSetup,
-        num_running: Callable[[], int],
-        max_draft_tokens: int | None,
-        keeps_states: bool = False,
+        self, setup: DecodingSetup, num_running: Callable[[], int], max_draft_tokens: int, keeps_states: bool
     ) -> None:
-        self._setup, self._num_running, self._keeps_states = setup, num_running, keeps_states
-        self._fixed = None if setup.chooses_sizes else setup.controller(1)
-        self._together, self._latest = 0, self._fixed
-        most = setup.max_draft_tokens
-        most = most if max_draft_tokens is None else min(most, max_draft_tokens)
-        super().__init__(most, setup.chooses_sizes, setup.acceptance, setup.call_cost, draft_model=setup.draft_model)
+        super().__init__(max_draft_tokens, True, setup.acceptance, setup.call_cost, draft_model=setup.draft_model)
+        self.setup, self.num_running, self.keeps_states = setup, num_running, keeps_states
 
-    def _current(self) -> Controller:
-        if self._fixed is not None:
-            return self._fixed
-        running = max(self._num_running(), 1)
-        together = 1 << (running - 1).bit_length()
-        if together != self._together or self._latest is None:
-            self._together, self._latest = together, self._setup.controller(together)
-            self.call_cost, self.drafting_switch = self._latest.call_cost, self._latest.drafting_switch
-        self._latest.num_texts = running
-        return self._latest
+    def _shared(self) -> Controller:
+        """The controller that all texts of such a batch share."""
+        running = max(self.num_running(), 1)
+        shared = self.setup.controller(1 << (running - 1).bit_length())
+        shared.num_texts = running
+        self.call_cost, self.drafting_switch = shared.call_cost, shared.drafting_switch
+        return shared
 
     def should_draft(self) -> bool:
-        return self._current().should_draft()
+        return self._shared().should_draft()
 
     def can_pay(self) -> bool:
-        return self._current().can_pay()
+        return self._shared().can_pay()
 
     def needs_hidden_states(self, max_unread: int) -> bool:
-        return self._keeps_states or self._current().needs_hidden_states(max_unread)
+        return self.keeps_states or self._shared().needs_hidden_states(max_unread)
 
     def num_nodes(self, tree: Tree) -> int:
-        return min(self._current().num_nodes(tree), self.max_draft_tokens)
+        return min(self._shared().num_nodes(tree), self.max_draft_tokens)
 
-    def record(
-        self,
-        tree: Tree,
-        step: Step,
-        draft_seconds: float | None = 0.0,
-        other_seconds: float = 0.0,
-        drafters_on: bool = False,
-    ) -> None:
-        self._current().record(tree, step, draft_seconds, other_seconds, drafters_on)
+    def record(self, *step: Any, **settings: Any) -> None:
+        self._shared().record(*step, **settings)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from saltus.core.batch import SequenceState
-from saltus.engine.batch_controller import BatchController
+from saltus.core.control.controller import Controller
 from saltus.engine.decoding_setup import DecodingSetup
 from saltus.engine.prompt_scores import PromptScores
 from saltus.engine.request import Request
@@ -25,7 +25,7 @@ class ScheduledRequest:
     reuses_prefix: bool = True  # it reads no token that is in the prefix tree
     cached_tokens: int = field(default=0, init=False)  # of the prompt, found in the prefix tree
     setup: DecodingSetup | None = field(default=None, init=False, repr=False)  # from its first call on
-    controller: BatchController | None = field(default=None, init=False, repr=False)  # the same
+    controller: Controller | None = field(default=None, init=False, repr=False)  # the same
     sequence: SequenceState | None = field(default=None, init=False, repr=False)  # from its first call to its last
     num_unread_tokens: int = field(default=0, init=False)  # of the prompt, to be read before the text is decoded
     prompt_is_cached: bool = field(default=False, init=False)  # its prompt is in the prefix tree

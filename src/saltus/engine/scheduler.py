@@ -25,7 +25,7 @@ from saltus.core.out_of_memory import is_out_of_memory
 from saltus.core.protocols import Network
 from saltus.core.rules import RULES
 from saltus.core.speculate import speculate
-from saltus.engine.batch_controller import BatchController
+from saltus.engine.batch_controller import controller_in_batch
 from saltus.engine.decoder import Decoder
 from saltus.engine.decoding_setup import DecodingSetup
 from saltus.engine.prefix_tree import PrefixTree, supports_prefix_tree
@@ -186,7 +186,7 @@ class Scheduler(Generic[AnyScheduled]):
         for name, network in setup.networks.items():
             self.networks.setdefault(name, network)
         most = scheduled.max_draft_tokens
-        controller = BatchController(setup, lambda: len(self.running), most, self.keeps_states)
+        controller = controller_in_batch(setup, lambda: len(self.running), most, self.keeps_states)
         generator = counting_generator(setup, scheduled.request, controller)
         scheduled.sequence = SequenceState(_isolated(generator, scheduled) if self.isolates_failures else generator)
         scheduled.setup, scheduled.controller = setup, controller
