@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode
-from saltus.methods.published.dflash_files import load_published, read_shape
+from saltus.methods.published.dflash_files import all_settings, is_of_speculators, load_published, read_shape
 from saltus.methods.published.dflash_model import DFlashModel
 from saltus.methods.published.dflash_network import DFlashNetwork
 from saltus.methods.shared.context_rows import ContextRows, plan_pass, run_in_passes
@@ -48,8 +48,8 @@ def recognises(config: Mapping[str, Any]) -> bool:
 def load_network(folder: Path, target: TargetNetwork, target_name: str) -> DFlashNetwork:
     """The drafter for this target. Errors: ValueError of one line."""
     config = read_config(folder)
-    given = config | (config.get("dflash_config") or {})
-    if "speculators_model_type" in config:
+    given = all_settings(config)
+    if is_of_speculators(config):
         config = {"sliding_window_non_causal": True} | config
         given = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16} | given
     shape = read_shape(config, folder, KIND)

@@ -102,7 +102,7 @@ def load_published(
             f"{folder} is {kind} with attention sinks, which only the compiled kernels on a CPU compute, and which are"
             " not trained; take another one"
         )
-    given = config | (config.get("dflash_config") or {})
+    given = all_settings(config)
     if not given.get("rope_is_neox_style", given.get("is_neox_style", True)):
         weights = _rotated_by_halves(weights, shape.head_dim)
     embeddings, unembedding = embeddings_of(target)
@@ -138,6 +138,16 @@ def _rotated_by_halves(weights: Mapping[str, Tensor], head_dim: int) -> dict[str
     }
 
 
+def is_of_speculators(config: Mapping[str, Any]) -> bool:
+    """True for a config.json in the format `speculators`."""
+    return "speculators_model_type" in config
+
+
+def all_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a config.json of either format: those at the top level, and those in its table."""
+    return dict(config) | (config.get("dflash_config") or {})
+
+
 def read_shape(
     config: Mapping[str, Any], folder: Path, kind: str = "a DFlash drafter", from_anchor: bool = False
 ) -> DFlashShape:
@@ -145,7 +155,7 @@ def read_shape(
 
     With `from_anchor` drafters of this kind predict by the last token's row unless they say otherwise.
     """
-    given = dict(config) | (config.get("dflash_config") or {})
+    given = all_settings(config)
     layers = QWEN3_DEFAULTS | dict(config.get("transformer_layer_config", config))
     rope = rope_parameters(layers)
     problem = unsupported_rope(rope, layers)

@@ -22,7 +22,7 @@ from torch import Tensor
 from saltus.kernels.batch_invariant_ops import linear
 from saltus.kernels.packed_weight import select_rows
 from saltus.methods.published.block_predictor import BlockPredictor
-from saltus.methods.published.dflash_files import load_published, read_shape
+from saltus.methods.published.dflash_files import is_of_speculators, load_published, read_shape
 from saltus.methods.published.dflash_network import DFlashNetwork
 from saltus.methods.shared.draft_tree import LikelyTokens, PathLogits
 from saltus.methods.shared.drafter_files import embeddings_of
@@ -46,8 +46,7 @@ def recognises(config: Mapping[str, Any]) -> bool:
 def load_network(folder: Path, target: TargetNetwork, target_name: str) -> DFlashNetwork:
     """The drafter for this target. Errors: ValueError of one line."""
     config = read_config(folder)
-    of_speculators = "speculators_model_type" in config
-    if of_speculators:
+    if is_of_speculators(config):
         given = SPECULATORS_DEFAULTS | config | {"emb_dim": config.get("logits_correction_emb_dim", 256)}
         at = "logits_correction."
     else:

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from saltus.loading.stored_tensors import stored_tensors
-from saltus.methods.published.dflash_files import load_published, read_shape
+from saltus.methods.published.dflash_files import all_settings, is_of_speculators, load_published, read_shape
 from saltus.methods.published.dflash_model import DFlashModel
 from saltus.methods.published.dflash_network import DFlashNetwork
 from saltus.methods.shared.draft_tree import PositionPredictions
@@ -30,6 +30,11 @@ from saltus.models.protocols import TargetNetwork
 ARCHITECTURES = {"Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator", "Lfm2DSparkDraftModel"}
 HEADS = ("vanilla", "gated")  # of pairs; the recurrent one is not computed
 KIND = "a DSpark drafter"
+FLAT_DEFAULTS = {"markov_rank": 0, "markov_head_type": "vanilla", "enable_confidence_head": False}
+SPECULATORS_DEFAULTS = {
+    "markov_rank": 256, "markov_head_type": "vanilla", "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}  # fmt: skip
 
 
 def recognises(config: Mapping[str, Any]) -> bool:
@@ -39,25 +44,24 @@ def recognises(config: Mapping[str, Any]) -> bool:
 
 def load_network(folder: Path, target: TargetNetwork, target_name: str) -> DFlashNetwork:
     """The drafter for this target. Errors: ValueError of one line."""
-    config, speculators = read_config(folder), "speculators_model_type" in read_config(folder)
-    given = config | (config.get("dflash_config") or {})
-    rank, head = given.get("markov_rank", 256 if speculators else 0), given.get("markov_head_type", "vanilla")
-    confident = given.get("enable_confidence_head", speculators)
-    by_pair = given.get("confidence_head_with_markov", True if speculators else None)
+    config = read_config(folder)
+    of_speculators, vocabulary = is_of_speculators(config), len(embeddings_of(target.model)[0])
+    given = (SPECULATORS_DEFAULTS if of_speculators else FLAT_DEFAULTS) | all_settings(config)
+    rank, head = given["markov_rank"], given["markov_head_type"]
     refuse(folder, KIND, {f"the head {head} for pairs of tokens": rank and head not in HEADS})
     shape = read_shape(config, folder, KIND, from_anchor=not config.get("dspark_bonus_anchor", False))
-    if by_pair is None:  # Liquid AI's do not say it
-        by_pair = _confidence_inputs(folder) != shape.hidden
-    by_pair, vocabulary = bool(by_pair) and rank, len(embeddings_of(target.model)[0])
-    drafted = given.get("draft_vocab_size", vocabulary) if speculators else vocabulary
     more: dict[str, tuple[int, ...]] = {}
     if rank:
+        drafted = given.get("draft_vocab_size", vocabulary) if of_speculators else vocabulary
         more = {"markov_head.markov_w1.weight": (vocabulary, rank), "markov_head.markov_w2.weight": (drafted, rank)}
         if head == "gated":
             more["markov_head.gate_proj.weight"] = (rank, shape.hidden + rank)
             more["markov_head.gate_proj.bias"] = (rank,)
-    if confident:
-        more["confidence_head.proj.weight"] = (1, shape.hidden + by_pair)
+    if given["enable_confidence_head"]:
+        by_pair = given.get("confidence_head_with_markov")
+        if by_pair is None:  # Liquid AI's do not say it
+            by_pair = _confidence_inputs(folder) != shape.hidden
+        more["confidence_head.proj.weight"] = (1, shape.hidden + (rank if by_pair else 0))
         more["confidence_head.proj.bias"] = (1,)
     model, weights, order = load_published(folder, target.model, target_name, KIND, shape, more=more)
     short = {name.removesuffix(".weight").rpartition("_head.")[2]: weight for name, weight in weights.items()}

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from saltus.methods.published.block_predictor import BlockPredictor
-from saltus.methods.published.dflash_files import load_published, read_shape
+from saltus.methods.published.dflash_files import all_settings, is_of_speculators, load_published, read_shape
 from saltus.methods.published.dflash_network import DFlashNetwork
 from saltus.methods.shared.draft_tree import LikelyTokens, PathLogits
 from saltus.methods.shared.drafter_files import embeddings_of
@@ -43,7 +43,7 @@ def recognises(config: Mapping[str, Any]) -> bool:
 def load_network(folder: Path, target: TargetNetwork, target_name: str) -> DFlashNetwork:
     """The drafter for this target. Errors: ValueError of one line."""
     config = read_config(folder)
-    given, of_speculators = config | (config.get("dflash_config") or {}), "speculators_model_type" in config
+    given, of_speculators = all_settings(config), is_of_speculators(config)
     rank = given.get("xpress_rank", 256)
     check_sizes(xpress_rank=rank)
     if of_speculators:
