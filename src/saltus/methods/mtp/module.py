@@ -150,30 +150,32 @@ def _empty_copy(norm: Any) -> Any:
 
 
 def _model_of_one_layer(target: Any, has_experts: bool) -> Any:
-    """A model of the target's class with one layer, which attends to all tokens or, as the configuration says, to some.
-
-    EXAONE says it by `mtp_layer_types` and `mtp_sliding_windows`, before K-EXAONE by the type of its first layer. The
-    layers of MiMo V2's heads have a window.
-    """
+    """A model of the target's class with one layer, or with the parts of one."""
     config = copy.deepcopy(target.config.get_text_config())
-    kind = "sparse" if has_experts else "dense"
-    has_own_heads = config.model_type == "exaone4" and getattr(config, "num_nextn_predict_layers", None)
-    types = getattr(config, "mtp_layer_types", None) or (config.layer_types if has_own_heads else ["full_attention"])
-    types = ["sliding_attention"] if config.model_type == "mimo_v2_flash" else types
-    windows = getattr(config, "mtp_sliding_windows", None)
-    if windows and types[0] == "sliding_attention":
-        config.sliding_window = windows[0]
     if has_parts_of_layers(config):
         config.layers_block_type = config.mtp_layers_block_type
         return type(target)(config)
+    attention, windows = _attention_type(config), getattr(config, "mtp_sliding_windows", None)
+    if windows and attention == "sliding_attention":
+        config.sliding_window = windows[0]
     settings = {
-        "num_hidden_layers": 1, "layer_types": types[:1], "mlp_layer_types": [kind], "indexer_types": ["full"],
-        "mlp_only_layers": [] if has_experts else [0], "decoder_sparse_step": 1,
+        "num_hidden_layers": 1, "layer_types": [attention], "indexer_types": ["full"],
+        # by which models of the several types say that a layer has experts
+        "mlp_layer_types": ["sparse" if has_experts else "dense"], "mlp_only_layers": [] if has_experts else [0],
         "first_k_dense_replace": 0 if has_experts else 1, "moe_layer_start_index": 0 if has_experts else 1,
+        "decoder_sparse_step": 1,
     }  # fmt: skip
     for name, value in settings.items():
         if getattr(config, name, None) is not None:
             setattr(config, name, value)
-    if isinstance(target, PackedDecoder):
-        return PackedDecoder(config, target._make)
-    return type(target)(config)
+    return PackedDecoder(config, target._make) if isinstance(target, PackedDecoder) else type(target)(config)
+
+
+def _attention_type(config: Any) -> str:
+    """Of a head's layer. K-EXAONE has it in `mtp_layer_types`, EXAONE before that as the type of its first layer."""
+    if config.model_type == "mimo_v2_flash":
+        return "sliding_attention"
+    if types := getattr(config, "mtp_layer_types", None):
+        return types[0]
+    is_exaone = config.model_type == "exaone4" and getattr(config, "num_nextn_predict_layers", None)
+    return config.layer_types[0] if is_exaone else "full_attention"
