@@ -24,7 +24,8 @@ from tqdm import tqdm
 from saltus.engine.checkpoints import Checkpoint, load_checkpoint
 from saltus.engine.prompt_scores import PromptScores
 from saltus.engine.target_network import make_network
-from saltus.kernels.packed_weight import Arithmetic, PackedWeight
+from saltus.kernels.packed_blocks import Arithmetic
+from saltus.kernels.packed_weight import PackedWeight
 from saltus.loading.packing import quantized_blocks
 
 Q = GGMLQuantizationType

@@ -20,7 +20,8 @@ from saltus.core.forward import ForwardInputs
 from saltus.engine.infill import InfillOutput
 from saltus.engine.infill_template import InfillTemplate, parse_template, tokenize_template
 from saltus.engine.scheduler import run_requests
-from saltus.kernels.packed_weight import dequantize_blocks, describe_weights
+from saltus.kernels.model_weights import describe_weights
+from saltus.kernels.packed_weight import dequantize_blocks
 from saltus.loading.gguf_storage import remove_gguf, require_packable, store_as_gguf
 from saltus.loading.metadata import read_metadata
 from saltus.loading.packing import PACKINGS, quantized_blocks

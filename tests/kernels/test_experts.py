@@ -14,7 +14,8 @@ from torch import Tensor
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import linear
 from saltus.kernels.native import structs
-from saltus.kernels.packed_weight import PACKED_FORMATS, PackedWeight, kernel_arguments, select_outputs
+from saltus.kernels.packed_blocks import PACKED_FORMATS
+from saltus.kernels.packed_weight import PackedWeight, kernel_arguments, select_outputs
 
 pytestmark = pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
 

@@ -14,7 +14,8 @@ from reference_integer_products import E2M1, product, product_of
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import linear
 from saltus.kernels.native import structs
-from saltus.kernels.packed_weight import PACKED_FORMATS, PackedWeight, dequantize_blocks
+from saltus.kernels.packed_blocks import PACKED_FORMATS
+from saltus.kernels.packed_weight import PackedWeight, dequantize_blocks
 
 pytestmark = pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
 INTEGER_FORMATS = [format for format in PACKED_FORMATS if format is not Q.F16]

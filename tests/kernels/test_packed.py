@@ -12,15 +12,10 @@ from torch.nn import Parameter
 from gguf_blocks import PLACES, put_scales
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import linear
+from saltus.kernels.model_weights import describe_weights
 from saltus.kernels.native import processor
-from saltus.kernels.packed_weight import (
-    PACKED_FORMATS,
-    PackedWeight,
-    dequantize_blocks,
-    describe_weights,
-    kernel_arguments,
-    packed_bytes,
-)
+from saltus.kernels.packed_blocks import PACKED_FORMATS, packed_bytes
+from saltus.kernels.packed_weight import PackedWeight, dequantize_blocks, kernel_arguments
 
 needs_kernels = pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
 each_format = pytest.mark.parametrize("format", PACKED_FORMATS, ids=lambda format: format.name)

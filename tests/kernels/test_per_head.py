@@ -8,7 +8,8 @@ from torch import Tensor
 
 from saltus.kernels import native
 from saltus.kernels.native import structs
-from saltus.kernels.packed_weight import PackedWeight, Q, quantized_blocks
+from saltus.kernels.packed_blocks import Q, quantized_blocks
+from saltus.kernels.packed_weight import PackedWeight
 
 __all__ = ["run"]
 pytestmark = pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")

@@ -27,7 +27,8 @@ from saltus.core.forward import ForwardInputs
 from saltus.engine import calibration
 from saltus.engine.checkpoints import load_checkpoint
 from saltus.engine.target_network import make_network
-from saltus.kernels.packed_weight import PACKED_FORMATS, PackedWeight
+from saltus.kernels.packed_blocks import PACKED_FORMATS
+from saltus.kernels.packed_weight import PackedWeight
 from saltus.loading import gguf_index, gguf_parts, sources
 from saltus.loading.fetching import SourceError
 from saltus.loading.gguf_header import read_gguf_header

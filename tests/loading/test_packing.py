@@ -11,7 +11,8 @@ from test_gguf import tiny as tiny_llama
 
 from architectures import GEMMA4_EXPERTS, MIXTURES, OF_WHOLE_BLOCKS, chain, read, text, tiny
 from saltus.kernels import native
-from saltus.kernels.packed_weight import PackedWeight, rearrange_blocks
+from saltus.kernels.packed_blocks import rearrange_blocks
+from saltus.kernels.packed_weight import PackedWeight
 from saltus.loading import packing
 from saltus.loading.load_model import load_model
 from saltus.models.architectures import describe_decoder

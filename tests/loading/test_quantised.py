@@ -18,7 +18,8 @@ from architectures import chain, text, tiny
 from quantised_models import CASES, FP8, GPTQ, INT4, floats4, floats8, gptq, packed_integers, write_quantised
 from saltus.engine.target_network import make_network
 from saltus.kernels import native
-from saltus.kernels.packed_weight import PackedWeight, describe_weights
+from saltus.kernels.model_weights import describe_weights
+from saltus.kernels.packed_weight import PackedWeight
 from saltus.loading import quantised_weights
 from saltus.loading.load_model import load_model
 from saltus.loading.quantised import find_method

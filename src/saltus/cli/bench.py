@@ -213,7 +213,7 @@ def run(
 def _settings_of_machine(engine: Any, names: Sequence[str], systems: Sequence[Any]) -> dict[str, str]:
     """What is chosen for this model and machine: how Transformers reads packed weights, and what `auto` is."""
     from saltus.cli.answers import print_note
-    from saltus.kernels.packed_weight import describe_weights, is_packed
+    from saltus.kernels.model_weights import describe_weights, is_packed
     from saltus.methods import AUTO
 
     settings, model = {}, engine.network.model
@@ -232,7 +232,7 @@ def _settings_of_machine(engine: Any, names: Sequence[str], systems: Sequence[An
 def _run_plan(engine: Any, suite: str, run: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that identify a run: records of other runs cannot be mixed with it."""
     from saltus.evaluation.benchmarks.suites import tasks_fingerprint
-    from saltus.kernels.packed_weight import describe_weights
+    from saltus.kernels.model_weights import describe_weights
 
     return {
         "model": engine.target.name,

@@ -106,7 +106,7 @@ def measure_step(engine: Any, grid: Any) -> dict[str, Any]:
     from saltus.evaluation.profiling import call_profile, roofline, step_profile
     from saltus.evaluation.profiling import call_timing as steps
     from saltus.evaluation.reports.environment import run_info
-    from saltus.kernels.packed_weight import uses_integers
+    from saltus.kernels.model_weights import uses_integers
 
     network, model = engine.network, engine.network.model
     vocabulary = model.get_output_embeddings().weight.shape[0]

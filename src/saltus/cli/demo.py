@@ -72,7 +72,7 @@ def _run_demo(
     from saltus.cli.coloured_text import ColouredTextWriter, legend, line_width, terminal
     from saltus.cli.report import comparison_line
     from saltus.engine.comparison import warm_up
-    from saltus.kernels.packed_weight import describe_weights
+    from saltus.kernels.model_weights import describe_weights
 
     console = terminal(colour=colour)
     coloured = console.is_terminal if colour is None else colour

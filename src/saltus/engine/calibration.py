@@ -20,7 +20,7 @@ from saltus.core.forward import ForwardInputs
 from saltus.core.protocols import Network
 from saltus.engine.tuned_settings import machine_name
 from saltus.kernels import native
-from saltus.kernels.packed_weight import describe_weights
+from saltus.kernels.model_weights import describe_weights
 from saltus.storage.cache_files import DamagedFile, read_json, report_damage, write_json
 from saltus.storage.cache_folder import cache_folder
 

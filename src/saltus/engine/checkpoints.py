@@ -13,7 +13,7 @@ from saltus.core.sampling import Sampling
 from saltus.core.value_types import about_setting
 from saltus.engine.target_network import make_network
 from saltus.engine.text_bounds import require_fits
-from saltus.kernels.packed_weight import ARITHMETICS
+from saltus.kernels.packed_blocks import ARITHMETICS
 from saltus.loading.fetching import first_line
 from saltus.loading.huge_pages import place_in_huge_pages
 from saltus.loading.load_model import WEIGHTS, has_tokenizer_files, load_model, load_tokenizer, silence_transformers

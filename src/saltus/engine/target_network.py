@@ -16,7 +16,7 @@ from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.core.out_of_memory import is_out_of_memory
 from saltus.kernels import native
-from saltus.kernels.packed_weight import uses_integers
+from saltus.kernels.model_weights import uses_integers
 from saltus.loading.fetching import first_line
 from saltus.loading.load_model import silence_transformers
 from saltus.methods.assd.network import ANY_SUBSET, AnySubsetNetwork

@@ -3,56 +3,40 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from enum import IntEnum
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
-from gguf.quants import dequantize, quantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
 from saltus.kernels import native
 from saltus.kernels.native import structs
+from saltus.kernels.packed_blocks import (
+    FP8_BLOCK,
+    GROUP_OUTPUTS,
+    INTERLEAVED,
+    RECODED_BLOCK,
+    RECODED_FORMATS,
+    Arithmetic,
+    Format,
+    OwnFormat,
+    Q,
+    interleave_blocks,
+    loaded_kernels,
+    packed_bytes,
+    rearrange_blocks,
+    recode_blocks,
+)
 
-Q = GGMLQuantizationType
 ATEN = torch.ops.aten
 KEPT_PACKED = {ATEN.detach.default, ATEN.alias.default, ATEN.clone.default}
 JOINS = {ATEN.stack.default, ATEN.cat.default}
-# Of blocks of 32, which are rearranged: the scales and minimums that they begin with, and bytes of each.
-SCALES_OF_A_BLOCK = {
-    Q.Q4_0: (1, 2), Q.Q4_1: (2, 2), Q.Q5_0: (1, 2), Q.Q5_1: (2, 2), Q.Q8_0: (1, 2), Q.IQ4_NL: (1, 2), Q.MXFP4: (1, 1)
-}  # fmt: skip
-PAIRED_FORMATS = (Q.Q4_0, Q.Q4_1, Q.IQ4_NL, Q.MXFP4)  # of these, integers of 4 bits
-CODEBOOKS: dict[GGMLQuantizationType, Any] = {  # the formats that look up several weights at a time
-    Q.IQ1_S: quants.IQ1_S, Q.IQ1_M: quants.IQ1_M, Q.IQ2_XXS: quants.IQ2_XXS, Q.IQ2_XS: quants.IQ2_XS,
-    Q.IQ2_S: quants.IQ2_S, Q.IQ3_XXS: quants.IQ3_XXS, Q.IQ3_S: quants.IQ3_S
-}  # fmt: skip
-RECODED_FORMATS = (Q.TQ1_0, Q.TQ2_0, *CODEBOOKS)  # whose weights become 4-bit indices into a table (recoding.c)
-RECODED_BLOCK = 256  # weights
-PACKED_FORMATS = (
-    Q.F16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.IQ4_NL, Q.IQ4_XS, Q.MXFP4,
-    *RECODED_FORMATS
-)  # fmt: skip
-
-
-class OwnFormat(IntEnum):
-    """Formats that GGUF does not have, by the kernels' numbers (packed_weights.h)."""
-
-    FP8 = 60
-
-
-Format = GGMLQuantizationType | OwnFormat
-FP8_BLOCK = 128  # inputs that share a scale
-Arithmetic = Literal["int8", "bf16"]
-ARITHMETICS: tuple[Arithmetic, ...] = ("int8", "bf16")
-INTERLEAVED = 64  # integer_weights.h
-GROUP_OUTPUTS = 16
 
 
 class PackedWeight(Tensor):
@@ -167,8 +151,6 @@ class PackedWeight(Tensor):
 
     def dequantize(self, rows: Tensor | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The matrix or stack in bfloat16, or of a matrix some rows: [*rows.shape, in]."""
-        kernels = native.load_kernels()
-        assert kernels is not None, "packed weights are made only where there are compiled kernels"
         if self.is_transposed:
             assert rows is None, "rows are of a matrix [out, in]"
             return self.flipped().dequantize().mT
@@ -188,7 +170,7 @@ class PackedWeight(Tensor):
             weight=self.rows.data_ptr(), out=out.data_ptr(), rows=None if rows is None else rows.data_ptr(),
             format=self.kernel_format, inputs=out.shape[-1], count=out.shape[:-1].numel(),
         )  # fmt: skip
-        kernels.saltus_expand(ctypes.byref(expansion))
+        loaded_kernels().saltus_expand(ctypes.byref(expansion))
         return out
 
     def matrix(self, number: int) -> PackedWeight:
@@ -267,105 +249,11 @@ def _joined(func: Any, weights: Sequence[Any], dim: int = 0) -> PackedWeight | N
     return PackedWeight(rows, first.format, (*first.shape[:-2], outputs, first.shape[-1]), first.arithmetic)
 
 
-def rearrange_blocks(blocks: Tensor, format: GGMLQuantizationType) -> Tensor:
-    """The blocks of a GGUF file [out, bytes of a row] as the kernels read them, in as many bytes.
-
-    The scales of a row come before the integers of its blocks, so that few instructions widen them to float32. Integers
-    of 4 bits are paired: the first of two blocks is the low halves of 32 bytes, the second the high ones.
-    """
-    if format not in SCALES_OF_A_BLOCK:
-        return blocks
-    scales, size = SCALES_OF_A_BLOCK[format]
-    by_block = blocks.unflatten(1, (-1, GGML_QUANT_SIZES[format][1]))
-    firsts = by_block[:, :, : scales * size].unflatten(2, (scales, size)).transpose(1, 2).flatten(1)
-    integers = by_block[:, :, scales * size :].flatten(1)
-    if format in PAIRED_FORMATS:
-        pairs = integers[:, : integers.shape[1] // 32 * 32].unflatten(1, (-1, 2, 16))  # a view: of rows, pairs, blocks
-        first, second = pairs.unbind(2)
-        low, high = first & 15 | second << 4, first >> 4 | second & 0xF0
-        pairs[:, :, 0], pairs[:, :, 1] = low, high
-    return torch.cat([firsts, integers], 1)
-
-
-def recode_blocks(blocks: Tensor, format: GGMLQuantizationType) -> Tensor:
-    """The blocks of a GGUF file [.., bytes of a row] of one of the RECODED_FORMATS as recoding.c describes: as many."""
-    kernels = native.load_kernels()
-    assert kernels is not None, "packed weights are made only where there are compiled kernels"
-    blocks, (weights, size) = blocks.contiguous(), GGML_QUANT_SIZES[format]
-    per_row = blocks.shape[-1] // size
-    out = torch.empty(*blocks.shape[:-1], per_row * packed_bytes(int(format), 1, weights), dtype=torch.uint8)
-    codebook = _codebook(format) if format in CODEBOOKS else None
-    recoding = structs.Recoding(
-        blocks=blocks.data_ptr(), codebook=None if codebook is None else codebook.ctypes.data, out=out.data_ptr(),
-        format=int(format), count=blocks.numel() // size,
-    )  # fmt: skip
-    kernels.saltus_recode(ctypes.byref(recoding))
-    return out
-
-
-@functools.cache
-def _codebook(format: GGMLQuantizationType) -> np.ndarray:
-    """The codebook of a format, uint8 [entries, 4 or 8]: the place of each number among those that it has."""
-    CODEBOOKS[format].init_grid()
-    grid = CODEBOOKS[format].grid
-    return np.unique(grid, return_inverse=True)[1].reshape(grid.shape[-2:]).astype(np.uint8)
-
-
-def interleave_blocks(
-    blocks: Tensor, format: GGMLQuantizationType, new_memory: Callable[[int], Tensor] | None = None
-) -> Tensor:
-    """The blocks of a GGUF file as integer_weights.h describes: [groups, bytes of a group].
-
-    `blocks` are those of a matrix [out, bytes of a row] or of a stack [matrices, out, bytes of a row], each of whose
-    matrices begins with a group of its own; of a format that is recoded, those of `recode_blocks`.
-    """
-    kernels = native.load_kernels()
-    assert kernels is not None, "packed weights are made only where there are compiled kernels"
-    weights = RECODED_BLOCK if format is Q.NVFP4 else GGML_QUANT_SIZES[format][0]
-    size = packed_bytes(int(format), 1, weights)
-    outs, inputs = blocks.shape[-2], blocks.shape[-1] // size * weights
-    stack = blocks.contiguous().view(-1, outs, blocks.shape[-1])
-    matrix = packed_bytes(int(format) + INTERLEAVED, outs, inputs)
-    size = len(stack) * matrix
-    out = torch.zeros(size, dtype=torch.uint8) if new_memory is None else new_memory(size)
-    for from_matrix, to in zip(stack, out.view(len(stack), matrix), strict=True):
-        interleaving = structs.Interleaving(
-            blocks=from_matrix.data_ptr(), out=to.data_ptr(), format=int(format), outs=outs, inputs=inputs
-        )
-        kernels.saltus_interleave(ctypes.byref(interleaving))
-    return out.view(len(stack) * -(-outs // GROUP_OUTPUTS), -1)
-
-
-def packed_bytes(kernel_format: int, rows: int, inputs: int) -> int:
-    """The bytes of `rows` rows of a packed weight (`PackedWeight.kernel_format`): where the rows after them begin.
-
-    Rows of interleaved integers begin only at multiples of GROUP_OUTPUTS.
-    """
-    kernels = native.load_kernels()
-    assert kernels is not None, "packed weights are made only where there are compiled kernels"
-    return kernels.saltus_packed_bytes(*map(structs.INTEGER, (kernel_format, rows, inputs)))
-
-
 def dequantize_blocks(blocks: Tensor, format: GGMLQuantizationType) -> Tensor:
     """The bfloat16 numbers [out, in] of the blocks of a GGUF file [out, bytes of a row]."""
     if native.load_kernels() is not None:
         return PackedWeight.from_blocks(blocks, format).dequantize()
     return torch.from_numpy(np.array(dequantize(blocks.numpy(), format))).to(torch.bfloat16)
-
-
-def blocks_shape(shape: Sequence[int], format: GGMLQuantizationType) -> tuple[int, ...]:
-    """Of the blocks of matrices of this shape [.., out, in]: [.., out, bytes of a row]."""
-    weights, size = GGML_QUANT_SIZES[format]
-    return (*shape[:-1], shape[-1] // weights * size)
-
-
-def quantized_blocks(weight: Tensor, format: GGMLQuantizationType) -> Tensor:
-    """The blocks of a matrix [out, in] in a GGUF file, uint8 [out, bytes of a row], or of a stack, matrix by matrix."""
-    made = torch.empty(blocks_shape(weight.shape, format), dtype=torch.uint8)
-    for matrix, blocks in zip(weight, made, strict=True) if weight.ndim == 3 else [(weight, made)]:
-        quantized = quantize(matrix.detach().float().contiguous().numpy(), format)
-        blocks.copy_(torch.from_numpy(np.array(quantized)).view_as(blocks))
-    return made
 
 
 def select_rows(weight: Tensor, rows: Tensor) -> Tensor:
@@ -392,35 +280,6 @@ def kernel_arguments(weight: Tensor) -> tuple[int, int]:
         assert not weight.is_transposed, "kernels read matrices [out, in]"
         return weight.rows.data_ptr(), weight.kernel_format
     return weight.data_ptr(), 0
-
-
-def describe_weights(model: Any) -> str:
-    """How matrices are stored, the format of most bytes first, and multiplied: "Q4_1, Q8_0, int8 activations"."""
-    sizes: dict[str, int] = {}
-    for weight in model.parameters():
-        if weight.ndim >= 2:
-            format = getattr(weight, "format", None)  # on a GPU another class has it, too
-            name = str(weight.dtype).removeprefix("torch.") if format is None else format.name
-            sizes[name] = sizes.get(name, 0) + weight.nbytes
-    return ", ".join(sorted(sizes, key=lambda name: -sizes[name])) + (
-        ", int8 activations" if uses_integers(model) else ""
-    )
-
-
-def is_packed(model: Any) -> bool:
-    """True if a model has packed matrices, on a CPU or a GPU."""
-    return any(getattr(weight, "format", None) is not None for weight in model.parameters())
-
-
-def uses_integers(model: Any) -> bool:
-    """True if a model multiplies activations of 8 bits."""
-    return arithmetic_of(model) == "int8"
-
-
-def arithmetic_of(model: Any) -> Arithmetic | None:
-    """How a model multiplies packed weights (F16 always by "bf16"); None if it has none."""
-    found = {weight.arithmetic for weight in model.parameters() if isinstance(weight, PackedWeight)}
-    return "int8" if "int8" in found else "bf16" if found else None
 
 
 def is_kernel_weight(weight: Any) -> bool:

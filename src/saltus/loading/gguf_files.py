@@ -13,7 +13,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from saltus.core.value_types import short_repr
-from saltus.kernels.packed_weight import PACKED_FORMATS
+from saltus.kernels.packed_blocks import PACKED_FORMATS
 from saltus.loading.fetching import SourceError, first_line
 from saltus.loading.gguf_header import (
     BIG_ENDIAN,

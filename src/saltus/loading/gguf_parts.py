@@ -11,7 +11,8 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from saltus.kernels.packed_weight import PACKED_FORMATS, Arithmetic, PackedWeight, dequantize_blocks
+from saltus.kernels.packed_blocks import PACKED_FORMATS, Arithmetic
+from saltus.kernels.packed_weight import PackedWeight, dequantize_blocks
 from saltus.loading.fetching import SourceError
 from saltus.loading.gguf_files import READ_FORMATS
 from saltus.loading.gguf_index import GgufTensor

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from saltus.kernels import native
-from saltus.kernels.packed_weight import Arithmetic, PackedWeight
+from saltus.kernels.packed_blocks import Arithmetic
+from saltus.kernels.packed_weight import PackedWeight
 from saltus.loading.fetching import SourceError, first_line
 from saltus.loading.gguf_files import ROPE_FACTORS
 from saltus.loading.gguf_index import GgufTensor, read_gguf_index

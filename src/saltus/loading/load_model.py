@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from saltus.kernels.packed_weight import Arithmetic
+from saltus.kernels.packed_blocks import Arithmetic
 from saltus.loading.byte_tokenizers import evabyte_tokenizer
 from saltus.loading.evabyte_files import is_evabyte, load_evabyte
 from saltus.loading.fetching import SourceError, first_line

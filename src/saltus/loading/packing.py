@@ -19,15 +19,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from saltus.kernels import native
-from saltus.kernels.packed_weight import (
-    GROUP_OUTPUTS,
-    Arithmetic,
-    Format,
-    PackedWeight,
-    blocks_shape,
-    dequantize_blocks,
-    quantized_blocks,
-)
+from saltus.kernels.packed_blocks import GROUP_OUTPUTS, Arithmetic, Format, blocks_shape, quantized_blocks
+from saltus.kernels.packed_weight import PackedWeight, dequantize_blocks
 from saltus.loading.model_folders import weight_files
 from saltus.models.architectures import describe_decoder
 from saltus.models.decoder_description import experts_of

@@ -9,7 +9,8 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from saltus.kernels.packed_weight import FP8_BLOCK, RECODED_BLOCK, Arithmetic, PackedWeight, dequantize_blocks
+from saltus.kernels.packed_blocks import FP8_BLOCK, RECODED_BLOCK, Arithmetic
+from saltus.kernels.packed_weight import PackedWeight, dequantize_blocks
 from saltus.models.cuda.packed_planes import MAX_SCALE, STEP, TILE_OUTPUTS
 from saltus.models.cuda.packed_weight import GPUPackedWeight
 

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from saltus.kernels import native
-from saltus.kernels.packed_weight import Arithmetic
+from saltus.kernels.packed_blocks import Arithmetic
 from saltus.loading.fetching import SourceError, first_line
 from saltus.loading.huge_pages import available_bytes
 from saltus.loading.model_folders import quantization_settings, text_part, weight_files

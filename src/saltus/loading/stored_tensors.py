@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from saltus.kernels.packed_weight import Arithmetic
+from saltus.kernels.packed_blocks import Arithmetic
 from saltus.loading.gguf_index import GgufTensor, read_gguf_index
 from saltus.loading.gguf_parts import check_end, check_part, map_file, read_weight, shape_of
 from saltus.loading.model_folders import INDEX_FILE, read_safetensors_header, text_name, weight_files

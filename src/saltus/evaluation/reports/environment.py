@@ -18,8 +18,8 @@ import transformers
 import saltus
 from saltus.engine.tuned_settings import memory_bytes
 from saltus.evaluation.reports.command_line import command_line
+from saltus.kernels.model_weights import describe_weights
 from saltus.kernels.native.processor import processor_name
-from saltus.kernels.packed_weight import describe_weights
 from saltus.methods import available_methods
 
 

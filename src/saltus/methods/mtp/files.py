@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from saltus.kernels.packed_weight import arithmetic_of
+from saltus.kernels.model_weights import arithmetic_of
 from saltus.loading.model_folders import INDEX_FILE
 from saltus.loading.quantised_weights import find_quantised
 from saltus.loading.stored_tensors import StoredTensor, stored_tensors

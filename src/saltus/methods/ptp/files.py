@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from saltus.kernels import native
-from saltus.kernels.packed_weight import uses_integers
+from saltus.kernels.model_weights import uses_integers
 from saltus.loading.huge_pages import place_in_huge_pages
 from saltus.loading.packing import Place, pack_places
 from saltus.methods.ptp.network import DrafterShape, DraftModel

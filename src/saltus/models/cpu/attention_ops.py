@@ -9,7 +9,8 @@ from gguf import GGML_QUANT_SIZES
 from torch import Tensor
 
 from saltus.kernels.native import structs
-from saltus.kernels.packed_weight import GROUP_OUTPUTS, PackedWeight, Q, quantized_blocks, select_outputs
+from saltus.kernels.packed_blocks import GROUP_OUTPUTS, Q, quantized_blocks
+from saltus.kernels.packed_weight import PackedWeight, select_outputs
 from saltus.models.cpu.attention_kinds import AttentionKinds
 from saltus.models.cpu.mixer_ops import MixerOps
 from saltus.models.cpu.operations import Operations

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode
+from saltus.kernels.model_weights import uses_integers
 from saltus.kernels.native import structs
-from saltus.kernels.packed_weight import PackedWeight, kernel_arguments, select_rows, uses_integers
+from saltus.kernels.packed_weight import PackedWeight, kernel_arguments, select_rows
 from saltus.models.architectures import describe_decoder, find_architecture
 from saltus.models.cpu.attention import AttentionCall
 from saltus.models.cpu.decoder_ops import DecoderOps

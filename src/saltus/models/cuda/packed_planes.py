@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import IQ4_NL, MXFP4
 from torch import Tensor
 
-from saltus.kernels.packed_weight import GROUP_OUTPUTS, Format
+from saltus.kernels.packed_blocks import GROUP_OUTPUTS, Format
 
 Q = GGMLQuantizationType
 STEP = 64  # inputs that a step of a product reads; a step has LANES bytes of low bits for each output
