@@ -36,7 +36,7 @@ from saltus.methods.shared import autoregressive, query_predictions
 from saltus.models.cuda import (
     device_candidates,
     expert_kernels,
-    gpu_decoder,
+    gpu_decoder_support,
     kernel_support,
     launching,
     packed_weight,
@@ -151,7 +151,7 @@ def test_every_method_writes_the_text_of_plain_decoding(
 
 
 def test_our_kernels_for_gpus_write_the_texts_of_plain_decoding(device, monkeypatch, tiny_folder, tiny_drafter):
-    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})  # of the tiny models
+    monkeypatch.setattr(gpu_decoder_support, "KERNEL_DTYPES", {torch.float32})  # of the tiny models
     folder = tiny_folder(**OWN_KERNELS)
     options = {"ptp": {"model": str(tiny_drafter(LlamaForCausalLM.from_pretrained(folder), **OWN_DRAFTER))}}
     engine = load(folder, options)
@@ -183,7 +183,7 @@ def test_a_step_of_many_texts_starts_no_more_operations_than_one_of_a_text(
     """Each takes the host some microseconds, for which all texts wait; and as much as a call takes to wait for one."""
     folder, options = tiny_folder(), partners
     if method == "ptp":
-        monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
+        monkeypatch.setattr(gpu_decoder_support, "KERNEL_DTYPES", {torch.float32})
         folder = tiny_folder(**OWN_KERNELS)
         options = {"ptp": {"model": str(tiny_drafter(LlamaForCausalLM.from_pretrained(folder), **OWN_DRAFTER))}}
     engine, steps, call = load(folder, options, batch_size=8), [], Scheduler._call
@@ -207,7 +207,7 @@ def test_a_step_of_many_texts_starts_no_more_operations_than_one_of_a_text(
 
 
 def test_heads_and_their_adapted_layers_draft_in_graphs(device, monkeypatch, tiny_folder, tiny_heads):
-    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
+    monkeypatch.setattr(gpu_decoder_support, "KERNEL_DTYPES", {torch.float32})
     folder = tiny_folder(**OWN_KERNELS)
     adapted = {"hidden": 64, "layers": 1, "lora_rank": 2, "hidden_state_layers": (1,)}
     heads = tiny_heads(LlamaForCausalLM.from_pretrained(folder), **adapted)
@@ -270,7 +270,7 @@ def test_no_row_of_a_draft_model_on_the_device_is_read_by_the_host(
 def test_an_adapter_drafts_beside_our_kernels_and_changes_no_text(
     device, monkeypatch, tiny_folder, tmp_path, two_calls
 ):
-    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
+    monkeypatch.setattr(gpu_decoder_support, "KERNEL_DTYPES", {torch.float32})
     folder = tiny_folder(**OWN_KERNELS)
     training = {"form": "one-hot", "window": 8, "coupling": "probability"}
     options = {"ptp": {"model": str(adapter_folder(folder, tmp_path, **training)), "two_calls": two_calls}}
@@ -286,7 +286,7 @@ def test_an_adapter_drafts_beside_our_kernels_and_changes_no_text(
 
 
 def test_a_conversation_is_read_from_where_it_is_known(device, monkeypatch, tiny_folder):
-    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
+    monkeypatch.setattr(gpu_decoder_support, "KERNEL_DTYPES", {torch.float32})
     folder = tiny_folder(**OWN_KERNELS)
     settings = {"raw": True, "max_new_tokens": 4, "temperature": 0, "ignore_eos": True, "method": "lookup"}
     first, second = "the cat sat on the mat", "the cat sat on a dog"
@@ -323,7 +323,7 @@ def expanding(x, weight, bias=None):
 @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
 def test_packed_weights_stay_packed_on_the_device(device, tiny_folder, architecture_folder, monkeypatch, name):
     monkeypatch.setattr(packed_weight, "_linear", expanding)
-    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", set())
+    monkeypatch.setattr(gpu_decoder_support, "KERNEL_DTYPES", set())
     folder = tiny_folder(**OWN_KERNELS) if name == "Llama" else architecture_folder(name, **OWN_KERNELS)
     engine = saltus.load(str(folder), "plain", device="cuda", weights="q8_0", adaptive=False)
     kinds = kinds_of_weights(engine.network.model)
@@ -352,7 +352,7 @@ def test_a_gguf_file_is_packed_and_decoded_by_our_kernels_on_the_device(device, 
 
 @pytest.mark.parametrize("name", ["Gemma3", "Gemma3n", "Llama4"])  # whose experts get a `forward` of ours before
 def test_described_layers_decode_by_our_kernels(device, monkeypatch, architecture_folder, name):
-    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
+    monkeypatch.setattr(gpu_decoder_support, "KERNEL_DTYPES", {torch.float32})
     sizes = {"intermediate_size_mlp": 64} if name == "Llama4" else {}
     if name == "Gemma3n":
         sizes = {"laurel_rank": 64, "hidden_size_per_layer_input": 64}
@@ -362,7 +362,7 @@ def test_described_layers_decode_by_our_kernels(device, monkeypatch, architectur
 
 
 def test_texts_of_unlike_lengths_have_their_own_angles_in_the_same_graphs(device, monkeypatch, architecture_folder):
-    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
+    monkeypatch.setattr(gpu_decoder_support, "KERNEL_DTYPES", {torch.float32})
     border = max(len(byte_tokenizer().encode(prompt)) for prompt in PROMPTS)
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [4.0] * 16,
             "factor": 8.0, "original_max_position_embeddings": border}  # fmt: skip
@@ -385,7 +385,7 @@ def test_other_architectures_decode_in_fixed_shapes(device, architecture_folder,
 def test_experts_on_a_gpu_do_not_depend_on_the_other_rows_of_a_call(
     device, architecture_folder, monkeypatch, caplog, name, path
 ):
-    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32} if path == "native" else set())
+    monkeypatch.setattr(gpu_decoder_support, "KERNEL_DTYPES", {torch.float32} if path == "native" else set())
     engine = load(architecture_folder(name, **OWN_KERNELS if path == "native" else {}))
     assert engine.network.compute_path == path
     assert not any("rounding depends" in each for each in caplog.messages)
@@ -405,7 +405,7 @@ def expanding_product(x, stack, pairs, is_transposed=False, biases=None):
 
 @pytest.fixture
 def expanding_products(monkeypatch):
-    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", set())
+    monkeypatch.setattr(gpu_decoder_support, "KERNEL_DTYPES", set())
     monkeypatch.setattr(packed_weight, "_linear", expanding)
     monkeypatch.setattr(expert_kernels, "expert_product", expanding_product)
 
@@ -468,7 +468,7 @@ def test_layers_with_states_that_our_kernels_do_not_know_are_refused_in_a_line(d
 @pytest.mark.parametrize(("name", "method"), [("Qwen3_5", "small_model"), ("Lfm2", "lookup"), ("Bamba", "lookup")])
 def test_layers_with_states_decode_by_our_kernels(device, monkeypatch, architecture_folder, name, method):
     """The text of a draft model goes back with each draft."""
-    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
+    monkeypatch.setattr(gpu_decoder_support, "KERNEL_DTYPES", {torch.float32})
     folder = architecture_folder(name, **OWN_KERNELS, **OWN_STATES[name])
     given = folder, {"small_model": {"model": str(folder)}}
     engine = load(*given, exact=name != "Lfm2")
@@ -479,7 +479,7 @@ def test_layers_with_states_decode_by_our_kernels(device, monkeypatch, architect
 
 
 def test_latent_attention_decodes_by_our_kernels(device, monkeypatch, architecture_folder):
-    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
+    monkeypatch.setattr(gpu_decoder_support, "KERNEL_DTYPES", {torch.float32})
     folder = architecture_folder("DeepseekV3", **OWN_LATENT)
     engine = load(folder)
     assert engine.network.compute_path == "native"
@@ -502,7 +502,7 @@ def test_heads_of_a_checkpoint_draft(device, tmp_path):
     ],
 )
 def test_heads_of_a_checkpoint_draft_by_our_kernels(device, monkeypatch, tmp_path, form, modules, sizes):
-    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
+    monkeypatch.setattr(gpu_decoder_support, "KERNEL_DTYPES", {torch.float32})
     folder = write_checkpoint(tmp_path, form, modules=modules, **sizes)
     engine = load(folder)
     check_texts(engine, ["mtp"], temperature=0, tokens=4, twin=load(folder, device="cpu"))
@@ -548,7 +548,7 @@ def test_published_heads_find_the_likely_tokens_of_all_texts_at_once(device, mon
 def test_published_drafters_of_known_sizes_draft_by_our_kernels(
     device, monkeypatch, tiny_folder, tmp_path, kind, passes
 ):
-    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
+    monkeypatch.setattr(gpu_decoder_support, "KERNEL_DTYPES", {torch.float32})
     sizes = {"HIDDEN": 64, "WIDE": 64, "DIM": 32, "HEADS": 2, "KV_HEADS": 1}
     for name, size in sizes.items():
         monkeypatch.setattr(reference_eagle, name, size)
@@ -571,7 +571,7 @@ def test_published_drafters_of_known_sizes_draft_by_our_kernels(
 def test_assistants_draft_by_our_kernels_over_the_targets_pages_or_in_torch(
     device, monkeypatch, architecture_folder, tmp_path, exact
 ):
-    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
+    monkeypatch.setattr(gpu_decoder_support, "KERNEL_DTYPES", {torch.float32})
     folder = architecture_folder("Gemma4 of shared keys", **OWN_GEMMA4)
     published_assistant(tmp_path, AutoModelForCausalLM.from_pretrained(folder), **OWN_ASSISTANT)
     given = folder, {"ptp": {"model": str(tmp_path)}}
@@ -582,7 +582,7 @@ def test_assistants_draft_by_our_kernels_over_the_targets_pages_or_in_torch(
 
 
 def test_each_of_two_assistants_of_a_model_has_its_own_graphs(device, monkeypatch, architecture_folder, tmp_path):
-    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
+    monkeypatch.setattr(gpu_decoder_support, "KERNEL_DTYPES", {torch.float32})
     folder, engine = architecture_folder("Gemma4 of shared keys", **OWN_GEMMA4), None
     for size in (64, 128):
         sizes, path = {**OWN_ASSISTANT, "intermediate_size": size}, tmp_path / str(size)
@@ -681,7 +681,7 @@ class RefusedKernel:
 def test_without_a_kernel_that_the_gpu_refuses_texts_are_those_of_fixed_shapes_or_an_error_says_so(
     device, tiny_folder, monkeypatch, caplog
 ):
-    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {torch.float32})
+    monkeypatch.setattr(gpu_decoder_support, "KERNEL_DTYPES", {torch.float32})
     monkeypatch.setattr(kernel_support, "_given_up", [])
     running = load(tiny_folder(**OWN_KERNELS))
     monkeypatch.setattr(row_kernels, "_add_and_norm", launching.Kernel(RefusedKernel()))

@@ -53,7 +53,7 @@ def run(monkeypatch, tmp_path, tiny_folder, partners):
     monkeypatch.setattr("torch.profiler.profile", Profile)
     for owner in ("saltus.engine.calibration", "gpu.speed_stage"):  # a few calls, not some twenty
         monkeypatch.setattr(f"{owner}.measure_call_seconds", lambda network, *_, **__: measure(network, (1, 4), 1))
-    monkeypatch.setattr("saltus.models.cuda.gpu_decoder.KERNEL_DTYPES", set())  # Triton's interpreter is slow
+    monkeypatch.setattr("saltus.models.cuda.gpu_decoder_support.KERNEL_DTYPES", set())  # Triton's interpreter is slow
     drafts = [f"--option={name}.{key}={value}" for name in ("ptp", "mtpc") for key, value in partners[name].items()]
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("the cat sat on the mat and the cat\none two one two\n")  # those of the benchmark are long

@@ -33,7 +33,8 @@ from saltus.models.cuda.fixed_shape_calls import (
     first_recent_position,
     size_class,
 )
-from saltus.models.cuda.gpu_decoder import GPUDecoder, fits_described, fits_kernels
+from saltus.models.cuda.gpu_decoder import GPUDecoder
+from saltus.models.cuda.gpu_decoder_support import fits_described, fits_kernels
 from saltus.models.cuda.packed_weight import GPUPackedWeight
 
 CUDA = torch.cuda.is_available()

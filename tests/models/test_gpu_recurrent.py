@@ -15,7 +15,7 @@ from saltus.engine.prefix_tree import PrefixTree, supports_prefix_tree
 from saltus.models.causal import CausalNetwork
 from saltus.models.cuda.described_layers import described_for_gpu
 from saltus.models.cuda.fixed_shape_calls import FixedShape, FixedShapeSettings
-from saltus.models.cuda.gpu_decoder import fits_described
+from saltus.models.cuda.gpu_decoder_support import fits_described
 from saltus.models.cuda.recurrent_inputs import RecurrentInputs
 
 CUDA = torch.cuda.is_available()

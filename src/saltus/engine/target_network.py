@@ -25,7 +25,7 @@ from saltus.models.architectures import describe_decoder, ignored_setting, why_n
 from saltus.models.causal import CausalNetwork
 from saltus.models.cpu.native_decoder import supports_native_decoder
 from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
-from saltus.models.cuda.gpu_decoder import description_on_gpu
+from saltus.models.cuda.gpu_decoder_support import description_on_gpu
 from saltus.models.cuda.kernel_support import KernelsFail, give_up, has_kernels
 from saltus.models.evabyte import EvaByteNetwork
 from saltus.models.evabyte_decoder import EvaByteDecoder

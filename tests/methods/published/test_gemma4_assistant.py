@@ -15,7 +15,7 @@ from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs, NodeKind
 from saltus.engine.target_drafters import load_drafter_for_target
 from saltus.models.causal import CausalNetwork
-from saltus.models.cuda import gpu_decoder
+from saltus.models.cuda import gpu_decoder_support
 from saltus.models.cuda.described_layers import described_for_gpu
 from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
 from saltus.models.protocols import KeepsKeysAndValues
@@ -77,7 +77,7 @@ def test_drafts_are_those_of_transformers(name, ordered, tmp_path):
 @torch.inference_mode()
 def test_drafts_by_our_kernels_over_the_targets_pages_are_those_over_its_cache(tmp_path, clusters, monkeypatch):
     pytest.importorskip("triton")
-    monkeypatch.setattr(gpu_decoder, "KERNEL_DTYPES", {DTYPE})
+    monkeypatch.setattr(gpu_decoder_support, "KERNEL_DTYPES", {DTYPE})
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 32}
     of_target = {"num_key_value_heads": 1, "hidden_size_per_layer_input": 64, "global_head_dim": 64}
     model = target_model("Gemma4 of shared keys", **sizes, **of_target).to(DTYPE)

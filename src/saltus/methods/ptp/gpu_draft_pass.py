@@ -16,7 +16,8 @@ from saltus.methods.shared.context_rows import ContextKVCache, DraftRows, run_in
 from saltus.methods.shared.hidden_state_correction import RMS_EPSILON
 from saltus.methods.shared.row_candidates import rows_likely_tokens
 from saltus.models.cuda.fixed_shape_calls import Call, FixedShape, chains_of_texts
-from saltus.models.cuda.gpu_decoder import GPUDecoder, supports_gpu_decoder
+from saltus.models.cuda.gpu_decoder import GPUDecoder
+from saltus.models.cuda.gpu_decoder_support import supports_gpu_decoder
 from saltus.models.cuda.graphed_passes import SETTINGS, GraphedPasses, PassInputs, whole_call
 from saltus.models.cuda.host_copies import to_host
 from saltus.models.cuda.kv_pages import FixedShapeKVCache

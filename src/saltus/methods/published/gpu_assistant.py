@@ -18,7 +18,8 @@ from saltus.models.architectures import gemma4_text
 from saltus.models.common_layers import llama_attention, llama_mlp
 from saltus.models.cuda.fixed_shape_calls import Call, FixedShape, chains_of_texts, size_class
 from saltus.models.cuda.fixed_shapes import FixedShapeRunner
-from saltus.models.cuda.gpu_decoder import GPUDecoder, fits_described, has_kernels_for
+from saltus.models.cuda.gpu_decoder import GPUDecoder
+from saltus.models.cuda.gpu_decoder_support import fits_described, has_kernels_for
 from saltus.models.cuda.graphed_passes import SETTINGS, GraphedPasses, PassInputs
 from saltus.models.cuda.host_copies import to_device
 from saltus.models.cuda.kv_pages import FixedShapeKVCache

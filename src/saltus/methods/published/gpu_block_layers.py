@@ -14,7 +14,8 @@ from saltus.methods.published.dflash_model import DFlashModel
 from saltus.methods.shared.context_rows import ContextKVCache, ContextRows, run_in_passes
 from saltus.methods.shared.gpu_context_layers import GPUContextLayers
 from saltus.models.cuda.fixed_shape_calls import FixedShape, chains_of_texts, split_into_calls
-from saltus.models.cuda.gpu_decoder import DEPTH_MULTIPLE, GPUDecoder, supports_gpu_decoder
+from saltus.models.cuda.gpu_decoder import GPUDecoder
+from saltus.models.cuda.gpu_decoder_support import DEPTH_MULTIPLE, supports_gpu_decoder
 from saltus.models.cuda.graphed_passes import READING, SETTINGS, PassInputs, write_rows
 
 

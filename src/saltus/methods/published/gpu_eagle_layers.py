@@ -18,7 +18,8 @@ from saltus.methods.shared.context_rows import ContextKVCache
 from saltus.models.cpu.torch_decoder import normed
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.fixed_shape_calls import Call, FixedShape, chains_of_texts, size_class, split_into_calls
-from saltus.models.cuda.gpu_decoder import GPUDecoder, fits_kernels, has_kernels_for
+from saltus.models.cuda.gpu_decoder import GPUDecoder
+from saltus.models.cuda.gpu_decoder_support import fits_kernels, has_kernels_for
 from saltus.models.cuda.graphed_passes import READING, SETTINGS, GraphedPasses, PassInputs, write_rows
 
 

@@ -6,7 +6,7 @@ MLP, which takes five kernels more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -15,40 +15,26 @@ from torch import Tensor
 
 from saltus.models.common_layers import sliding_window
 from saltus.models.cpu.decoder_weights import Resolver
-from saltus.models.cpu.native_decoder import STATIC_ROPE_TYPES, is_unmodified_decoder
-from saltus.models.cuda.described_layers import described_for_gpu, kinds_of_angles
+from saltus.models.cuda.described_layers import kinds_of_angles
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.gpu_attention import AttentionOfCall, GPUAttention, ShapesOfKeys, places_of_keys
+from saltus.models.cuda.gpu_decoder_support import description_on_gpu, supports_gpu_decoder
 from saltus.models.cuda.gpu_latent import GPULatentAttention
-from saltus.models.cuda.gpu_layers import KINDS_OF_ATTENTION, GPULayer, GPUMLPAndExperts, GPUPerLayerEmbeddings
+from saltus.models.cuda.gpu_layer_calls import CallOfLayers, HiddenStates, run_layer
+from saltus.models.cuda.gpu_layers import GPULayer, GPUPerLayerEmbeddings
 from saltus.models.cuda.gpu_recurrent import StatesOfCall
 from saltus.models.cuda.gpu_streams import GPUStreams
-from saltus.models.cuda.kernel_support import has_kernels
 from saltus.models.cuda.kv_pages import KVPagePool
-from saltus.models.cuda.layer_weights import is_transposed, norm_of
+from saltus.models.cuda.layer_weights import norm_of
 from saltus.models.cuda.state_pages import StateShape
 from saltus.models.decoder_description import (
-    LLAMA_DECODERS,
     DecoderDescription,
-    experts_of,
     mixers_of,
-    mlp_of,
-    weights_perhaps_in_float32,
 )
 from saltus.models.decoder_of import decoder_of
-from saltus.models.mixer_description import Angles, Attention, KimiDeltaNet, LatentAttention, Mamba, Mamba2
-from saltus.models.packed_decoder import PackedDecoder
+from saltus.models.mixer_description import Angles, Attention, LatentAttention
 
-KERNEL_DTYPES = {torch.bfloat16, torch.float16}
-DEPTH_MULTIPLE = 64  # of the sizes that products sum over
-MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 512
-DIM_MULTIPLE = 16  # of heads' sizes
 FIRST_ANGLES = 8192  # positions of the table of angles, at first
-
-
-def supports_gpu_decoder(model: Any) -> bool:
-    """True for a model on a GPU that our kernels decode by Llama's names."""
-    return model.device.type == "cuda" and can_decode(model, model.device)
 
 
 def gpu_decoder_of(model: Any) -> GPUDecoder | None:
@@ -57,86 +43,6 @@ def gpu_decoder_of(model: Any) -> GPUDecoder | None:
         return GPUDecoder(model)
     description = description_on_gpu(model)
     return None if description is None else GPUDecoder(model, (), description)
-
-
-def description_on_gpu(model: Any) -> DecoderDescription | None:
-    """What a model on a GPU computes, if our kernels decode it by its description; else None."""
-    if model.device.type != "cuda" or not has_kernels_for(model.dtype, model.device):
-        return None
-    description = described_for_gpu(model)
-    return None if description is None or not fits_described(model, description) else description
-
-
-def can_decode(model: Any, device: str | torch.device) -> bool:
-    """True for an unmodified decoder of a supported type whose sizes the kernels know, where they run on the device."""
-    if not has_kernels_for(model.dtype, device):
-        return False
-    is_llama = type(model).__name__ in LLAMA_DECODERS and is_unmodified_decoder(model)
-    return (isinstance(model, PackedDecoder) or is_llama) and fits_kernels(model)
-
-
-def has_kernels_for(dtype: torch.dtype, device: str | torch.device) -> bool:
-    """True where our kernels run on the device, for a dtype of theirs."""
-    return dtype in KERNEL_DTYPES and has_kernels(device)
-
-
-def fits_kernels(model: Any) -> bool:
-    """True if the kernels compute what the layers of a decoder of a supported type do."""
-    config, attend = model.config, model.model.layers[0].self_attn
-    dim, mlp = attend.head_dim, model.model.layers[0].mlp
-    unbiased = attend.o_proj, model.lm_head, mlp.gate_proj, mlp.up_proj, mlp.down_proj
-    summed = config.hidden_size, config.num_attention_heads * dim, config.intermediate_size
-    return (
-        config.hidden_act == "silu"
-        and model.model.rotary_emb.rope_type in STATIC_ROPE_TYPES
-        and all(layer.bias is None for layer in unbiased)
-        and len({each.bias is None for each in (attend.q_proj, attend.k_proj, attend.v_proj)}) == 1
-        and _are_known_sizes([dim], summed)
-        and _have_dtype(model)
-    )
-
-
-def fits_described(model: Any, description: DecoderDescription) -> bool:
-    """The same for the sizes of layers that `described_for_gpu` knows."""
-    layers: list[Any] = list(description.layers)
-    base, routers = decoder_of(model), [experts.router for layer in layers if (experts := experts_of(layer))]
-    mixers: list[Any] = [mixer for layer in layers for mixer, _ in mixers_of(layer)]
-    matrices = [each.output for each in mixers]
-    attention = [each for each in mixers if isinstance(each, Attention)]
-    latent = [each for each in mixers if isinstance(each, LatentAttention)]
-    matrices += [part for each in latent for part in (each.latent, each.query_latent, each.query) if part is not None]
-    matrices += [part for each in mixers if isinstance(each, KimiDeltaNet) for part in (each.decay[1], each.gate[1])]
-    matrices += [part for each in mixers if isinstance(each, Mamba) for part in (each.inputs, each.selection)]
-    matrices += [each.inputs for each in mixers if isinstance(each, Mamba2)]
-    matrices += [each for layer in layers if (mlp := mlp_of(layer)) for each in (mlp.down, mlp.up)]
-    matrices += [each for layer in layers if (beside := layer.per_layer_input) for each in (beside.gate, beside.output)]
-    matrices += [each for layer in layers if (beside := layer.laurel) for each in (beside.down, beside.up)]
-    matrices += description.streams.projections if description.streams is not None else ()
-    read = [base.get_submodule(path) for path in {*routers, *(each.path for each in matrices)}]
-    summed = [layer.weight.shape[0 if is_transposed(layer) else -1] for layer in read]
-    dims = {each.dim for each in attention}
-    vectors = {size for each in latent for size in (each.latent_dim, each.nope_dim, each.rope_dim)}
-    return (
-        _are_known_sizes(dims, summed)
-        and all(size % DIM_MULTIPLE == 0 for size in vectors)
-        and _have_dtype(model, weights_perhaps_in_float32(description))
-    )
-
-
-def _are_known_sizes(dims: Iterable[int], summed: Sequence[int]) -> bool:
-    """`dims`: those of heads; `summed`: the sizes that products sum over."""
-    return all(size % DEPTH_MULTIPLE == 0 for size in summed) and all(
-        MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM and dim % DIM_MULTIPLE == 0 for dim in dims
-    )
-
-
-def _have_dtype(model: Any, perhaps_float32: tuple[str, ...] = ()) -> bool:
-    transposed = {f"{name}.weight" for name, layer in model.named_modules() if is_transposed(layer)}
-    return all(
-        (weight.is_contiguous() or name in transposed)
-        and (weight.dtype == model.dtype or (weight.dtype == torch.float32 and name.endswith(perhaps_float32)))
-        for name, weight in model.named_parameters()
-    )
 
 
 class GPUDecoder:
@@ -234,6 +140,19 @@ class GPUDecoder:
 
         Memory is taken as it is needed, so that the graphs of all shapes share it.
         """
+        rows = inputs.shape.num_rows
+        hidden, parts = self._embedded(inputs), None
+        if self.per_layer_embeddings is not None:
+            parts = self.per_layer_embeddings.gates_and_parts(inputs.tokens, hidden, rows)
+        x, collected = self.run_layers(
+            hidden, inputs, pool, hidden_state_layers, per_layer_parts=parts, recurrent=recurrent
+        )
+        first = rows - inputs.shape.num_logits if inputs.shape.num_logits else 0
+        states = torch.cat([*collected, x[:rows]], -1) if collected else x[:rows]
+        return self._logits(x[first:], rows - first), states
+
+    def _embedded(self, inputs: StaticInputs) -> Tensor:
+        """What the first layer reads of tokens, [padded rows, hidden]."""
         from saltus.models.cuda import linear_kernels, row_kernels
 
         rows, weights, description = inputs.shape.num_rows, self._embeddings(), self.description
@@ -249,26 +168,24 @@ class GPUDecoder:
         if self.positions is not None:  # none of a text lies beyond the table, drafts may
             places = inputs.positions.clamp(max=len(self.positions) - 1)
             hidden[:rows] += self.positions.index_select(0, places)
-        parts = None
-        if self.per_layer_embeddings is not None:
-            parts = self.per_layer_embeddings.gates_and_parts(inputs.tokens, hidden, rows)
-        x, collected = self.run_layers(
-            hidden, inputs, pool, hidden_state_layers, per_layer_parts=parts, recurrent=recurrent
-        )
-        first = rows - inputs.shape.num_logits if inputs.shape.num_logits else 0
-        states = torch.cat([*collected, x[:rows]], -1) if collected else x[:rows]
-        head = self.model.lm_head
-        logits = linear_kernels.product(x[first:], head.weight, rows - first, head.bias)
-        if description is not None and description.logit_scale != 1:
-            logits = logits * description.logit_scale
-        if description is not None and description.logit_softcap:
-            logits = torch.tanh(logits / description.logit_softcap) * description.logit_softcap
-        return logits, states
+        return hidden
 
     def _embeddings(self) -> Tensor:
         if self.description is None:
             return self.base.embed_tokens.weight
         return self.weights.module(self.description.embedding).weight
+
+    def _logits(self, x: Tensor, rows: int) -> Tensor:
+        """Of the first rows of normalised hidden states."""
+        from saltus.models.cuda import linear_kernels
+
+        head, description = self.model.lm_head, self.description
+        logits = linear_kernels.product(x, head.weight, rows, head.bias)
+        if description is not None and description.logit_scale != 1:
+            logits = logits * description.logit_scale
+        if description is not None and description.logit_softcap:
+            logits = torch.tanh(logits / description.logit_softcap) * description.logit_softcap
+        return logits
 
     def run_layers(
         self,
@@ -288,58 +205,22 @@ class GPUDecoder:
         `last_seen` [rows], without it up to their own. `per_layer_parts`: see `GPUPerLayerEmbeddings`.
         """
         self._allocate(pool, hidden)
-        x, attention = torch.empty_like(hidden), AttentionOfCall(inputs, pool, last_seen)
         rows = inputs.shape.num_rows
-        states = _HiddenStates(hidden, rows, hidden_state_layers)
+        states = HiddenStates(hidden, rows, hidden_state_layers)
         streams = None if self.streams is None else self.streams.of_call(hidden, rows)
+        attention = AttentionOfCall(inputs, pool, last_seen)
+        call = CallOfLayers(
+            inputs, pool.page_size, states, torch.empty_like(hidden), attention, self.angles, recurrent,
+            self.places_of_states, streams, per_layer_parts,
+        )  # fmt: skip
         for number, layer in enumerate(self.layers):
-            states.layers_read, read = number, x
-            of_mlp = torch.empty_like(x) if layer.parallel and layer.post_norm is not None else x
-            if streams is not None and layer.altup is not None:
-                states.keep(streams.active)
-                streams.predict(layer.altup, hidden)
-            if number == 0 and first_input is not None:
-                read = first_input
-            elif layer.mixers:
-                states.normalise(layer.input_norm, x, None if of_mlp is x else (layer.post_norm, of_mlp))
-            beside = None if layer.laurel is None else layer.laurel(x, rows)
-            for mixer, scale in layer.mixers:
-                if isinstance(mixer, KINDS_OF_ATTENTION):
-                    parts = mixer.parts(read, number, [self.angles[each] for each in mixer.angles], attention)
-                else:
-                    assert recurrent is not None
-                    parts = mixer.parts(read, self.places_of_states[number], recurrent)
-                states.add(parts, output_norm=layer.mixer_output_norm, scale=scale * layer.residual_scale)
-            if beside is not None:
-                states.add(beside, state_scale=0.5**0.5)
-            if layer.mlp is not None:
-                if not layer.parallel:
-                    states.normalise(layer.post_norm, x)
-                if isinstance(layer.mlp, GPUMLPAndExperts):
-                    parts = layer.mlp.parts(of_mlp, hidden, inputs, pool.page_size)
-                else:
-                    parts = layer.mlp.parts(of_mlp, inputs, pool.page_size)
-                scale = layer.mlp_scale * layer.residual_scale
-                states.add(parts, output_norm=layer.mlp_output_norm, scale=scale)
-            if streams is not None and layer.altup is not None:
-                states.normalise(None, x)
-                streams.correct(layer.altup, hidden, x)
-            if layer.per_layer_input is not None:
-                assert per_layer_parts is not None
-                if streams is None:
-                    states.normalise(None, x)
-                parts = layer.per_layer_input.parts(x, per_layer_parts[number], rows)
-                if streams is None:
-                    states.add(parts, output_norm=layer.per_layer_input.norm)
-                else:
-                    streams.add_to_others(parts, layer.per_layer_input.norm)
-            states.output["state_scale"] = layer.output_scale
+            run_layer(layer, number, call, None if number else first_input)
         states.layers_read = len(self.layers)
         if streams is not None:
             states.keep(streams.active)
             streams.end(hidden)
-        states.normalise(self.norm, x)
-        return x, list(states.collected.values())
+        states.normalise(self.norm, call.x)
+        return call.x, list(states.collected.values())
 
     def write_context(self, x: Tensor, inputs: StaticInputs, pool: KVPagePool) -> None:
         """Write the keys and values that each layer's projections make of x [padded rows, hidden size]."""
@@ -372,36 +253,3 @@ def _keys_of(attention: GPUAttention | GPULatentAttention | None) -> ShapesOfKey
     if isinstance(attention, GPUAttention) and attention.shares is not None:
         return attention.shares
     return None if attention is None else attention.shapes
-
-
-class _HiddenStates:
-    """The hidden states of a call's rows [padded rows, hidden], and parts that the next kernel adds to them.
-
-    Copies of the states after some layers, `wanted`, are kept.
-    """
-
-    def __init__(self, hidden: Tensor, rows: int, wanted: Sequence[int]) -> None:
-        self.hidden, self.rows, self.wanted = hidden, rows, wanted
-        self.layers_read = 0
-        self.collected: dict[int, Tensor] = {}
-        self.parts: Tensor | None = None
-        self.output: dict[str, Any] = {}  # what parts go through
-
-    def add(self, parts: Tensor, **output: Any) -> None:
-        """Add parts [parts, rows, hidden]; see `add_and_norm`."""
-        if self.parts is not None:
-            self.normalise(None, torch.empty_like(self.hidden))
-        self.parts, self.output = parts, output
-
-    def normalise(self, norm: Any, out: Tensor, other: tuple[Any, Tensor] | None = None) -> None:
-        """Let `out` [padded rows, hidden] be the norm of the states, or the states; `other`: see `add_and_norm`."""
-        from saltus.models.cuda import row_kernels
-
-        row_kernels.add_and_norm(self.parts, self.hidden, norm, out, self.rows, other=other, **self.output)
-        self.parts, self.output = None, {}
-        self.keep(self.hidden)
-
-    def keep(self, hidden: Tensor) -> None:
-        """Copy these states [padded rows, hidden] if those after the layers so far are wanted."""
-        if self.layers_read in self.wanted and self.layers_read not in self.collected:
-            self.collected[self.layers_read] = hidden[: self.rows].clone()

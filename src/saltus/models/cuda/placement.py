@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from saltus.kernels.packed_weight import PackedWeight
-from saltus.models.cuda.gpu_decoder import can_decode
+from saltus.models.cuda.gpu_decoder_support import can_decode
 from saltus.models.cuda.gpu_experts import are_gpu_experts, gpu_experts_implementation
 from saltus.models.cuda.kernel_support import has_kernels
 from saltus.models.cuda.packed_weight import GPUPackedWeight, can_pack
