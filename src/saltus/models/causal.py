@@ -52,12 +52,12 @@ class CausalNetwork:
 
     A batch is evaluated in one of three ways:
 
-    - a text alone, without queries and with few rows, by a prepared call (`cpu/prepared_call.py`), on most CPU models;
+    - one text, without queries and with few rows, by the native decoder's prepared call (`cpu/prepared_call.py`);
     - on CUDA by calls of our kernels, or of fixed shapes (`cuda/fixed_shapes.py`);
     - else in chunks (`cpu/chunked_prefill.py`), by the native decoder or the layers of Transformers.
 
-    An attached adapter acts on the rows of query nodes and on no others. A row rounds alike in every call. Without
-    `batch_invariant` Transformers' own attention is used, and it need not.
+    A row rounds alike in every call, unless `batch_invariant` is False: then Transformers' own attention is used. An
+    attached adapter acts on the rows of query nodes and on no others.
     """
 
     model: Any
@@ -76,6 +76,8 @@ class CausalNetwork:
     long_rope: LongRope | None = field(init=False, default=None)
     lock: threading.Lock = field(init=False, default_factory=threading.Lock)  # a model serves one call at a time
     device: torch.device = field(init=False)  # `model.device` searches the parameters on every access
+    any_subset = False
+    accepts_drafters = True
 
     def __post_init__(self) -> None:
         self.device, config = self.model.device, self.model.config.get_text_config()
@@ -112,9 +114,6 @@ class CausalNetwork:
         if self.batch_invariant:  # Transformers' grouped products round by their shapes
             of_gpu = gpu_experts_implementation(self.model) if fixed else None
             self.model.set_experts_implementation(of_gpu or experts_implementation(self.model))
-
-    any_subset = False
-    accepts_drafters = True
 
     @property
     def compute_path(self) -> Literal["native", "fixed shapes", "transformers", "torch"]:
