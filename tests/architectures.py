@@ -253,6 +253,12 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
         **LATENT_LIKE, **INDEXER, "num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"],
         "indexer_types": ["full", "shared", "full"], "hc_mult": 3, "hc_magnitude": 1.5, "swiglu_limit": 0.5,
     },
+    "MistralLarge4": {
+        **{name: size for name, size in LATENT_LIKE.items() if name != "q_lora_rank"}, **INDEXER, "n_group": 2,
+        "num_hidden_layers": 6, "mlp_layer_types": ["dense"] * 4 + ["sparse"] * 2, "no_rope_layers": [1, 0] * 3,
+        "kv_source_layers": [0, 1, 0, 1, 0, 5],
+        "indexer_types": ["full", "shared", "shared", "shared", "full", "shared"], "final_logit_softcapping": 5.0,
+    },
     "Mistral4": {
         **LLAMA_LIKE, "num_key_value_heads": 6, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 12, "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4,
@@ -430,13 +436,12 @@ WITH_FLOAT32_ROUTERS = [  # as Transformers loads them in bfloat16
 ]  # fmt: skip
 TEXT_PARTS = {  # of models of pictures and text
     "Gemma3", "Gemma3n", "Gemma4", "Gemma4Unified", "Llama4", "Qwen3_5", "Qwen3_5Moe", "MuseGlimmer", "Step3p7",
-    "Mllama", "CohereCompass", "Glm5Next",
+    "Mllama", "CohereCompass", "Glm5Next", "MistralLarge4",
 }  # fmt: skip
-OWN_CLASSES_OF = {
-    "MuseGlimmer": "muse_glimmer_text",
-    "Step3p7": "step3p5",
-    "Glm5Next": "glm5_next_text",
-}  # by type of model
+OWN_CLASSES_OF = {  # by type of model
+    "MuseGlimmer": "muse_glimmer_text", "Step3p7": "step3p5", "Glm5Next": "glm5_next_text",
+    "MistralLarge4": "mistral_large4_text",
+}  # fmt: skip
 
 OTHER_CLASSES = {
     "GPT2": "GPT2LMHeadModel",
@@ -452,7 +457,7 @@ DESCRIBED = [  # by a file of saltus.models.architectures
     "SeedOss", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Glm4Moe", "GraniteMoe", "GptOss",
     "DeepseekV2", "DeepseekV3", "Mistral4", "Glm4MoeLite", "Llama4", "Dots1", "ExaoneMoe", "MiniMaxM2", "Ernie4_5_Moe",
     "HunYuanDenseV1", "HunYuanMoEV1", "Helium", "Gemma3n", "Gemma4Unified", "Cwm", "InternLM3", "Youtu", "Olmo",
-    "Glm", "MiniCPM3", "Mellum", "DeepseekV32", "GlmMoeDsa", "HYV4",
+    "Glm", "MiniCPM3", "Mellum", "DeepseekV32", "GlmMoeDsa", "HYV4", "MistralLarge4",
     "NanoChat", "Jais2", "Exaone", "Phi", "StableLm", "StableLm of parallel layers", "Nemotron", "Afmoe", "SolarOpen",
     "VaultGemma", "HyperCLOVAX", "FlexOlmo", "HYV3", "GraniteMoeShared", "SarvamMoE", "Flint", "Laguna",
     "Laguna with other gates", "Step3p7", "Apertus", "GPT2", "GPTBigCode", "GPTNeo", "GPTNeoX", "OPT",
@@ -496,6 +501,8 @@ ZEROS = (
     "sinks",
     "compress_ape",
     "compress_gate",
+    "softmax_scaling.scale",
+    "rotary_emb.alpha",
 )  # at first, or alike
 
 

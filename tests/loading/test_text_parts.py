@@ -38,6 +38,10 @@ WHOLE = {
     "SmolVLM": ("LlamaForCausalLM", {**TEXT, "model_type": "llama", "pad_token_id": 2}, PATCHES, {}),
     "Qwen3VL": ("Qwen3ForCausalLM", {**TEXT, "head_dim": 16}, BLOCKS, {}),
     "Qwen2_5_VL": ("Qwen2ForCausalLM", {**TEXT, "rope_parameters": THREE_DIMENSIONS}, BLOCKS, {}),
+    "MistralLarge4": (
+        "MistralLarge4ForCausalLM", {**TEXT, **ARCHITECTURES["MistralLarge4"], "model_type": "mistral_large4_text"},
+        {**PATCHES, "model_type": "pixtral"}, {},
+    ),
     "MuseGlimmer": (
         "MuseGlimmerForCausalLM", {**TEXT, **ARCHITECTURES["MuseGlimmer"]},
         {**EYE, "num_hidden_layers": 1, "num_attention_heads": 2},
@@ -53,6 +57,12 @@ WHOLE = {
     ),
     "Glm4v": ("Glm4ForCausalLM", {**TEXT, "rope_parameters": {**THREE_DIMENSIONS, "partial_rotary_factor": 0.5,
         "mrope_section": [1, 0, 1]}}, BLOCKS, {}),
+    "GlmOcr": ("Glm4ForCausalLM", {**TEXT, "rope_parameters": {**THREE_DIMENSIONS, "mrope_section": [1, 2, 1]}},
+        BLOCKS, {}),
+    "PaddleOCRVL": (
+        "LlamaForCausalLM", {**TEXT, "head_dim": 16, "use_bias": True, "rope_parameters": {
+            **THREE_DIMENSIONS, "mrope_section": [2, 3, 3]}}, PATCHES, {},
+    ),
     "Glm4vMoe": (
         "Glm4MoeForCausalLM", {**TEXT, **ARCHITECTURES["Glm4Moe"], "rope_parameters": {
             **THREE_DIMENSIONS, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}}, BLOCKS, {},
@@ -114,7 +124,7 @@ def test_the_text_part_of_tied_embeddings_is_packed_with_its_output_layer(tmp_pa
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (transformers.PaddleOCRVLConfig, "no causal language model for the text part of paddleocr_vl"),
+        (transformers.Ernie4_5_VLMoeConfig, "no causal language model for the text part of ernie4_5_vl_moe"),
         (transformers.T5Config, "no causal language model of the type t5"),
     ],
 )

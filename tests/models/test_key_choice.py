@@ -13,7 +13,7 @@ from saltus.models.cuda.described_layers import described_for_gpu
 from saltus.training.data.packed_forward import prepare_model
 
 TOP_K = 8  # of the tiny models
-KEY_BY_KEY = ["DeepseekV32", "GlmMoeDsa", "HYV4"]
+KEY_BY_KEY = ["DeepseekV32", "GlmMoeDsa", "HYV4", "MistralLarge4"]
 each_model = pytest.mark.parametrize("name", [*KEY_BY_KEY, "Glm5Next"])
 each_without_pools = pytest.mark.parametrize("name", KEY_BY_KEY)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -26,6 +26,10 @@ def network(name: str, dtype=torch.float32, **changes) -> CausalNetwork:
 
 def indexers(model):
     return [layer.self_attn.indexer for layer in model.model.layers if layer.self_attn.indexer is not None]
+
+
+def layers_with_latent_vectors(model):
+    return [layer for layer in model.model.layers if layer.self_attn.kv_a_proj_with_mqa is not None]
 
 
 @DTYPES
@@ -111,8 +115,9 @@ def test_layers_with_an_indexer_keep_a_key_of_it(name):
     cache = ours.new_kv_cache()
     read(ours, text(20), kv_cache=cache)
     config = model.config
-    latent, index = config.kv_lora_rank + config.qk_rope_head_dim, config.index_head_dim * len(indexers(model))
-    assert cache.bytes_per_token == 4 * (latent * config.num_hidden_layers + index)
+    index = config.index_head_dim * len(indexers(model))
+    latent = sum(layer.self_attn.kv_a_proj_with_mqa.out_features for layer in layers_with_latent_vectors(model))
+    assert cache.bytes_per_token == 4 * (latent + index)
 
 
 @each_model
@@ -124,6 +129,11 @@ def test_our_kernels_for_gpus_do_not_choose_keys(name):
 
 def test_a_first_layer_without_an_indexer_is_not_described():
     model = tiny("GlmMoeDsa", indexer_types=["shared", "full", "full"])
+    assert describe_decoder(model) is None
+
+
+def test_latent_vectors_of_another_layer_than_transformers_shares_are_not_described():
+    model = tiny("MistralLarge4", kv_source_layers=[0, 1, 2, 3, 0, 2], no_rope_layers=[1] * 6)
     assert describe_decoder(model) is None
 
 

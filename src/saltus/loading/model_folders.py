@@ -27,12 +27,15 @@ LAYERS_OF_TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {  # that have no 
     "qwen3_vl_moe_text": ("qwen3_moe", {"norm_topk_prob": True}),
     "qwen3_omni_moe_text": ("qwen3_moe", {}),
     "glm4v_text": ("glm4", {"attention_bias": True}),
+    "glm_ocr_text": ("glm4", {"attention_bias": False}),
     "glm4v_moe_text": ("glm4_moe", {"use_qk_norm": False}),
     "hunyuan_vl_text": ("hunyuan_v1_dense", {}),
     "granite4_vision_text": ("granite", {}),
+    "paddleocr_vl_text": ("llama", {}),
 }
 OWN_CLASSES = {  # that no mapping of causal models lists: Transformers', or ours of its layers
     "mistral4": ("transformers", "Mistral4ForCausalLM"),
+    "mistral_large4_text": ("saltus.models.text_parts.mistral_large4", "MistralLarge4ForCausalLM"),
     "muse_glimmer_text": ("saltus.models.text_parts.muse_glimmer", "MuseGlimmerForCausalLM"),
     "glm5_next_text": ("saltus.models.text_parts.glm5_next", "Glm5NextForCausalLM"),
     "step3p5": ("saltus.models.text_parts.step3p5", "Step3p5ForCausalLM"),
@@ -253,6 +256,8 @@ def text_part(folder: Path) -> dict[str, Any]:
         dim = fields.get("head_dim") or text.hidden_size // text.num_attention_heads
         if kind.startswith("glm4"):
             rope.setdefault("partial_rotary_factor", 1.0)  # which is another number for models of texts alone
+        if "use_bias" in fields:
+            fields["attention_bias"] = fields["mlp_bias"] = fields["use_bias"]
         fields |= {"rope_parameters": rope, "head_dim": dim} | fixed
         text = AutoConfig.for_model(kind, **fields)
     list_causal_class(text)

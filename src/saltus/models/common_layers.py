@@ -62,7 +62,7 @@ def latent_attention(config: Any, layer: int, name: str = "self_attn", **changes
         "scale": size**-0.5 * stretch**2, "angles": Angles(),
         "rope_interleaved": getattr(config, "rope_interleave", True),
     }  # fmt: skip
-    if config.q_lora_rank is not None:
+    if getattr(config, "q_lora_rank", None) is not None:
         settings |= {
             "query": Weight(f"{path}.q_b_proj"), "query_latent": Weight(f"{path}.q_a_proj"),
             "query_norm": Norm(f"{path}.q_a_layernorm", epsilon),
@@ -127,7 +127,7 @@ def deepseek_mixture(config: Any, layer: int, **changes: Any) -> Experts:
     """Experts as DeepSeek V3 has them: by sigmoids and groups, beside shared experts (DeepSeek-AI 2024)."""
     path = f"layers.{layer}.mlp"
     settings: dict[str, Any] = {
-        "scoring": "sigmoid", "is_normalized": config.norm_topk_prob, "least_sum": 1e-20,
+        "scoring": "sigmoid", "is_normalized": getattr(config, "norm_topk_prob", True), "least_sum": 1e-20,
         "scale": config.routed_scaling_factor, "selection_bias": f"{path}.gate.e_score_correction_bias",
         "groups": config.n_group, "top_groups": config.topk_group, "best_of_group": 2,
     }  # fmt: skip

@@ -289,9 +289,10 @@ def mlp_of(layer: Layer) -> MLP | None:
 def weights_perhaps_in_float32(description: DecoderDescription) -> tuple[str, ...]:
     """How parameters end that may be in float32 beside the model's dtype, as Transformers keeps some.
 
-    They are those of routers, sinks, the constants and kernels of recurrences, and what weighs the heads of indexers.
+    They are those of routers, sinks, the constants and kernels of recurrences, what weighs the heads of indexers, and
+    what scales angles.
     """
-    found = [".A_log", ".dt_bias", ".D", ".sinks"]
+    found = [".A_log", ".dt_bias", ".D", ".sinks", "rotary_emb.alpha"]
     for mixer in (mixer for layer in description.layers for mixer, _ in mixers_of(layer)):
         if isinstance(mixer, LatentAttention) and mixer.indexer is not None:
             found += [

@@ -57,6 +57,11 @@ class Angles:
 
 
 @dataclass(frozen=True)
+class PositionLogarithms:
+    """log(1 + position), rounded, by which `head_scale` of latent attention multiplies."""
+
+
+@dataclass(frozen=True)
 class Attention:
     """Softmax attention of `heads` queries over `kv_heads` keys of size `dim` and values of this or another size.
 
@@ -132,6 +137,8 @@ class Indexer:
     top_k: int
     rotates_last: bool = False
     pools: KeyPools | None = None  # `top_k` counts their tokens
+    query_norm: Norm | None = None  # of what the layer reads: queries come from it, not from their latent vector
+    head_scale: str | None = None  # as that of the layer's queries, before they are rotated
 
     @property
     def kept(self) -> int:
@@ -149,10 +156,13 @@ class LatentAttention:
     vectors, which alone are kept. Queries may go through a latent vector, too: `query_latent`, with a norm. All their
     dimensions grow with the position, as `Angles` says. An indexer, or that of the layer `shares_choice`, chooses the
     keys.
+
+    Without `latent`, the layer reads the latent vectors of the layer `shares`. With a `head_scale`, the path of `scale`
+    and `bias` of each head, its queries are multiplied by scale · log(1 + position) + bias (Nakanishi 2025).
     """
 
     query: Weight
-    latent: Weight
+    latent: Weight | None
     latent_norm: Norm
     expand: Weight
     output: Weight
@@ -175,6 +185,8 @@ class LatentAttention:
     latent_scale: float = 1.0  # of latent vectors, after their norm
     indexer: Indexer | None = None
     shares_choice: int | None = None
+    shares: int | None = None
+    head_scale: str | None = None
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,9 @@ def _attention_numbers(model: Any, config: Any) -> tuple[int, int]:
     latent = [each for layer in layers for each, _ in mixers_of(layer) if isinstance(each, LatentAttention)]
     if latent:
         indexers = [each.indexer for each in latent if each.indexer is not None]
-        kept = sum(each.latent_dim + each.rope_dim for each in latent) + sum(each.dim for each in indexers)
+        kept = sum(each.latent_dim + each.rope_dim for each in latent if each.shares is None) + sum(
+            each.dim for each in indexers
+        )
         scored = sum(each.heads * each.dim for each in indexers)
         return kept, scored + sum(each.heads * (2 * each.latent_dim + each.rope_dim) for each in latent)
     sizes = layer_sizes(config)

@@ -6,7 +6,7 @@ import ctypes
 
 from saltus.kernels.native.structs import INTEGER, POINTER, REAL
 
-PREDICT_STREAMS, CORRECT_STREAMS, MATCH_MAGNITUDE, AVERAGE, CUT_OFF = range(20, 25)  # kinds of Op
+PREDICT_STREAMS, CORRECT_STREAMS, MATCH_MAGNITUDE, AVERAGE, CUT_OFF = range(21, 26)  # kinds of Op
 MAX_STREAMS = 8
 
 

@@ -9,7 +9,7 @@ from saltus.kernels.native.structs import INTEGER, POINTER, REAL
 
 __all__ = ["COLLAPSE_STREAMS", "MAX_STREAMS", "SPREAD_STREAMS", "HyperConnection"]
 
-COLLAPSE_STREAMS, SPREAD_STREAMS = range(25, 27)  # kinds of Op
+COLLAPSE_STREAMS, SPREAD_STREAMS = range(26, 28)  # kinds of Op
 
 
 class HyperConnection(ctypes.Structure):

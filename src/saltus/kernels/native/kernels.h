@@ -158,6 +158,14 @@ typedef struct {
 } ColumnScale;
 
 typedef struct {
+  void *x;                    // [rows, heads, dim], dense, changed in place
+  const float *scale, *bias;  // [heads]: a head's numbers are multiplied by scale · log(1 + position) + bias
+  const void *logs;           // [positions]
+  const int64_t *position;    // [rows], or NULL: logs are those of rows
+  int64_t rows, heads, dim;
+} HeadScale;
+
+typedef struct {
   void *x;  // [rows, size], dense, changed in place
   int64_t rows, size;
   float above, below, slope, most;  // see xielu
@@ -245,7 +253,7 @@ static inline int is_one_of(int64_t token, const int64_t *tokens, int64_t count)
 enum {
   LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS, MIX_EXPERTS,
   CONVOLVE, RECUR, GATE_OUTPUTS, SCALE_COLUMNS, REARRANGE, MULTIPLY_HEADS, XIELU, ADD_POSITIONS,
-  SKIP_UNLESS_CHOOSING, CHOOSE_KEYS, KEEP_SELECTED,
+  SKIP_UNLESS_CHOOSING, CHOOSE_KEYS, KEEP_SELECTED, SCALE_HEADS,
   PREDICT_STREAMS, CORRECT_STREAMS, MATCH_MAGNITUDE, AVERAGE, CUT_OFF,
   COLLAPSE_STREAMS, SPREAD_STREAMS
 };

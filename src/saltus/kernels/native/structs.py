@@ -127,7 +127,7 @@ class Op(ctypes.Structure):
 # kinds of Op
 LAYER_BEGINS, PRODUCT, NORMALIZE, ROTATE, ATTEND, ADD, COPY_COLUMNS, EMBED_TOKENS, MIX_EXPERTS = range(9)
 CONVOLVE, RECUR, GATE_OUTPUTS, SCALE_COLUMNS, REARRANGE, MULTIPLY_HEADS, XIELU, ADD_POSITIONS = range(9, 17)
-SKIP_UNLESS_CHOOSING, CHOOSE_KEYS, KEEP_SELECTED = range(17, 20)
+SKIP_UNLESS_CHOOSING, CHOOSE_KEYS, KEEP_SELECTED, SCALE_HEADS = range(17, 21)
 PANEL = 64  # outputs whose weights of MULTIPLY_HEADS lie together
 NORM_KINDS = {"rms": 0, "rms-float32": 1, "layer": 2}
 ACTIVATION_NUMBERS = {
@@ -224,6 +224,15 @@ class ColumnScale(ctypes.Structure):
     _fields_ = [
         *((name, POINTER) for name in ("x", "scale")),
         *((name, INTEGER) for name in ("rows", "size")),
+    ]
+
+
+class HeadScale(ctypes.Structure):
+    """The struct `HeadScale` of kernels.h, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("x", "scale", "bias", "logs", "position")),
+        *((name, INTEGER) for name in ("rows", "heads", "dim")),
     ]
 
 

@@ -36,6 +36,7 @@ class AttentionKinds:
         self.num_main_layers = 0  # whose keys and values have these sizes
         # of layers' keys and values: in the main memory, or their own
         self.places: dict[int, tuple[int, int | None]] = {}
+        self.kept: dict[int, Tensor] = {}  # new rows of what is kept beside a layer's keys
         self.indexers: dict[int, structs.Indexer] = {}  # that choose the keys of layers
 
     def add(
@@ -55,6 +56,9 @@ class AttentionKinds:
         they are the first numbers of keys, and their memory holds the keys of an indexer [rows, 1, size] or nothing.
         """
         kept = v if v is not None else k[..., :0] if index_key is None else index_key
+        if layer.shares is not None and v is None:
+            kept = self.kept[layer.shares]
+        self.kept[number] = kept
         if layer.shares is None:
             own = None if (layer.kv_heads, layer.dim, kept.shape[-1]) == self.main_sizes else number
             self.places[number] = self.num_main_layers if own is None else 0, own
@@ -133,5 +137,7 @@ class AttentionKinds:
 def _memory_sizes(mixer: Mixer) -> tuple[int, int, int] | None:
     """The heads of a layer's keys and values, and the sizes of both; None: it has none."""
     if isinstance(mixer, LatentAttention):
+        if mixer.shares is not None:
+            return None
         return 1, mixer.latent_dim + mixer.rope_dim, 0 if mixer.indexer is None else mixer.indexer.kept
     return (mixer.kv_heads, mixer.dim, mixer.size_of_values) if isinstance(mixer, Attention) else None

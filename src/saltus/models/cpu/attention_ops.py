@@ -14,7 +14,15 @@ from saltus.kernels.packed_weight import PackedWeight, select_outputs
 from saltus.models.cpu.attention_kinds import AttentionKinds
 from saltus.models.cpu.mixer_ops import MixerOps
 from saltus.models.cpu.operations import Operations
-from saltus.models.mixer_description import Angles, Attention, Indexer, KeyPools, LatentAttention, Norm
+from saltus.models.mixer_description import (
+    Angles,
+    Attention,
+    Indexer,
+    KeyPools,
+    LatentAttention,
+    Norm,
+    PositionLogarithms,
+)
 from saltus.models.packed_decoder import check_heads, check_sizes
 
 
@@ -84,8 +92,9 @@ class AttentionOps:
         nope, rope, heads, latent = layer.nope_dim, layer.rope_dim, layer.heads, layer.latent_dim
         check_heads(heads, 1, rope or 2)
         check_sizes(kv_lora_rank=latent, qk_nope_head_dim=nope, v_head_dim=layer.value_dim)
-        q, made = ops.buffer("q", heads * (nope + rope)), ops.buffer("latent", latent + rope)
-        given, indexer = [(layer.latent, made)], layer.indexer
+        q, given, indexer = ops.buffer("q", heads * (nope + rope)), [], layer.indexer
+        if layer.latent is not None:
+            given.append((layer.latent, ops.buffer("latent", latent + rope)))
         if layer.head_gate is not None:
             given.append((layer.head_gate, ops.buffer("head gate", heads)))
         if layer.gate is not None:
@@ -102,29 +111,21 @@ class AttentionOps:
             ops.product(ops.hidden, [(layer.query_latent, of_queries), *given], norm)
             ops.product(of_queries, [(layer.query, q)], layer.query_norm)
         assert rope or layer.angles is None
-        vector, rotated, k = ops.buffer("vector", latent), ops.buffer("rotated", rope), ops.buffer("k", latent + rope)
-        ops.copy(made, vector)
-        ops.copy(made, rotated, latent)
-        ops.normalize(vector, layer.latent_norm, vector)
-        for x, scale in ((vector, layer.latent_scale), (q, layer.query_scale)):
-            if scale != 1:
-                ops.add(x, None, scale, x)
-        self._rotate(rotated, 1, rope, None, layer.angles, layer.rope_interleaved)
-        runs = ops.weights.keep(torch.tensor([[0, latent], [latent, rope]][: 1 + bool(rope)]))
-        ops.op(structs.REARRANGE, structs.Rearrangement(
-            x=vector.data_ptr(), other=rotated.data_ptr(), out=k.data_ptr(), runs=runs.data_ptr(),
-            inputs=latent, others=rope, size=latent + rope, num_runs=len(runs),
-        ))  # fmt: skip
+        if layer.query_scale != 1:
+            ops.add(q, None, layer.query_scale, q)
+        k = self._latent_keys(layer)
         if layer.angles is not None:
             growing = replace(layer.angles, growth=layer.growth, steps=layer.steps)
             self._rotate(q[:, nope:], heads, rope, None, growing, layer.rope_interleaved)
             if layer.growth:
                 self._rotate(q, heads, nope, None, replace(growing, zeros=nope))
+        self._scale_heads(layer.head_scale, q, heads)
         queries, attended = ops.buffer("latent q", heads * (latent + rope)), ops.buffer("attended", heads * latent)
         to_keys, to_values = self._matrices_of_heads(layer)
         self._multiply_heads(q, to_keys, queries, rope)
         simple = Attention(
-            layer.query, layer.latent, None, layer.output, heads, 1, latent + rope, layer.scale, sinks=layer.sinks
+            layer.query, layer.latent, None, layer.output, heads, 1, latent + rope, layer.scale, sinks=layer.sinks,
+            shares=layer.shares,
         )  # fmt: skip
         new_queries, new_keys = (x.view(len(x), -1, latent + rope) for x in (queries, k))
         index_key = None
@@ -144,14 +145,47 @@ class AttentionOps:
             MixerOps(ops).gate(out, gate[..., None], layer.value_dim, None, activation=sigmoid)
         return out
 
+    def _latent_keys(self, layer: LatentAttention) -> Tensor:
+        """The latent vectors of new rows after their norm, then what is rotated; none where a layer has none."""
+        ops, latent, rope = self.ops, layer.latent_dim, layer.rope_dim
+        k = ops.buffer("k", latent + rope)
+        if layer.latent is None:
+            return k
+        made = ops.buffer("latent", latent + rope)
+        vector, rotated = k if rope == 0 else ops.buffer("vector", latent), ops.buffer("rotated", rope)
+        ops.copy(made, vector)
+        ops.normalize(vector, layer.latent_norm, vector)
+        if layer.latent_scale != 1:
+            ops.add(vector, None, layer.latent_scale, vector)
+        if rope == 0:
+            return k
+        ops.copy(made, rotated, latent)
+        self._rotate(rotated, 1, rope, None, layer.angles, layer.rope_interleaved)
+        runs = ops.weights.keep(torch.tensor([[0, latent], [latent, rope]]))
+        ops.op(structs.REARRANGE, structs.Rearrangement(
+            x=vector.data_ptr(), other=rotated.data_ptr(), out=k.data_ptr(), runs=runs.data_ptr(),
+            inputs=latent, others=rope, size=latent + rope, num_runs=len(runs),
+        ))  # fmt: skip
+        return k
+
+    def _scale_heads(self, path: str | None, x: Tensor, heads: int) -> None:
+        """Multiply each head's numbers by its scale · log(1 + position) + its bias, if there is such a path."""
+        ops = self.ops
+        if path is None:
+            return
+        scale, bias = (ops.weights.floats(ops.weights.tensor(f"{path}.{name}"), heads) for name in ("scale", "bias"))
+        if (logarithms := PositionLogarithms()) not in ops.angles:
+            ops.angles.append(logarithms)
+        ops.op(structs.SCALE_HEADS, structs.HeadScale(
+            x=x.data_ptr(), scale=scale.data_ptr(), bias=bias.data_ptr(), heads=heads, dim=x.shape[1] // heads,
+        ), ops.angles.index(logarithms))  # fmt: skip
+
     def _indexer(self, layer: LatentAttention, indexer: Indexer, norm: Norm | None) -> tuple[structs.Indexer, Tensor]:
         """The kernel's arguments of a choice, and the new keys [rows, 1, size] that it is made by.
 
         What only a choice needs is skipped while texts are so short that there is none.
         """
         ops, heads, dim = self.ops, indexer.heads, indexer.dim
-        assert layer.query_latent is not None
-        of_queries = ops.buffer("query latent", len(ops.weights.matrix(layer.query_latent).weight))
         key, query, normed = (
             ops.buffer(name, width)
             for name, width in (("index key", dim), ("index q", heads * dim), ("index x", ops.hidden.shape[1]))
@@ -172,7 +206,13 @@ class AttentionOps:
                 ops.copy(ops.hidden, normed)
             else:
                 ops.normalize(ops.hidden, norm, normed)
-            ops.product(of_queries, [(indexer.query, query)], layer.query_norm)
+            if indexer.query_norm is not None:
+                ops.product(normed, [(indexer.query, query)], indexer.query_norm)
+            else:
+                assert layer.query_latent is not None
+                of_queries = ops.buffer("query latent", len(ops.weights.matrix(layer.query_latent).weight))
+                ops.product(of_queries, [(indexer.query, query)], layer.query_norm)
+            self._scale_heads(indexer.head_scale, query, heads)
             self._rotate(query[:, first:], heads, dim - first, None, layer.angles, indexer.rope_interleaved)
         if indexer.pools is not None:
             key = self._with_pools(struct, key, indexer.pools)
@@ -285,9 +325,13 @@ class AttentionOps:
             sinks = self.ops.weights.tensor(layer.sinks).float().contiguous()
             assert sinks.shape == (layer.heads,)
             self.ops.weights.made.append(sinks)
-        which, place = self.kinds.add(number, layer, q, k, v, out, sinks, index_key)
         indexer = self.kinds.indexers.get(number)
-        if index_key is not None:
+        if index_key is not None and layer.shares is not None:  # whose memory has no room for the indexer's keys
+            alone = replace(layer, key=layer.query, shares=None, dim=0)
+            which, place = self.kinds.add(number, alone, q, k[..., :0], v, out, sinks, index_key)
+            self.ops.op(structs.CHOOSE_KEYS, indexer, which, place)
+        which, place = self.kinds.add(number, layer, q, k, v, out, sinks, index_key)
+        if index_key is not None and layer.shares is None:
             self.ops.op(structs.CHOOSE_KEYS, indexer, which, place)
         self.ops.op(structs.ATTEND, indexer, which, place)
 

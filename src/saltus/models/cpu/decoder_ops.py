@@ -32,7 +32,7 @@ from saltus.models.decoder_description import (
     PositionEmbedding,
     mixers_of,
 )
-from saltus.models.mixer_description import Angles, Attention, LatentAttention, Mixer, Norm, Weight
+from saltus.models.mixer_description import Angles, Attention, LatentAttention, Mixer, Norm, PositionLogarithms, Weight
 
 
 class DecoderOps:
@@ -44,7 +44,7 @@ class DecoderOps:
         self.weights, self.hidden = weights, hidden
         self.buffers: dict[tuple[str, int], Tensor] = {}
         self.products: list[tuple[structs.Linear, Sequence[Weight]]] = []  # and the layers whose outputs they are
-        self.angles: list[Angles | PositionEmbedding] = []  # of rotations, and embeddings of positions
+        self.angles: list[Angles | PositionEmbedding | PositionLogarithms] = []
         mixers = [mixer for layer in description.layers for mixer, _ in mixers_of(layer)]
         self.attention = AttentionKinds(mixers, same_everywhere)
         self.states = StateSizes(0, 0, tuple(filter(None, map(_kept_sizes, mixers))))

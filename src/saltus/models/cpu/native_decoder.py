@@ -25,7 +25,7 @@ from saltus.models.cpu.prepared_call import PreparedCall, PreparedRows
 from saltus.models.decoder_description import PositionEmbedding, weights_perhaps_in_float32
 from saltus.models.decoder_of import decoder_of
 from saltus.models.gated_lora import Adapter, Gate
-from saltus.models.mixer_description import Angles
+from saltus.models.mixer_description import Angles, PositionLogarithms
 from saltus.models.packed_decoder import PackedDecoder, check_widths
 from saltus.models.packed_experts import has_forward_of_ours
 from saltus.models.rotary_angles import angles_of_positions
@@ -111,17 +111,19 @@ class NativeDecoder:
         self.lora_tensors: list[Tensor] = []  # of the adapter; the structs point to them
         self.rows_are_gated = False  # True if the structs gate rows
         self.seconds: structs.SecondsOfParts | None = None  # of its calls, while somebody asks for them
-        self.tables = [
-            _PositionTable(self.base, each)
-            if isinstance(each, PositionEmbedding)
-            else _AngleTable(self.base, each, self.hidden)
-            for each in self.layers.angles
-        ]
+        self.tables = [self._table(each) for each in self.layers.angles]
         self.layers.set_angle_widths([table.width for table in self.tables])
         self.constants = self._constants(weights)
         self.angles = (structs.Angles * len(self.tables))()
         self.no_layers_kept = (structs.POINTER * (1 + self.num_layers))()
         self.prepared_call = PreparedCall(self) if PreparedRows.supports(self) else None
+
+    def _table(
+        self, given: Angles | PositionEmbedding | PositionLogarithms
+    ) -> _AngleTable | _PositionTable | _LogarithmTable:
+        if isinstance(given, Angles):
+            return _AngleTable(self.base, given, self.hidden)
+        return _PositionTable(self.base, given) if isinstance(given, PositionEmbedding) else _LogarithmTable(self.dtype)
 
     def _constants(self, weights: Resolver) -> structs.Decoder:
         """The kernel arguments that are the same in every call."""
@@ -344,6 +346,27 @@ class _PositionTable:
         have = self.table[0]
         if end > len(have):
             self.table = [torch.cat([have, have[-1:].expand(end - len(have), -1)])] * 2
+
+
+class _LogarithmTable:
+    """log(1 + position), as such a table."""
+
+    is_static, width = True, 1
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.table = [torch.empty(0, dtype=dtype)] * 2
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor, bool]:
+        """See _AngleTable."""
+        self.reserve(int(positions.numpy().max()) + 1)
+        return self.table[0], self.table[1], True
+
+    def reserve(self, end: int) -> None:
+        """Let the table have the positions before `end`."""
+        have = self.table[0]
+        if end > len(have):
+            upto = max(end, 2 * len(have), INITIAL_ROPE_POSITIONS)
+            self.table = [torch.arange(1, upto + 1).float().log().to(have.dtype)] * 2
 
 
 def raise_if_failed(code: int, vocab: int) -> None:

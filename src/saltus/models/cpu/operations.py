@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saltus.models.cpu.hybrid_kv_cache import StateSizes
 from saltus.models.decoder_description import PositionEmbedding
-from saltus.models.mixer_description import Angles, Norm, Weight
+from saltus.models.mixer_description import Angles, Norm, PositionLogarithms, Weight
 
 
 @runtime_checkable
@@ -20,7 +20,7 @@ class Operations(Protocol):
     hidden: Tensor
     weights: Any
     states: StateSizes
-    angles: list[Angles | PositionEmbedding]  # of rotations, and embeddings of positions
+    angles: list[Angles | PositionEmbedding | PositionLogarithms]  # of rotations, and what else positions give
 
     def buffer(self, name: str, width: int) -> Tensor: ...
 

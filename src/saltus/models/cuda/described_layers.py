@@ -129,7 +129,7 @@ def _are_known_angles(a: Attention, base: Any) -> bool:
 
 
 def _is_known_latent_attention(a: LatentAttention, base: Any) -> bool:
-    if any(each is not None for each in (a.indexer, a.shares_choice, a.head_gate, a.gate, a.sinks)):
+    if any(each is not None for each in (a.indexer, a.shares_choice, a.head_gate, a.gate, a.sinks, a.head_scale)):
         return False
     whole = [each for each in (a.query, a.latent, a.expand, a.output, a.query_latent) if each is not None]
     biases = [base.get_submodule(each.path).bias is None for each in whole]
