@@ -77,6 +77,10 @@ WHOLE = {
         {**PATCHES, "hidden_size": 64, "model_type": "siglip_vision_model"},
         {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"},
     ),
+    "GraniteDocling": (
+        "GraniteForCausalLM", {**TEXT, **ARCHITECTURES["Granite"], "pad_token_id": 2},
+        {**PATCHES, "image_size": 64, "patch_size": 16, "out_hidden_size": 48, "deepstack_visual_indexes": [0]}, {},
+    ),
     "Qwen2_5OmniThinker": (
         "Qwen2ForCausalLM", {**TEXT, "rope_parameters": THREE_DIMENSIONS}, BLOCKS, {"audio_config": SOUNDS},
     ),

@@ -30,7 +30,7 @@ LAYERS_OF_TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {  # that have no 
     "glm_ocr_text": ("glm4", {"attention_bias": False}),
     "glm4v_moe_text": ("glm4_moe", {"use_qk_norm": False}),
     "hunyuan_vl_text": ("hunyuan_v1_dense", {}),
-    "granite4_vision_text": ("granite", {}),
+    **dict.fromkeys(("granite4_vision_text", "granite_docling_text"), ("granite", {})),
     "paddleocr_vl_text": ("llama", {}),
 }
 OWN_CLASSES = {  # that no mapping of causal models lists: Transformers', or ours of its layers
