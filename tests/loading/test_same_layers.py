@@ -18,7 +18,7 @@ CASES = {
     "xverse": ({}, LlamaForCausalLM, LlamaConfig, {}),
     "minicpm": (SCALES, GraniteForCausalLM, GraniteConfig, {
         "attention_multiplier": 8**-0.5, "embedding_multiplier": 12.0, "residual_multiplier": 0.7,
-        "logits_scaling": 4.0}),
+        "logits_scaling": 4.0, "tie_word_embeddings": True}),  # as MiniCPM's code where the file is silent
 }  # fmt: skip
 
 

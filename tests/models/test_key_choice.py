@@ -120,6 +120,27 @@ def test_layers_with_an_indexer_keep_a_key_of_it(name):
     assert cache.bytes_per_token == 4 * (latent + index)
 
 
+def test_rows_choose_beside_a_text_that_has_no_whole_pool_of_keys():
+    """Nor does a path of the tree end one, so that there is nothing to choose from."""
+    ours, tokens, nodes = network("Glm5Next"), text(2), text(12, seed=1)
+    together = read(ours, tokens, nodes, [-1] * len(nodes))
+    alone = [read(ours, tokens), *(read(ours, tokens, [node], [-1])[1:] for node in nodes)]
+    assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("HYV4", {"index_head_dim": 2}, "index_head_dim is 2"),
+        ("HYV4", {"hc_mult": 9}, "hc_mult is 9"),
+        ("Glm5Next", {"hc_mult": 9}, "hc_mult is 9"),
+    ],
+)
+def test_sizes_that_kernels_have_no_room_for_are_refused(name, changes, said):
+    with pytest.raises(ValueError, match=said):
+        network(name, **changes)
+
+
 @each_model
 def test_our_kernels_for_gpus_do_not_choose_keys(name):
     model = tiny(name)

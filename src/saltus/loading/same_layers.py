@@ -30,6 +30,7 @@ def _multipliers(given: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("MiniCPM that attends to chosen blocks (sparse_config) is not supported")
     hidden, layers = given["hidden_size"], given["num_hidden_layers"]
     return {
+        "tie_word_embeddings": given.get("tie_word_embeddings", True),
         "attention_multiplier": (hidden // given["num_attention_heads"]) ** -0.5,
         "embedding_multiplier": given.get("scale_emb", 1),
         "residual_multiplier": given.get("scale_depth", 1) / layers**0.5,

@@ -102,11 +102,12 @@ class GgufModel:
         return float(str(single)) if single == value else float(value)
 
     def numbers(self, key: str, layers: int, default: list[float] | None = None) -> list[float]:
-        """A number for each layer, as it is."""
+        """A number for each layer, as it is; a single one is that of all."""
         values = self.get(key, default)
+        values = [values] * layers if type(values) in (int, float) else values
         is_list = isinstance(values, list) and len(values) == layers
         if not is_list or not all(type(value) in (int, float) and math.isfinite(value) for value in values):
-            raise self._wrong(key, values, f"numbers, {layers:,} of them")
+            raise self._wrong(key, values, f"numbers, one or {layers:,} of them")
         return values
 
     def word(self, key: str, default: str) -> str:

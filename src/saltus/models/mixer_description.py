@@ -226,6 +226,7 @@ class KimiDeltaNet:
     Queries, keys and values have a linear layer each, and parts of one convolution, in this order; decays and the gate
     of outputs, a sigmoid after a norm, one, or two, one after the other. The logarithm of a decay is −exp(A_log) ·
     softplus(x + dt_bias), or, where there is a `least_decay`, this number times sigmoid(exp(A_log) · (x + dt_bias)).
+    With `rounds_decay` it is rounded to the model's dtype.
     """
 
     query: Weight
@@ -242,6 +243,7 @@ class KimiDeltaNet:
     dim: int
     epsilon: float
     least_decay: float = 0.0
+    rounds_decay: bool = False
 
 
 @dataclass(frozen=True)

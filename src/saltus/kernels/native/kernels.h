@@ -131,6 +131,7 @@ typedef struct {
   float scale, epsilon;   // of queries; of the norms of queries and keys
   float weight_scale;     // of the weights after the sigmoid
   float least_decay;      // 0, or of CHANNELWISE the logarithm that decays do not reach, see recur_prepare
+  int64_t rounds_decay;   // then: logarithms of decays are rounded to T
   const RecurrentText *text;
 } Recurrence;
 // Recurrences: Mamba-2, the gated delta rule, the same with channel-wise decays, and Mamba, whose one head has a step of

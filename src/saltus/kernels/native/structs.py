@@ -202,6 +202,7 @@ class Recurrence(ctypes.Structure):
             for name in ("heads", "groups", "key_dim", "value_dim", "state_place", "node_place", "steps")
         ),
         *((name, REAL) for name in ("least", "most", "scale", "epsilon", "weight_scale", "least_decay")),
+        ("rounds_decay", INTEGER),
         ("text", POINTER),
     ]
 

@@ -25,7 +25,8 @@ def delta_net(config: Any, layer: int) -> KimiDeltaNet:
     """A layer with a state."""
     path = f"layers.{layer}.self_attn"
     decay, gate = (Weight(f"{path}.forget_gate.f_proj"),), (Weight(f"{path}.g_proj"),)
-    return kimi_linear.delta_net(config, layer, decay=decay, gate=gate, least_decay=config.kda_lower_bound)
+    bound = {"least_decay": config.kda_lower_bound, "rounds_decay": True}
+    return kimi_linear.delta_net(config, layer, decay=decay, gate=gate, **bound)
 
 
 def describe(config: Any) -> DecoderDescription:

@@ -21,7 +21,7 @@ from saltus.models.decoder_description import (
     HyperStreams,
     NotDescribed,
 )
-from saltus.models.gguf_architecture import FULL, GgufArchitecture, GgufModel, Target, llama_config
+from saltus.models.gguf_architecture import FULL, GgufArchitecture, GgufModel, Target, llama_config, num_layers
 from saltus.models.mixer_description import Indexer, KeyPools, KimiDeltaNet, LatentAttention, Norm, Weight
 
 CLASSES = {"Glm5NextForCausalLM"}
@@ -67,6 +67,10 @@ def describe(config: Any) -> DecoderDescription:
     """See saltus.models.architectures."""
     if activation(config.hidden_act) != "silu" or not config.swiglu_limit > 0:
         raise NotDescribed(f"the activation {config.hidden_act} with the limit {config.swiglu_limit}")
+    if (bound := config.linear_lower_bound) is not None and bound >= 0:
+        raise NotDescribed("decays with a bound that is not below zero")
+    if config.hc_sinkhorn_iters < 1:
+        raise NotDescribed("gates of streams that are not balanced")
     if config.qk_rope_head_dim or not config.index_kpool_always_select_tail:
         raise NotDescribed("latent attention with angles, or without the last tokens")
     layers = [
@@ -100,7 +104,9 @@ def choices(config: Any) -> list[dict[str, Any]]:
 
 def gguf_config(model: GgufModel) -> dict[str, Any]:
     """See GgufArchitecture."""
-    limits = {limit for key in ("swiglu_clamp_exp", "swiglu_clamp_shexp") for limit in model.get(key) or [0.0]}
+    layers = num_layers(model)
+    of_experts = model.numbers("swiglu_clamp_exp", layers, [0.0] * layers)
+    limits = {*of_experts, *model.numbers("swiglu_clamp_shexp", layers, of_experts)}
     if len(limits) > 1:
         raise ValueError("the limits of its gates differ from layer to layer, which is not supported")
     dense, recurrent = model.size("leading_dense_block_count", 0, least=0), model.layers_with("ssm_f_a.weight")

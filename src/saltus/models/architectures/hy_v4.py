@@ -14,7 +14,15 @@ from saltus.models.common_layers import (
     llama_mlp,
 )
 from saltus.models.decoder_description import DecoderDescription, Experts, HyperConnection, HyperStreams, NotDescribed
-from saltus.models.gguf_architecture import GgufArchitecture, GgufModel, Rows, Target, TensorPart, llama_config
+from saltus.models.gguf_architecture import (
+    GgufArchitecture,
+    GgufModel,
+    Rows,
+    Target,
+    TensorPart,
+    llama_config,
+    num_layers,
+)
 from saltus.models.mixer_description import LatentAttention, Weight
 
 CLASSES = {"HYV4ForCausalLM"}
@@ -67,7 +75,8 @@ def gguf_config(model: GgufModel) -> dict[str, Any]:
     """See GgufArchitecture."""
     if not model.has("attention.indexer.top_k"):
         raise ValueError("it has no indexers, which is not supported")
-    limits = {*(model.get("swiglu_clamp_exp") or [0.0])}
+    layers = num_layers(model)
+    limits = set(model.numbers("swiglu_clamp_exp", layers, [0.0] * layers))
     if len(limits) > 1:
         raise ValueError("the limits of its experts differ from layer to layer, which is not supported")
     settings = deepseek_v32.sparse_settings(model)

@@ -110,7 +110,8 @@ class AttentionOps:
             of_queries = ops.buffer("query latent", len(ops.weights.matrix(layer.query_latent).weight))
             ops.product(ops.hidden, [(layer.query_latent, of_queries), *given], norm)
             ops.product(of_queries, [(layer.query, q)], layer.query_norm)
-        assert rope or layer.angles is None
+        if layer.angles is not None and not rope:
+            raise ValueError("a decoder's qk_rope_head_dim is 0, but its positions rotate; fetch it again")
         if layer.query_scale != 1:
             ops.add(q, None, layer.query_scale, q)
         k = self._latent_keys(layer)
@@ -199,6 +200,11 @@ class AttentionOps:
             weight_is_float32=weight.dtype == torch.float32,
         )  # fmt: skip
         first = dim - layer.rope_dim if indexer.rotates_last else 0
+        if first < 0:
+            raise ValueError(
+                f"a decoder's index_head_dim is {dim}, but must be at least qk_rope_head_dim, {layer.rope_dim};"
+                " fetch it again"
+            )
         ops.normalize(key, indexer.key_norm, key)
         self._rotate(key[:, first:], 1, dim - first, None, layer.angles, indexer.rope_interleaved)
         with ops.skipped_unless_choosing(struct):

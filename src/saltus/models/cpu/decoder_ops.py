@@ -387,7 +387,11 @@ def _last_mixer(description: DecoderDescription) -> int | None:
 
 
 def _kept_sizes(mixer: Mixer) -> tuple[int, int] | None:
-    """Heads of keys and values that a layer keeps, and their size; None if it has none. Latent vectors are halved."""
+    """Heads of keys and values that a layer keeps, and their size; None if it has none.
+
+    Latent vectors are halved, and so is what is kept to choose among them.
+    """
     if isinstance(mixer, LatentAttention):
-        return 1, -(-(mixer.latent_dim + mixer.rope_dim) // 2)
+        latent = 0 if mixer.latent is None else mixer.latent_dim + mixer.rope_dim
+        return 1, -(-(latent + (0 if mixer.indexer is None else mixer.indexer.kept)) // 2)
     return (mixer.kv_heads, mixer.dim) if isinstance(mixer, Attention) else None

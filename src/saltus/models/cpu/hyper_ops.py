@@ -17,7 +17,10 @@ class HyperOps:
         self.ops, self.description, self.size = ops, description, ops.hidden.shape[1]
         self.streams = ops.buffer("streams", description.count * self.size)
         self.gates = ops.hidden  # of the last connection, in float32
-        assert description.count <= hyper.MAX_STREAMS
+        if not 1 <= description.count <= hyper.MAX_STREAMS:
+            raise ValueError(
+                f"a decoder's hc_mult is {description.count}, but must be from 1 to {hyper.MAX_STREAMS}; fetch it again"
+            )
 
     def begin(self) -> None:
         """Make each stream of the input embeddings, which are in the hidden states."""

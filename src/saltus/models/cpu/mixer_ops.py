@@ -80,6 +80,7 @@ class MixerOps:
         out = self._recur(
             mixer.decays, query, key, value, decay, given[3], heads=heads, groups=heads, key_dim=dim, value_dim=dim,
             scale=dim**-0.5, epsilon=1e-6, most=float("inf"), weight_scale=1.0, least_decay=mixer.least_decay,
+            rounds_decay=mixer.rounds_decay,
         )  # fmt: skip
         sigmoid = structs.ACTIVATION_NUMBERS["sigmoid"]
         self.gate(out, gate, dim, mixer.norm, epsilon=mixer.epsilon, activation=sigmoid)

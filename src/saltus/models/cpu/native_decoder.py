@@ -366,7 +366,7 @@ class _LogarithmTable:
         have = self.table[0]
         if end > len(have):
             upto = max(end, 2 * len(have), INITIAL_ROPE_POSITIONS)
-            self.table = [torch.arange(1, upto + 1).float().log().to(have.dtype)] * 2
+            self.table = [torch.arange(1, upto + 1).double().log().to(have.dtype)] * 2
 
 
 def raise_if_failed(code: int, vocab: int) -> None:
