@@ -4,8 +4,6 @@
 #include "lanes.h"
 #include "altup.h"
 
-#define MOST_GATES (MOST_STREAMS * (MOST_STREAMS + 2))
-
 typedef struct {
   void *streams;             // [rows, count, size], dense
   void *x;                   // [rows, size], dense: what a layer reads, and then what it gave

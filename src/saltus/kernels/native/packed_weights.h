@@ -1,6 +1,6 @@
 // Weights that stay in the blocks of a GGUF file: a block of 32 or 256 weights holds small integers, or indices into a table of
 // 16, and the scales and minimums that turn them into numbers. A row of blocks of 32 is rearranged (`rearrange_blocks` in
-// packed_weight.py): first the scales of all its blocks, then the minimums if there are any, then the integers; those of 4
+// packed_blocks.py): first the scales of all its blocks, then the minimums if there are any, then the integers; those of 4
 // bits pair by pair of blocks, the first block in the low halves of 32 bytes, the second in the high ones. Rows are expanded
 // to the bfloat16 numbers that dequantising in float32 and rounding gives, so that products are those of the expanded
 // weights, bit for bit. 8-bit floats (E4M3), which GGUF does not have, are in blocks of 128, each after its scale in float32.

@@ -325,21 +325,30 @@ class _AngleTable:
         return [x[..., :: 2 if self.angles.layout == "interleaved" else 1].repeat(1, 1, 2) for x in found]
 
 
-class _PositionTable:
-    """Learned embeddings of positions, as such a table: the first of its two."""
+class _SingleTable:
+    """One number or more of each position, as a table of angles: the first of its two."""
 
     is_static = True
+    table: list[Tensor]
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor, bool]:
+        """See _AngleTable."""
+        self.reserve(int(positions.numpy().max()) + 1)
+        return self.table[0], self.table[1], True
+
+    def reserve(self, end: int) -> None:
+        """Let the table have the positions before `end`."""
+        raise NotImplementedError
+
+
+class _PositionTable(_SingleTable):
+    """Learned embeddings of positions."""
 
     def __init__(self, base: Any, positions: PositionEmbedding) -> None:
         weight = base.get_submodule(positions.path).weight.detach()
         whole = weight.dequantize() if isinstance(weight, PackedWeight) else weight
         self.table = [whole[positions.first :]] * 2
         self.width = whole.shape[1]
-
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor, bool]:
-        """See _AngleTable."""
-        self.reserve(int(positions.numpy().max()) + 1)
-        return self.table[0], self.table[1], True
 
     def reserve(self, end: int) -> None:
         """Let the table have the positions before `end`; none of a text lies beyond the model's own, drafts may."""
@@ -348,18 +357,13 @@ class _PositionTable:
             self.table = [torch.cat([have, have[-1:].expand(end - len(have), -1)])] * 2
 
 
-class _LogarithmTable:
-    """log(1 + position), as such a table."""
+class _LogarithmTable(_SingleTable):
+    """log(1 + position)."""
 
-    is_static, width = True, 1
+    width = 1
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.table = [torch.empty(0, dtype=dtype)] * 2
-
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor, bool]:
-        """See _AngleTable."""
-        self.reserve(int(positions.numpy().max()) + 1)
-        return self.table[0], self.table[1], True
 
     def reserve(self, end: int) -> None:
         """Let the table have the positions before `end`."""
